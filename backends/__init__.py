@@ -1,0 +1,25 @@
+"""The backends, one folder each, imported only when asked for."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from polymp.errors import BackendMissingError
+
+NAMES = ("torch", "jax")
+
+
+def get(name: str) -> ModuleType:
+    """The backend of that name.
+
+    Raises:
+        ValueError: there is no such backend.
+        BackendMissingError: its framework is not installed.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no backend {name!r}; there are {', '.join(NAMES)}")
+    if importlib.util.find_spec(name) is None:
+        raise BackendMissingError(
+            f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'."
+        )
+    return importlib.import_module(f"polymp.backends.{name}")

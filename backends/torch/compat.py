@@ -1,0 +1,126 @@
+"""Everything private of torch that polymp touches, in one place.
+
+Each name says why it is needed and since when it has been there; `tests/torch/test_compat.py`
+fails when one changes. Supported: torch 2.11 to 2.13.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch._C import _dynamo
+from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
+
+__all__ = ["ExcludeKeys"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Where an op looks first while a torch.func transform is active. Since torch 2.0.
+FUNC_FRONT = "FuncTorchDynamicLayerFrontMode"
+
+_KEYS = {"cuda": "AutocastCUDA", "privateuseone": "AutocastPrivateUse1"}
+
+
+def autocast_key(device: str) -> str:
+    """The name of the dispatch key that autocast uses on the device type. Since torch 1.10."""
+    if device == torch._C._get_privateuse1_backend_name():
+        return _KEYS["privateuseone"]
+    return _KEYS.get(device, f"Autocast{device.upper()}")
+
+
+def keyset(key: str) -> torch._C.DispatchKeySet:
+    """The set of one dispatch key, for `ExcludeKeys`. Since torch 1.13."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+
+def below(key: str) -> torch._C.DispatchKeySet:
+    """All keys that the dispatcher asks after `key`. Since torch 2.0."""
+    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+
+def registered(key: str) -> frozenset[str]:
+    """Names of the aten overloads that have a kernel on the key, without "aten::".
+
+    Needed to know which compiled autocast kernels this torch has. Since torch 2.0.
+    """
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
+
+
+def overload(name: str) -> torch._ops.OpOverload | None:
+    """The aten overload "mm" or "softmax.int", or None if torch has none of that name."""
+    base, _, variant = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return None if packet is None else getattr(packet, variant or "default", None)
+
+
+def cuda_missing() -> bool:
+    """True if neither CUDA nor torch_xla can be used: torch.amp then disables itself.
+
+    Read from torch so that a test which patches it there is seen here. Since torch 1.10.
+    """
+    return bool(torch.cuda.amp.common.amp_definitely_not_available())
+
+
+def private_dtypes(device: str) -> list[torch.dtype]:
+    """Low dtypes of a device that an extension registered as PrivateUse1. Since torch 2.1.
+
+    Raises:
+        AssertionError: the extension has not registered its module, or not all of it.
+    """
+    message = (
+        f"Tried to use AMP with the `{device}` backend, but the backend has not registered a "
+        "module or  the module miss some necessary funcs. The backend should register a module by "
+        "`torch._register_device_module`, and the module must have these funcs: \n"
+        "`get_amp_supported_dtype() -> List[torch.dtype]`. \n"
+    )
+    if not hasattr(torch, device):
+        raise AssertionError(message)
+    if not hasattr(getattr(torch, device), "get_amp_supported_dtype"):
+        raise AssertionError(message + "But the func `get_amp_supported_dtype` is missing. \n")
+    found: list[torch.dtype] = getattr(torch, device).get_amp_supported_dtype()
+    return found
+
+
+def no_frame(fn: F) -> F:
+    """Keep torch.compile from compiling `fn` by itself; inlining it into a caller still works.
+
+    A region's entry has no tensor in it, so a frame compiled for it alone would be an empty graph
+    and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well.
+    Since torch 2.6 (`torch._dynamo.eval_frame.skip_code` is the same call, but imports all of
+    dynamo).
+    """
+    assert isinstance(fn, FunctionType)
+    frame = _dynamo.eval_frame
+    strategy = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.DEFAULT)
+    frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
+def at_trace_time(fn: F) -> F:
+    """Have torch.compile run `fn` while it traces and take what it returns as a constant.
+
+    `torch.compiler.assume_constant_result` sets the same mark, but imports all of dynamo.
+    Since torch 2.0.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def tell_export(entering: bool, *state: Any) -> None:
+    """Write entering or leaving a region into a program that torch.export is tracing.
+
+    Export notes regions through its function mode; torch's own class makes the same two calls.
+    Since torch 2.5.
+    """
+    if not torch._C._is_torch_function_mode_enabled():
+        return
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if isinstance(mode, PreDispatchTorchFunctionMode):
+            amp: Any = torch.amp
+            note = amp._enter_autocast if entering else amp._exit_autocast
+            mode.__torch_function__(note, (), state)
+            return

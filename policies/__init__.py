@@ -1,0 +1,1 @@
+"""The policies that come with polymp, one TOML file each. `polymp.policy.load` reads them."""

@@ -1,0 +1,35 @@
+"""The CPU spellings, with the arguments of torch.cpu.amp."""
+
+import torch
+
+from polymp.backends import torch as _backend
+
+
+class autocast(_backend.autocast):  # the name is torch's
+    """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the low format."""
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        cache_enabled: bool = True,
+        *,
+        policy: _backend.PolicyLike | None = None,
+    ) -> None:
+        """As `polymp.torch.autocast`."""
+        super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
+
+
+class GradScaler(_backend.GradScaler):
+    """`polymp.torch.GradScaler("cpu", ...)`."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        """As `polymp.torch.GradScaler`."""
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

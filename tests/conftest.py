@@ -1,0 +1,55 @@
+"""What every test may ask for: a framework that is installed, or a skip that says why.
+
+`POLYMP_REQUIRE=torch,jax` turns the skip into a failure, so that a run that is meant to cover a
+framework cannot pass by lacking it.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
+# Random programs take as long as they take, and are the same ones in every run.
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("POLYMP_HYPOTHESIS", "ci"))
+
+FRAMEWORKS = ("torch", "jax")
+
+
+def _has(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def need(name: str) -> None:
+    """Skip what calls this if the framework is missing; fail it if it is required."""
+    if _has(name):
+        return
+    if name in REQUIRED:
+        pytest.fail(f"{name} is required by POLYMP_REQUIRE and not installed", pytrace=False)
+    raise pytest.skip.Exception(f"{name} is not installed", allow_module_level=True)
+
+
+class _Missing(pytest.Module):
+    """A test module that cannot be imported: skipped or failed as a whole."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        need(self.path.parent.name)
+        return []
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> object:
+    """Do not import tests/torch and tests/jax where the framework is missing."""
+    folder = module_path.parent.name
+    if folder in FRAMEWORKS and not _has(folder):
+        return _Missing.from_parent(parent, path=module_path)
+    return None
+
+
+def pytest_report_header() -> str:
+    found = ", ".join(filter(_has, FRAMEWORKS)) or "none"
+    return f"frameworks: {found}; required: {', '.join(sorted(REQUIRED)) or 'none'}"

@@ -1,0 +1,80 @@
+"""The package itself: what importing it imports, and what an installed copy would hold."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from polymp import backends, errors
+from tests.conftest import need
+
+ROOT = Path(__file__).parent.parent
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after the statement."""
+    code = f"{statement}\nimport sys; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(run.stdout.split())
+
+
+HEAVY = {"torch", "jax", "numpy", "ml_dtypes", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import polymp", "import polymp; polymp.policy('torch-cuda')", "import polymp.backends"],
+)
+def test_the_core_imports_no_framework(statement):
+    assert not loaded_after(statement) & HEAVY
+
+
+def test_the_check_above_sees_an_import():
+    assert "numpy" in loaded_after("import polymp, numpy")
+
+
+def test_the_torch_door_does_not_import_jax():
+    need("torch")
+    loaded = loaded_after("import polymp.torch")
+    assert "torch" in loaded
+    assert "jax" not in loaded
+
+
+def test_importing_changes_nothing_in_torch():
+    need("torch")
+    code = (
+        "import torch; before = {k: len(torch._C._dispatch_get_registrations_for_dispatch_key(k))"
+        " for k in ('AutocastCPU', 'AutocastCUDA', 'FuncTorchDynamicLayerFrontMode')}\n"
+        "import polymp.torch, sys\n"
+        "after = {k: len(torch._C._dispatch_get_registrations_for_dispatch_key(k)) for k in before}"
+        "\nassert before == after, (before, after)\nassert 'torch._dynamo' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_every_package_is_listed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for top in (ROOT / "polymp", ROOT / "polymp/backends", ROOT / "polymp/policies")
+        for path in top.rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(found)
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match=r"^no backend 'tf'; there are torch, jax$"):
+        backends.get("tf")
+
+
+def test_a_backend_whose_framework_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(errors.BackendMissingError) as error:
+        backends.get("torch")
+    assert str(error.value) == (
+        "backend 'torch' needs the torch package: pip install 'polymp[torch]'."
+    )

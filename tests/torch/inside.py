@@ -1,0 +1,26 @@
+"""A region of any device, whether or not this machine has one; for fake tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from polymp import rules
+from polymp.backends.torch import kernels, regions
+from polymp.region import Region
+
+
+@contextmanager
+def inside(
+    device: str,
+    format: str = "float16",
+    *,
+    enabled: bool = True,
+    cache: bool = True,
+    policy: rules.Policy | None = None,
+) -> Iterator[Region]:
+    region = Region("torch", device, enabled, format, cache, policy)
+    kernels.prepare(region)
+    regions.enter(region)
+    try:
+        yield region
+    finally:
+        regions.leave(region)

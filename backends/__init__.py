@@ -14,10 +14,12 @@ def get(name: str) -> ModuleType:
 
     Raises:
         ValueError: there is no such backend.
-        BackendMissingError: its framework is not installed.
+        BackendMissingError: its framework is not installed, or this version lacks it.
     """
     if name not in NAMES:
         raise ValueError(f"no backend {name!r}; there are {', '.join(NAMES)}")
+    if importlib.util.find_spec(f"polymp.backends.{name}") is None:
+        raise BackendMissingError(f"this version of polymp has no {name} backend yet.")
     if importlib.util.find_spec(name) is None:
         raise BackendMissingError(
             f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'."

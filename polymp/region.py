@@ -7,11 +7,11 @@ object may be entered twice, recursively, or by many threads. Nothing here knows
 
 import threading
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from polymp.rules import Policy
 
-P = TypeVar("P")
+F = TypeVar("F", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,57 +35,40 @@ class Region:
     policy: Policy | None = None
 
 
-@dataclass(slots=True)
-class _Frame(Generic[P]):
-    region: Region
-    previous: P
+class Stack(threading.local, Generic[F]):
+    """The open regions of this thread, as frames, oldest first.
 
+    A frame is a tuple: the region, and after it what leaving restores. Leaving need not happen in
+    the reverse order of entering, for tasks of one event loop, and generators, interleave. A frame
+    that is pulled out from under younger ones of its device hands its state on to the next of
+    them, so that when all are left the state is what it was before the first. Two regions that
+    are equal are interchangeable: the youngest one is left.
 
-class Stack(threading.local, Generic[P]):
-    """The open regions of this thread, oldest first.
-
-    Leaving need not happen in the reverse order of entering: tasks of one event loop, and
-    generators, interleave. A frame that is left while younger frames of its device are open hands
-    its previous state on to the next of them, so that when all are left the state is what it was
-    before the first. Two regions that are equal are interchangeable: the youngest one is left.
+    Attributes:
+        frames: the frames of this thread.
     """
 
     def __init__(self) -> None:
         """Start with no open region; called once for each thread."""
-        self._frames: list[_Frame[P]] = []
+        self.frames: list[F] = []
 
-    def __len__(self) -> int:
-        return len(self._frames)
-
-    def current(self, device: str) -> Region | None:
-        """The innermost open region of the device, or None."""
-        for frame in reversed(self._frames):
-            if frame.region.device == device:
-                return frame.region
-        return None
-
-    def push(self, region: Region, previous: P) -> None:
-        """Open `region`; `previous` is what leaving it restores."""
-        self._frames.append(_Frame(region, previous))
-
-    def pop(self, region: Region) -> P | None:
-        """Close the youngest open region equal to `region`.
+    def pull(self, region: Region) -> F | None:
+        """Take out the youngest frame whose region equals `region`.
 
         Returns:
-            What to restore now, or None if a younger region of the same device stays in force.
+            The frame, whose state is to be restored, or None if a younger region of the device
+            stays in force.
 
         Raises:
             RuntimeError: no such region is open in this thread.
         """
-        frames = self._frames
-        if frames and frames[-1].region is region:  # the common case
-            return frames.pop().previous
+        frames = self.frames
         for at in range(len(frames) - 1, -1, -1):
-            if frames[at].region == region:
-                left = frames.pop(at)
-                for younger in frames[at:]:
-                    if younger.region.device == region.device:
-                        younger.previous = left.previous
+            if frames[at][0] == region:
+                pulled = frames.pop(at)
+                for i, younger in enumerate(frames[at:], start=at):
+                    if younger[0].device == region.device:
+                        frames[i] = cast(F, (younger[0], *pulled[1:]))
                         return None
-                return left.previous
+                return pulled
         raise RuntimeError(f"cannot leave {region}: it is not open in this thread")

@@ -122,6 +122,13 @@ class Policy:
             )
         object.__setattr__(self, "rows", rows)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.rows, self.halves))
+
     @cached_property
     def table(self) -> Mapping[str, Row]:
         """The rows by op."""

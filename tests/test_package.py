@@ -1,5 +1,6 @@
 """The package itself: what importing it imports, and what an installed copy would hold."""
 
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -71,8 +72,16 @@ def test_unknown_backend():
         backends.get("tf")
 
 
+def test_the_jax_door_says_that_there_is_nothing_behind_it_yet():
+    with pytest.raises(errors.BackendMissingError) as error:
+        importlib.import_module("polymp.jax")
+    assert str(error.value) == "this version of polymp has no jax backend yet."
+
+
 def test_a_backend_whose_framework_is_missing(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name if name.startswith("polymp") else None
+    )
     with pytest.raises(errors.BackendMissingError) as error:
         backends.get("torch")
     assert str(error.value) == (

@@ -17,73 +17,70 @@ A, B, C = make("cpu", "float16"), make("cpu", "bfloat16"), make("cuda", "float16
 
 
 def test_last_in_first_out():
-    stack: Stack[str] = Stack()
-    stack.push(A, "before A")
-    stack.push(B, "before B")
-    assert (len(stack), stack.current("cpu"), stack.current("cuda")) == (2, B, None)
-    assert stack.pop(B) == "before B"
-    assert stack.current("cpu") is A
-    assert stack.pop(A) == "before A"
-    assert len(stack) == 0
+    stack: Stack[tuple[Region, str]] = Stack()
+    stack.frames += [(A, "before A"), (B, "before B")]
+    assert stack.pull(B) == (B, "before B")
+    assert stack.pull(A) == (A, "before A")
+    assert stack.frames == []
 
 
 def test_leaving_the_elder_first_hands_its_state_to_the_younger():
-    stack: Stack[str] = Stack()
-    stack.push(A, "outside")
-    stack.push(B, "inside A")
-    assert stack.pop(A) is None, "B stays in force"
-    assert stack.pop(B) == "outside"
+    stack: Stack[tuple[Region, str]] = Stack()
+    stack.frames += [(A, "outside"), (B, "inside A")]
+    assert stack.pull(A) is None, "B stays in force"
+    assert stack.pull(B) == (B, "outside")
 
 
 def test_devices_do_not_mix():
-    stack: Stack[str] = Stack()
-    stack.push(A, "cpu outside")
-    stack.push(C, "cuda outside")
-    assert stack.pop(A) == "cpu outside"
-    assert stack.pop(C) == "cuda outside"
+    stack: Stack[tuple[Region, str]] = Stack()
+    stack.frames += [(A, "cpu outside"), (C, "cuda outside")]
+    assert stack.pull(A) == (A, "cpu outside")
+    assert stack.pull(C) == (C, "cuda outside")
 
 
 def test_leaving_what_is_not_open():
-    stack: Stack[str] = Stack()
-    stack.push(A, "x")
-    with pytest.raises(RuntimeError, match="it is not open in this thread"):
-        stack.pop(B)
-    assert len(stack) == 1
+    stack: Stack[tuple[Region, str]] = Stack()
+    stack.frames.append((A, "x"))
+    with pytest.raises(RuntimeError) as error:
+        stack.pull(B)
+    assert str(error.value) == f"cannot leave {B}: it is not open in this thread"
+    assert stack.frames == [(A, "x")]
 
 
 def test_every_thread_has_its_own():
-    stack: Stack[str] = Stack()
-    stack.push(A, "x")
+    stack: Stack[tuple[Region, str]] = Stack()
+    stack.frames.append((A, "x"))
     seen = []
-    thread = threading.Thread(target=lambda: seen.append((len(stack), stack.current("cpu"))))
+    thread = threading.Thread(target=lambda: seen.append(list(stack.frames)))
     thread.start()
     thread.join()
-    assert seen == [(0, None)]
+    assert seen == [[]]
 
 
 @given(st.data())
 def test_whatever_the_order_of_leaving_the_first_state_comes_back(data):
-    stack: Stack[dict[str, str]] = Stack()
+    stack: Stack[tuple[Region, str]] = Stack()
     state = {"cpu": "cpu outside", "cuda": "cuda outside"}
     start = dict(state)
-    open_regions = []
+    entered = []
+
+    def leave(region):
+        entered.remove(region)
+        frame = stack.pull(region)
+        if frame is not None:
+            state[region.device] = frame[1]
+
     for _ in range(data.draw(st.integers(0, 12))):
-        if open_regions and data.draw(st.booleans()):
-            region = data.draw(st.sampled_from(open_regions))
-            open_regions.remove(region)
-            restored = stack.pop(region)
-            if restored is not None:
-                state[region.device] = restored
+        if entered and data.draw(st.booleans()):
+            leave(data.draw(st.sampled_from(entered)))
         else:
             region = data.draw(st.sampled_from([A, B, C]))
-            stack.push(region, state[region.device])
+            stack.frames.append((region, state[region.device]))
             state[region.device] = region.format
-            open_regions.append(region)
+            entered.append(region)
         for device in state:
-            if not any(r.device == device for r in open_regions):
+            if not any(r.device == device for r in entered):
                 assert state[device] == start[device]
-    for region in data.draw(st.permutations(open_regions)):
-        restored = stack.pop(region)
-        if restored is not None:
-            state[region.device] = restored
+    for region in data.draw(st.permutations(entered)):
+        leave(region)
     assert state == start

@@ -13,9 +13,11 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal, Self
 
 import torch
+from torch._C import _is_torch_function_mode_enabled
+from torch.compiler import is_dynamo_compiling
 
 from polymp import rules
-from polymp.backends.torch import compat, kernels, regions
+from polymp.backends.torch import compat, kernels, native, regions
 from polymp.region import Region
 from polymp.rules import Policy
 
@@ -94,24 +96,26 @@ class autocast:  # the name is torch's
 
     @compat.no_frame
     def __enter__(self) -> Self:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             self._traced = (regions.Traced(self.device, self._ticket), self._traced)
             self._traced[0].__enter__()
         else:
-            regions.enter(regions.known[self._ticket])
-            compat.tell_export(
-                True, self.device, self.fast_dtype, self._enabled, self._cache_enabled
-            )
+            regions.enter(self._ticket)
+            if _is_torch_function_mode_enabled():
+                compat.tell_export(
+                    True, self.device, self.fast_dtype, self._enabled, self._cache_enabled
+                )
         return self
 
     @compat.no_frame
     def __exit__(self, *exc: object) -> Literal[False]:
-        if torch.compiler.is_dynamo_compiling():
+        if self._traced is not None:
             traced, self._traced = self._traced
             traced.__exit__()
         else:
-            regions.leave(regions.known[self._ticket])
-            compat.tell_export(False)
+            regions.leave(self._ticket)
+            if _is_torch_function_mode_enabled():
+                compat.tell_export(False)
         return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,16 +150,19 @@ def _prepare(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
 ) -> tuple[int, bool]:
     """Make the arguments a region, ready to be entered: its ticket, and whether it is enabled."""
-    region = Region(
-        "torch",
-        device,
-        bool(enabled and _supported(device, dtype)),
-        regions.format_of(dtype),
-        bool(cache),
-        None if policy is None else rules.load(policy),
+    enabled = bool(enabled) and _supported(device, dtype)
+    return _ready(
+        device, dtype, enabled, bool(cache), None if policy is None else rules.load(policy)
     )
+
+
+@functools.cache
+def _ready(
+    device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
+) -> tuple[int, bool]:
+    region = Region("torch", device, enabled, regions.FORMATS[dtype], cache, policy)
     kernels.prepare(region)
-    return regions.ticket(region), region.enabled
+    return regions.ticket(region), enabled
 
 
 def _supported(device: str, dtype: torch.dtype) -> bool:
@@ -172,7 +179,7 @@ def _supported(device: str, dtype: torch.dtype) -> bool:
             )
         return True
     dtypes, name = [torch.bfloat16, torch.float16], device.upper()
-    if device == torch._C._get_privateuse1_backend_name():
+    if device not in native.DEVICES and device == torch._C._get_privateuse1_backend_name():
         dtypes, name = compat.private_dtypes(device), device
     if dtype not in dtypes:
         warnings.warn(
@@ -187,7 +194,7 @@ def _supported(device: str, dtype: torch.dtype) -> bool:
 def _function(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             with regions.Traced(region.device, region._ticket):
                 return func(*args, **kwargs)
         with region:

@@ -4,20 +4,22 @@ torch's compiled kernels keep a cast of every float32 parameter until the outerm
 one map for the whole process, keyed by the parameter alone. That is sound for one thread, one low
 format and constant weights. This module makes it sound for all:
 
-    another low format on the device   drop                       `hold`
+    another low format on the device   drop                       `keep`
     a parameter is written in place    drop                       kernels on the writing ops
     an optimizer steps                 drop                       torch's optimizer hook
-    a second thread enters a region    it keeps no casts          `own`, `disown`
+    a second thread enters a region    it keeps no casts          `keep`, `end`
 
-Our own kernels keep theirs in `keep`, per thread and keyed by format, version and epoch.
+Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch.
 Not seen: `p.data.copy_()`, `p.data = t`, and writes inside a disabled subregion.
 """
 
 import threading
 import weakref
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch import clear_autocast_cache
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch import compat, native
@@ -44,38 +46,47 @@ _watched: set[str] = set()
 def drop() -> None:
     """Forget every kept cast, of every thread."""
     _epoch[0] += 1
-    torch.clear_autocast_cache()
+    clear_autocast_cache()
 
 
 @compat.no_frame
-def own() -> bool:
-    """Make torch's map this thread's; False while it belongs to another living thread."""
-    me = threading.get_ident()
-    holder = _owner.setdefault("thread", me)
-    if holder == me:
-        return True
-    if any(t.ident == holder for t in threading.enumerate()):
+def keep(device: str, dtype: torch.dtype, casting: bool) -> bool:
+    """May this thread keep casts in torch's map from now on?
+
+    True makes the map this thread's; if it will be `casting` to `dtype` on the device, casts to
+    another format are dropped. False while the map belongs to another living thread.
+    """
+    me = get_ident()
+    if _owner.setdefault("thread", me) != me and not _take_over(me):
         return False
-    _owner.pop("thread", None)  # it ended without leaving its regions
-    drop()
-    return own()
+    if casting and _format.setdefault(device, dtype) is not dtype:
+        drop()
+        _format[device] = dtype
+    return True
 
 
 @compat.no_frame
-def disown() -> None:
-    """This thread left its last region."""
-    if _owner.get("thread") == threading.get_ident():
-        drop()
+def end(*, drop_all: bool) -> None:
+    """This thread left its last region; `drop_all` unless it is still in one of torch's own."""
+    if _kept_any:
+        _kept.casts.clear()
+    if _owner.get("thread") == get_ident():
+        if drop_all:
+            _epoch[0] += 1
+            clear_autocast_cache()
         _format.clear()
         del _owner["thread"]
 
 
-@compat.no_frame
-def hold(device: str, dtype: torch.dtype) -> None:
-    """From now on torch's map gets casts to `dtype` for `device`: drop those to another format."""
-    if _format.setdefault(device, dtype) is not dtype:
-        drop()
-        _format[device] = dtype
+def _take_over(me: int) -> bool:
+    """Make the map this thread's if its owner ended without leaving its regions."""
+    owner = _owner.get("thread")
+    if any(t.ident == owner for t in threading.enumerate()):
+        return False
+    drop()
+    _format.clear()
+    _owner["thread"] = me
+    return True
 
 
 def watch(device: str) -> None:
@@ -92,11 +103,11 @@ def watch(device: str) -> None:
         for variant in packet.overloads():
             op = getattr(packet, variant)
             target = op.name().removeprefix("aten::")
-            _library.impl(target, _writer(op, compat.keyset(key)), key)
+            compat.put(_library, target, _writer(op, compat.keyset(key)), key)
 
 
 def _writer(op: torch._ops.OpOverload, excluded: torch._C.DispatchKeySet) -> Any:
-    def writer(*args: Any, **kwargs: Any) -> Any:
+    def writer(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         written = args[0]
         if any(map(_is_parameter, [written] if isinstance(written, torch.Tensor) else written)):
             drop()
@@ -120,6 +131,7 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
+_kept_any: set[bool] = set()  # empty as long as our kernels have kept nothing, in any thread
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
@@ -158,9 +170,5 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
         made = t.to(dtype)
     _kept.casts[key] = (weakref.ref(t), stamp, made)
+    _kept_any.add(True)
     return made
-
-
-def forget() -> None:
-    """Drop what our kernels kept in this thread; at the end of its outermost region."""
-    _kept.casts.clear()

@@ -4,6 +4,7 @@ Each name says why it is needed and since when it has been there; `tests/torch/t
 fails when one changes. Supported: torch 2.11 to 2.13.
 """
 
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C import _dynamo
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
+from torch.library import Library
 
 __all__ = ["ExcludeKeys"]
 
@@ -53,6 +55,17 @@ def overload(name: str) -> torch._ops.OpOverload | None:
     base, _, variant = name.partition(".")
     packet = getattr(torch.ops.aten, base, None)
     return None if packet is None else getattr(packet, variant or "default", None)
+
+
+def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Register a kernel that takes the keyset first, over whatever is on the key.
+
+    torch warns once when a kernel is replaced; here that is the intention. `with_keyset` since
+    torch 2.1.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(name, kernel, key, with_keyset=True)
 
 
 def cuda_missing() -> bool:
@@ -114,8 +127,6 @@ def tell_export(entering: bool, *state: Any) -> None:
     Export notes regions through its function mode; torch's own class makes the same two calls.
     Since torch 2.5.
     """
-    if not torch._C._is_torch_function_mode_enabled():
-        return
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
     for mode in torch.overrides._get_current_function_mode_stack():

@@ -57,7 +57,7 @@ def install(policy: Policy, device: str) -> None:
         PolicyError: a row that torch cannot honour; nothing is installed then.
     """
     ops = native.kernels(device) | policy.table.keys()
-    differ = [op for op in ops if policy.table.get(op) != native.row(device, op)]
+    differ = [op for op in ops if not native.agrees(device, policy, op)]
     for op in differ:
         if op in policy.table:
             _check(policy, policy.table[op])
@@ -88,17 +88,17 @@ def _put(device: str, ops: Sequence[str]) -> None:
             continue
         had = name in native.kernels(device)
         replaced = get_kernel(op, key) if had else None
-        _library.impl(
-            name, _autocast_kernel(op, name, device, key, replaced), key, with_keyset=True
-        )
+        compat.put(_library, name, _autocast_kernel(op, name, device, key, replaced), key)
         _installed.add((device, name))
 
 
 def _check(policy: Policy, row: Row) -> None:
     op = compat.overload(row.op)
     if op is None:
-        packet = getattr(torch.ops.aten, row.op.partition(".")[0], None)
-        hint = f"; its overloads are {', '.join(packet.overloads())}" if packet else ""
+        base = row.op.partition(".")[0]
+        packet = getattr(torch.ops.aten, base, None)
+        names = [f"{base}.{o}" for o in packet.overloads()] if packet else []
+        hint = f"; its overloads are {', '.join(names)}" if names else ""
         raise PolicyError(
             f"policy {policy.name!r} has a rule for {row.op!r}, which is no op of torch{hint}."
         )
@@ -119,7 +119,6 @@ def _autocast_kernel(
 ) -> Call:
     excluded = compat.keyset(key)
     after = compat.below(key)
-    ours = native.row(device, name)
     run = _runner(op, name, device)
     tensors = [str(a.type) == "Tensor" for a in op._schema.arguments]
 
@@ -127,7 +126,7 @@ def _autocast_kernel(
         region = regions.in_force(device)
         policy = region.policy or native.policy(device)
         row = policy.table.get(name)
-        if row == ours and replaced is not None and _compiled[0]:
+        if replaced is not None and _compiled[0] and native.agrees(device, policy, name):
             return replaced.call_boxed(keys, *args, **kwargs)
         if row is None and not any(map(_is_number, compress(args, tensors))):
             # No rule: as if autocast had not heard of the op, and ops inside it count.
@@ -135,7 +134,7 @@ def _autocast_kernel(
         with compat.ExcludeKeys(excluded):
             if row is None:  # x + 1 comes as (x, 1), which redispatch refuses
                 return op(*args, **kwargs)
-            if row.rule is Rule.FORBID and row == ours:
+            if row.rule is Rule.FORBID and row == native.row(device, name):
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises in torch's words
             return run(row, policy, region, casts.cast, op, args, kwargs)
 
@@ -156,7 +155,7 @@ def install_for_transforms(device: str) -> None:
         if op is None or any(name in native.kernels(d) for d in _fronted if d != device):
             continue
         front = get_kernel(op, compat.FUNC_FRONT)
-        _library.impl(name, _front_kernel(op, name, front), compat.FUNC_FRONT, with_keyset=True)
+        compat.put(_library, name, _front_kernel(op, name, front), compat.FUNC_FRONT)
 
 
 def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
@@ -229,7 +228,7 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
                 args, kwargs = args[:dtype_at], {**kwargs, "dtype": torch.float32}
             return call(*args, **kwargs)
         formats = [
-            regions.format_of(t.dtype)
+            regions.FORMATS[t.dtype]
             for arg, ask in zip(args, consulted, strict=False)
             if ask
             for t in (arg if isinstance(arg, (list, tuple)) else (arg,))

@@ -8,7 +8,7 @@ from functools import cache
 
 from polymp import rules
 from polymp.backends.torch import compat
-from polymp.rules import Policy, Row
+from polymp.rules import Policy, Row, Rule
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -31,6 +31,15 @@ def kernels(device: str) -> frozenset[str]:
 def row(device: str, op: str) -> Row | None:
     """What torch does with the op: its row, or None where it has no kernel or we no row."""
     return policy(device).table.get(op) if op in kernels(device) else None
+
+
+@cache
+def agrees(device: str, other: Policy, op: str) -> bool:
+    """True if torch's compiled kernel, or the lack of one, is what `other` asks for the op."""
+    ours, theirs = row(device, op), other.table.get(op)
+    if theirs is not None and theirs.rule is Rule.WIDEST and other.halves != policy(device).halves:
+        return False
+    return ours == theirs
 
 
 def drift(device: str) -> tuple[list[str], list[str]]:

@@ -8,98 +8,80 @@ What leaving has to restore is kept on the core's stack.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
 
-from polymp import dtypes
 from polymp.backends.torch import casts, compat
 from polymp.errors import PolicyError
 from polymp.region import Region, Stack
 from polymp.rules import Policy
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.FORMATS}
-FORMATS: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-
+# Every dtype of this torch by its name without "torch.", aliases left out, and the other way round.
+FORMATS: dict[torch.dtype, str] = {
+    d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
+}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in FORMATS.items()}
 
 # Devices whose tensors no torch build has, but whose autocast state every one keeps: a flag and a
 # low dtype, restored and guarded like any other's. Since torch 2.4. Dynamo compares the dtype only
 # where the flag is on, so it is on while a policy is coded here.
 _SLOTS = ("ipu", "maia")
+_Code = tuple[torch.dtype, ...]
+_NONE: _Code = (get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1]))
 
+# Low dtype and flags of one device in this thread, and the code of the policies in force.
+State = tuple[bool, torch.dtype, bool, _Code]
 
-class State(NamedTuple):
-    """torch's autocast state of one device in this thread, and the code of the policies."""
-
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-    high: torch.dtype
-    low: torch.dtype
-
-
-stack: Stack[State] = Stack()
-
-
-def format_of(dtype: torch.dtype) -> str:
-    """A dtype's name, without "torch."."""
-    return FORMATS.get(dtype) or str(dtype).removeprefix("torch.")
+# A frame is the region entered and the state before it.
+stack: Stack[tuple[Region, bool, torch.dtype, bool, _Code]] = Stack()
 
 
 @compat.no_frame
-def read(device: str) -> State:
-    """The state in force."""
-    code = _NONE
-    if torch.compiler.is_dynamo_compiling() or len(_policies) > 1:
-        code = torch.get_autocast_dtype(_SLOTS[0]), torch.get_autocast_dtype(_SLOTS[1])
-    return State(
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_cache_enabled(),
-        *code,
-    )
+def enter(ticket: int) -> None:
+    """Enter a prepared region in this thread. It runs at every `with`, so every call counts."""
+    region, device, enabled, dtype, cache = known[ticket]
+    code = _NONE if len(_policies) == 1 else _read_code()
+    stack.frames.append(
+        (region, is_autocast_enabled(device), get_autocast_dtype(device),
+         is_autocast_cache_enabled(), code)
+    )  # fmt: skip
+    autocast_increment_nesting()
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
+    set_autocast_cache_enabled(cache and casts.keep(device, dtype, enabled))
+    if len(_policies) > 1:
+        _write_code(_code_inside(region, code))
 
 
 @compat.no_frame
-def write(device: str, state: State) -> None:
-    """Put a state in force."""
-    torch.set_autocast_enabled(device, state.enabled)
-    torch.set_autocast_dtype(device, state.dtype)
-    torch.set_autocast_cache_enabled(state.cache)
-    if torch.compiler.is_dynamo_compiling() or len(_policies) > 1:
-        coded = (state.high, state.low) != _NONE
-        for slot, dtype in ((_SLOTS[0], state.high), (_SLOTS[1], state.low)):
-            torch.set_autocast_enabled(slot, coded)
-            torch.set_autocast_dtype(slot, dtype)
-
-
-@compat.no_frame
-def enter(region: Region) -> None:
-    """Enter a prepared region in this thread."""
-    previous = read(region.device)
-    state = _state(region, previous)
-    if state.cache and not casts.own():
-        state = state._replace(cache=False)
-    if state.cache and state.enabled:
-        casts.hold(region.device, state.dtype)
-    stack.push(region, previous)
-    torch.autocast_increment_nesting()
-    write(region.device, state)
-
-
-@compat.no_frame
-def leave(region: Region) -> None:
-    """Leave the youngest open region equal to `region`."""
-    previous = stack.pop(region)
-    if torch.autocast_decrement_nesting() == 0 and casts.own():
-        casts.drop()
-    if previous is not None:
-        if previous.enabled and previous.cache:
-            casts.hold(region.device, previous.dtype)
-        write(region.device, previous)
-    if not stack:
-        casts.forget()
-        casts.disown()
+def leave(ticket: int) -> None:
+    """Leave the youngest open region equal to the ticket's."""
+    region, device, *_ = known[ticket]
+    frames = stack.frames
+    frame = frames.pop() if frames and frames[-1][0] is region else stack.pull(region)
+    outermost = autocast_decrement_nesting() == 0
+    if not frames:
+        casts.end(drop_all=outermost)
+    if frame is None:
+        return
+    _, enabled, dtype, cache, code = frame
+    if frames and cache:
+        casts.keep(device, dtype, enabled)  # back to another format: casts to this one go
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
+    set_autocast_cache_enabled(cache)
+    if len(_policies) > 1:
+        _write_code(code)
 
 
 class Traced:
@@ -115,60 +97,90 @@ class Traced:
         self.ticket = ticket
 
     def __enter__(self) -> None:
-        self.previous = read(self.device)
-        torch.autocast_increment_nesting()
-        write(self.device, State(*_inside(self.ticket, *self.previous)))
+        device = self.device
+        high, low = get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1])
+        self.previous = (
+            is_autocast_enabled(device),
+            get_autocast_dtype(device),
+            is_autocast_cache_enabled(),
+            (high, low),
+        )
+        autocast_increment_nesting()
+        self._write(_inside(self.ticket, high, low))
 
     def __exit__(self, *exc: object) -> None:
-        if torch.autocast_decrement_nesting() == 0:
+        if autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        write(self.device, self.previous)
+        self._write(self.previous)
+
+    def _write(self, state: State) -> None:
+        enabled, dtype, cache, code = state
+        set_autocast_enabled(self.device, enabled)
+        set_autocast_dtype(self.device, dtype)
+        set_autocast_cache_enabled(cache)
+        _write_code(code)
 
 
-known: list[Region] = []  # every prepared region, by ticket
+known: list[tuple[Region, str, bool, torch.dtype, bool]] = []  # prepared regions, by ticket
 
 
 @cache
 def ticket(region: Region) -> int:
     """A number for the region, equal for equal ones; what a compiled graph is guarded by."""
-    known.append(region)
+    _code_inside(region, _NONE)  # from now on policies are read and written, if it has one
+    dtype = DTYPES[region.format]
+    known.append((region, region.device, region.enabled, dtype, region.cache))
     return len(known) - 1
 
 
 def in_force(device: str) -> Region:
     """The region that holds for the device in this thread, read from torch's own state."""
-    return _region(device, read(device))
+    return _region(
+        device,
+        is_autocast_enabled(device),
+        get_autocast_dtype(device),
+        is_autocast_cache_enabled(),
+        _NONE if len(_policies) == 1 else _read_code(),
+    )
 
 
 @cache
-def _region(device: str, state: State) -> Region:
-    policy = _policies[state.high, state.low].get(device)
-    return Region("torch", device, state.enabled, format_of(state.dtype), state.cache, policy)
+def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _Code) -> Region:
+    policy = _policies[code].get(device)
+    return Region("torch", device, enabled, FORMATS[dtype], cache, policy)
 
 
 @compat.at_trace_time
-def _inside(ticket: int, *previous: Any) -> State:
-    """`_state`, for code that torch.compile traces: plain arguments only."""
-    return _state(known[ticket], State(*previous))
+def _inside(ticket: int, *outer: torch.dtype) -> State:
+    """What `enter` puts in force, for code that torch.compile traces: plain arguments only."""
+    region, _, enabled, dtype, cache = known[ticket]
+    return enabled, dtype, cache, _code_inside(region, outer)
 
 
-@cache
-def _state(region: Region, previous: State) -> State:
-    """The state inside `region`, entered from `previous`."""
-    policies = {d: p for d, p in _policies[previous[3:]].items() if d != region.device}
+def _code_inside(region: Region, outer: _Code) -> _Code:
+    """The code of the policies inside `region`, entered where `outer` is in force."""
+    policies = {d: p for d, p in _policies[outer].items() if d != region.device}
     if region.policy is not None:
         policies[region.device] = region.policy
-    dtype = DTYPES.get(region.format) or getattr(torch, region.format)
-    return State(region.enabled, dtype, region.cache, *_code(frozenset(policies.items())))
+    return _code(frozenset(policies.items()))
+
+
+@compat.no_frame
+def _read_code() -> _Code:
+    return get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1])
+
+
+@compat.no_frame
+def _write_code(code: _Code) -> None:
+    for slot, dtype in zip(_SLOTS, code, strict=True):
+        set_autocast_enabled(slot, code != _NONE)
+        set_autocast_dtype(slot, dtype)
 
 
 # Sets of policies as pairs of dtypes, one code for ever for each set that was ever in force. A
 # graph that torch.compile made under one code is never reused under another; codes are not
 # recycled, for graphs are kept.
-_Code = tuple[torch.dtype, torch.dtype]
-_NONE: _Code = (torch.get_autocast_dtype(_SLOTS[0]), torch.get_autocast_dtype(_SLOTS[1]))
-_LETTERS = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-_free = iter([(a, b) for a in _LETTERS for b in _LETTERS if (a, b) != _NONE])
+_free = iter([(a, b) for a in FORMATS for b in FORMATS if (a, b) != _NONE])
 _policies: dict[_Code, dict[str, Policy]] = {_NONE: {}}
 
 

@@ -19,8 +19,9 @@ def inside(
 ) -> Iterator[Region]:
     region = Region("torch", device, enabled, format, cache, policy)
     kernels.prepare(region)
-    regions.enter(region)
+    ticket = regions.ticket(region)
+    regions.enter(ticket)
     try:
         yield region
     finally:
-        regions.leave(region)
+        regions.leave(ticket)

@@ -1,0 +1,187 @@
+"""Policies in regions: both engines do what `Policy.decide` says, and only where they must."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from polymp import rules
+from polymp.backends.torch import kernels, native
+from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.torch import autocast
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Programs that show in one dtype which rule an op ran by.
+SHOW = {
+    "mm": lambda low: torch.mm(X, X.t()),
+    "exp": lambda low: X.to(low).exp(),
+    "softmax.int": lambda low: torch.softmax(X.to(low), -1),
+    "add.Tensor": lambda low: X.to(low) + X.to(low),
+    "layer_norm": lambda low: torch.layer_norm(X.to(low), (4,)),
+}
+
+
+@pytest.mark.parametrize("op", SHOW)
+@pytest.mark.parametrize("rule", ["lower", "fp32", "fp32_keep", "widest", "keep", None])
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_a_rule_is_what_runs(op, rule, low):
+    policy = {"rules": {} if rule is None else {op: rule}}
+    given = FP32 if op == "mm" else low
+    expected = {"lower": low, "fp32": FP32, "fp32_keep": given, "keep": given, None: given}
+    expected["widest"] = torch.promote_types(low, given)
+    with autocast("cpu", low, policy=policy):
+        inside = SHOW[op](low)
+    assert inside.dtype is expected[rule]
+    assert torch.get_autocast_dtype("cpu") is BF16, "the region leaked"
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_fp32_keep_computes_in_float32(low):
+    x = (X * 9).to(low)
+    with autocast("cpu", low, policy={"rules": {"exp": "fp32_keep"}}):
+        kept = x.exp()
+    assert torch.equal(kept, x.float().exp().to(low))
+
+
+def test_the_cuda_table_on_a_cpu():
+    with autocast("cpu", policy="torch-cuda"):
+        assert torch.softmax(X.to(BF16), -1).dtype is FP32
+        assert torch.softmax(X.to(BF16), -1, dtype=BF16).dtype is BF16, "explicit dtypes count"
+        assert X.to(BF16).sum().dtype is FP32
+        assert X.to(BF16).norm().dtype is FP32
+        assert torch.nn.functional.layer_norm(X, (4,)).dtype is FP32
+        assert torch.addcmul(X.to(BF16), X, X).dtype is FP32
+        assert torch.cat([X, X.to(BF16)]).dtype is FP32
+        assert (X @ X.t()).dtype is BF16
+        with pytest.raises(ForbiddenOpError) as error:
+            torch.nn.functional.binary_cross_entropy(X.abs(), X.abs())
+    assert str(error.value) == (
+        "policy 'torch-cuda' forbids 'binary_cross_entropy', called here with (float32, float32). "
+        "Use binary_cross_entropy_with_logits, or give it another rule in the policy."
+    )
+
+
+def test_mixed_halves():
+    halves = [X.to(BF16), X.to(FP16)]
+    cat = {"rules": {"cat": "widest"}}
+    with autocast("cpu", BF16, policy=cat):
+        assert torch.cat(halves).dtype is FP32
+    refuses = pytest.raises(RuntimeError, match=r"^Unexpected floating ScalarType")
+    with autocast("cpu", BF16, policy=cat | {"halves": "raise"}), refuses:
+        torch.cat(halves)
+    with torch.autocast("cpu", BF16), refuses:
+        torch.cat(halves)
+
+
+def test_regions_with_other_policies_nest():
+    fp32 = {"rules": {"linear": "fp32"}}
+    linear = torch.nn.Linear(4, 4)
+    with autocast("cpu"):
+        assert linear(X).dtype is BF16
+        with autocast("cpu", policy=fp32):
+            assert linear(X.to(BF16)).dtype is FP32
+            with autocast("cpu", FP16, policy={"rules": {"linear": "lower"}}):
+                assert linear(X).dtype is FP16
+            with autocast("cpu"):
+                assert linear(X).dtype is BF16, "no policy means torch's own table"
+            assert linear(X.to(BF16)).dtype is FP32
+        assert linear(X).dtype is BF16
+    assert linear(X).dtype is FP32
+
+
+def test_an_op_left_out_still_lets_ops_inside_it_autocast():
+    """Without its row, matmul is transparent: the mm inside it has a row."""
+    with autocast("cpu", policy={"rules": {"mm": "lower"}}):
+        assert torch.matmul(X, X.t()).dtype is BF16
+    with autocast("cpu", policy={"rules": {"mm": "lower", "matmul": "keep"}}):
+        assert torch.matmul(X, X.t()).dtype is FP32
+
+
+def test_a_policy_that_is_torchs_own_installs_nothing():
+    """In a fresh process, as a file's data under another name."""
+    code = (
+        "from polymp import rules\n"
+        "from polymp.torch import autocast\n"
+        "from polymp.backends.torch import kernels\n"
+        "own = rules.Policy('mine', rules.load('torch-cpu').rows, 'raise')\n"
+        "with autocast('cpu', policy=own): pass\n"
+        "with autocast('cpu'): pass\n"
+        "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
+        "other = rules.Policy('less', own.rows[1:], 'raise')\n"
+        "with autocast('cpu', policy=other): pass\n"
+        "assert kernels.installed('cpu') == (own.rows[0].op,), kernels.installed('cpu')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_numbers_go_through_an_op_without_a_rule():
+    """x + 1 reaches a kernel as (tensor, number), in a region that has no rule for add."""
+    with autocast("cpu", policy={"rules": {"add.Tensor": "widest"}}):
+        assert torch.equal(X + 1, X.add(torch.ones(3, 4)))
+    with autocast("cpu"):
+        assert (X.to(BF16) + 1).dtype is BF16
+        assert (X.to(BF16) + 1.5).dtype is BF16
+        assert ((X > 0) + 1).dtype is torch.int64
+
+
+def test_gradients_pass_through_our_casts():
+    w = torch.randn(4, 4, requires_grad=True)
+    with autocast("cpu", policy={"rules": {"mm": "lower", "exp": "fp32_keep"}}):
+        loss = torch.mm(X, w).exp().float().sum()
+    loss.backward()
+    expected = torch.randn(0)
+    v = w.detach().clone().requires_grad_()
+    low = torch.mm(X.to(BF16), v.to(BF16)).float().exp().to(BF16).float().sum()
+    (expected,) = torch.autograd.grad(low, v)
+    assert torch.equal(w.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"sofmax.int": "fp32"},
+            "policy 'p' has a rule for 'sofmax.int', which is no op of torch.",
+        ),
+        (
+            {"softmax": "fp32"},
+            "policy 'p' has a rule for 'softmax', which is no op of torch; "
+            "its overloads are softmax.int, softmax.int_out.",
+        ),
+        (
+            {"exp": {"rule": "fp32", "apply": "dtype_argument"}},
+            "policy 'p' applies fp32 to 'exp' by its dtype argument, which it does not have: "
+            "aten::exp(Tensor self) -> Tensor",
+        ),
+        (
+            {"exp": {"rule": "fp32", "apply": "append_dtype"}},
+            "policy 'p' applies fp32 to 'exp' by an appended dtype, "
+            "which only norm.Scalar, norm.ScalarOpt_dim can have.",
+        ),
+    ],
+)
+def test_what_torch_cannot_honour_is_refused_when_the_region_is_made(rule, message):
+    before = kernels.installed("cpu")
+    with pytest.raises(PolicyError) as error:
+        autocast("cpu", policy={"name": "p", "rules": {"mm": "keep"} | rule})
+    assert str(error.value) == message
+    assert kernels.installed("cpu") == before, "half of the policy was installed"
+
+
+def test_the_python_engine_covers_the_whole_table():
+    with kernels.all_python("cpu"):
+        assert set(kernels.installed("cpu")) >= native.kernels("cpu")
+        with autocast("cpu"):
+            assert (X @ X.t()).dtype is BF16
+
+
+def test_an_unknown_policy_names_the_nearest():
+    with pytest.raises(PolicyError, match="Did you mean torch-cuda"):
+        autocast("cpu", policy="torch-kuda")
+    with pytest.raises(PolicyError, match="is not one of"):
+        autocast("cpu", policy={"rules": {"mm": "low"}})
+    assert "torch-cuda" in rules.shipped()

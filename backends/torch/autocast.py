@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from polymp import rules
 from polymp.backends.torch import compat, kernels, native, regions
+from polymp.errors import PolicyError
 from polymp.region import Region
 from polymp.rules import Policy
 
@@ -80,10 +81,6 @@ class autocast:  # the name is torch's
         """Check the arguments; see the class."""
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-        if not is_autocast_available(device_type):
-            raise RuntimeError(
-                f"User specified an unsupported autocast device_type '{device_type}'"
-            )
         self.device = device_type
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         self._cache_enabled = (
@@ -97,14 +94,16 @@ class autocast:  # the name is torch's
     @compat.no_frame
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
-            self._traced = (regions.Traced(self.device, self._ticket), self._traced)
+            if compat.strictly_exporting():
+                raise RuntimeError(
+                    "torch.export(strict=True) cannot record a polymp region. Use strict=False."
+                )
+            self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
         else:
             regions.enter(self._ticket)
             if _is_torch_function_mode_enabled():
-                compat.tell_export(
-                    True, self.device, self.fast_dtype, self._enabled, self._cache_enabled
-                )
+                self._tell_export()
         return self
 
     @compat.no_frame
@@ -115,8 +114,39 @@ class autocast:  # the name is torch's
         else:
             regions.leave(self._ticket)
             if _is_torch_function_mode_enabled():
-                compat.tell_export(False)
+                for mode in compat.export_modes():
+                    mode.__torch_function__(torch.amp._exit_autocast, (), ())  # type: ignore[attr-defined]
         return False
+
+    def _again(self) -> regions.Traced:
+        """The region once more, for code that torch.compile traces."""
+        return regions.Traced(
+            self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
+        )
+
+    def _tell_export(self) -> None:
+        """Write the region into a program that torch.export is tracing."""
+        policy = regions.known[self._ticket][0].policy
+        for mode in compat.export_modes():
+            if policy is not None:
+                regions.leave(self._ticket)
+                raise PolicyError(
+                    f"torch.export cannot record policy {policy.name!r}: an exported region says "
+                    "only device, dtype and whether it is enabled. Export with policy=None."
+                )
+            state = self.device, self.fast_dtype, self._enabled, self._cache_enabled
+            mode.__torch_function__(torch.amp._enter_autocast, (), state)  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}
+        del state["_ticket"]  # a number of this process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        policy = state["_policy"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "_policy"})
+        cache = bool(self._cache_enabled)
+        self._ticket, _ = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `func` so that its body runs in the region.
@@ -150,6 +180,8 @@ def _prepare(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
 ) -> tuple[int, bool]:
     """Make the arguments a region, ready to be entered: its ticket, and whether it is enabled."""
+    if not is_autocast_available(device):
+        raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     enabled = bool(enabled) and _supported(device, dtype)
     return _ready(
         device, dtype, enabled, bool(cache), None if policy is None else rules.load(policy)
@@ -195,7 +227,7 @@ def _function(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def function(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
-            with regions.Traced(region.device, region._ticket):
+            with region._again():
                 return func(*args, **kwargs)
         with region:
             return func(*args, **kwargs)

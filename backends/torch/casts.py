@@ -153,7 +153,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     keep = (
         dtype is low
         and t.dtype is torch.float32
-        and type(t) in (torch.Tensor, torch.nn.Parameter)  # a fake tensor has no address
+        and type(t) in (torch.Tensor, torch.nn.Parameter)  # a fake tensor has no address,
+        and t.layout is torch.strided  # nor has a sparse one
         and t.requires_grad
         and t.is_leaf
         and not t._is_view()

@@ -4,6 +4,7 @@ Each name says why it is needed and since when it has been there; `tests/torch/t
 fails when one changes. Supported: torch 2.11 to 2.13.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from types import FunctionType
@@ -121,17 +122,33 @@ def at_trace_time(fn: F) -> F:
     return fn
 
 
-def tell_export(entering: bool, *state: Any) -> None:
-    """Write entering or leaving a region into a program that torch.export is tracing.
+def after_tracing(undo: Callable[[], object]) -> None:
+    """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up.
 
-    Export notes regions through its function mode; torch's own class makes the same two calls.
-    Since torch 2.5.
+    Dynamo's own handlers of the autocast setters do the same, but in torch 2.13 they fail in the
+    bodies of higher-order ops (autograd functions, checkpoint). Since torch 2.1.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = getattr(convert and convert.tls, "current_tx", None)
+    if translator is not None:
+        translator.output.add_cleanup_hook(undo)
+
+
+@at_trace_time
+def strictly_exporting() -> bool:
+    """True if what dynamo traces is for torch.export. Asked while tracing: torch 2.11's dynamo
+    takes `torch.compiler.is_exporting` for a constant True.
+    """
+    return torch.compiler.is_exporting()
+
+
+def export_modes() -> list[Any]:
+    """The function modes with which torch.export traces, non-strictly; none at other times.
+
+    Export notes entering and leaving a region through them: torch's own autocast class calls
+    `mode.__torch_function__(torch.amp._enter_autocast, (), state)`. Since torch 2.5.
     """
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-    for mode in torch.overrides._get_current_function_mode_stack():
-        if isinstance(mode, PreDispatchTorchFunctionMode):
-            amp: Any = torch.amp
-            note = amp._enter_autocast if entering else amp._exit_autocast
-            mode.__torch_function__(note, (), state)
-            return
+    modes = torch.overrides._get_current_function_mode_stack()
+    return [mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)]

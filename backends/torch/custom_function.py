@@ -38,12 +38,11 @@ def custom_fwd(
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        region = regions.in_force(device_type)
-        ctx = args[0]
+        ctx, enabled = args[0], torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
-        ctx._policy = region.policy
-        ctx._fwd_used_autocast = region.enabled and cast_inputs is None
-        if cast_inputs is None or not region.enabled:
+        ctx._policy = regions.policy_of(device_type)
+        ctx._fwd_used_autocast = enabled and cast_inputs is None
+        if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
         with autocast(device_type, enabled=False):
             return fwd(

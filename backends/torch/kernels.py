@@ -221,7 +221,9 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
             if row.apply is Apply.APPEND_DTYPE:
                 longer = compat.overload(_APPENDED[name])
                 dtype = torch.float32 if ok else args[0].dtype
-                return longer(*args, **kwargs, dtype=dtype)  # type: ignore[misc]
+                rest = schema[len(args) :]  # defaults are left out of a call; this one has none
+                filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
+                return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
             assert dtype_at is not None
             given = kwargs.get("dtype") if dtype_at >= len(args) else args[dtype_at]
             if ok and given is None:

@@ -7,12 +7,16 @@ devices that nobody has; so it is restored, guarded and read just as the rest.
 What leaving has to restore is kept on the core's stack.
 """
 
+import functools
+import threading
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import (
     autocast_decrement_nesting,
     autocast_increment_nesting,
+    clear_autocast_cache,
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
@@ -87,38 +91,80 @@ def leave(ticket: int) -> None:
 class Traced:
     """A region entered in code that torch.compile traces.
 
-    The same state is written, as calls in the graph. What leaving restores stays here, for the
-    core's stack is real while the code being traced is not running. Dynamo enters only context
-    managers made in the code it traces, and guards them by their plain attributes: the ticket.
+    The same state is written, by one call in the graph that also runs while the graph is made.
+    What leaving restores stays here, for the core's stack is real while the code being traced is
+    not running. Dynamo enters only context managers made in the code it traces, and guards what
+    they were made from.
     """
 
-    def __init__(self, device: str, ticket: int) -> None:
+    def __init__(
+        self, device: str, enabled: bool, dtype: torch.dtype, cache: bool, ticket: int
+    ) -> None:
+        _allow()
         self.device = device
+        self.inside = enabled, dtype, cache
         self.ticket = ticket
 
     def __enter__(self) -> None:
-        device = self.device
-        high, low = get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1])
-        self.previous = (
+        device, code = self.device, _read_code()
+        self.outside = (
             is_autocast_enabled(device),
             get_autocast_dtype(device),
             is_autocast_cache_enabled(),
-            (high, low),
         )
-        autocast_increment_nesting()
-        self._write(_inside(self.ticket, high, low))
+        self.outer = code
+        _put(device, 1, *self.inside, *_code_traced(self.ticket, *code))
 
     def __exit__(self, *exc: object) -> None:
-        if autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        self._write(self.previous)
+        _put(self.device, -1, *self.outside, *self.outer)
 
-    def _write(self, state: State) -> None:
-        enabled, dtype, cache, code = state
-        set_autocast_enabled(self.device, enabled)
-        set_autocast_dtype(self.device, dtype)
-        set_autocast_cache_enabled(cache)
-        _write_code(code)
+
+class _Open(threading.local):
+    """What the calls of `_put` in this thread have entered and not left."""
+
+    def __init__(self) -> None:
+        self.entries: list[Callable[[], None]] = []
+
+
+_open = _Open()
+
+
+def _put(
+    device: str, nesting: int, enabled: bool, dtype: torch.dtype, cache: bool, *code: torch.dtype
+) -> None:
+    """Enter (nesting 1) or leave (-1), as a call in a graph."""
+    if nesting > 0:
+        state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
+        _open.entries.append(functools.partial(_set, device, -1, *state, *_read_code()))
+        compat.after_tracing(functools.partial(_close, _open.entries[-1]))
+    elif _open.entries:
+        _open.entries.pop()
+    _set(device, nesting, enabled, dtype, cache, *code)
+
+
+def _close(entry: Callable[[], None]) -> None:
+    """Leave what a trace that was given up has entered and not left."""
+    if entry in _open.entries:
+        _open.entries.remove(entry)
+        entry()
+
+
+def _set(
+    device: str, nesting: int, enabled: bool, dtype: torch.dtype, cache: bool, *code: torch.dtype
+) -> None:
+    if nesting > 0:
+        autocast_increment_nesting()
+    elif autocast_decrement_nesting() == 0:
+        clear_autocast_cache()
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
+    set_autocast_cache_enabled(cache)
+    _write_code(code)
+
+
+@compat.at_trace_time
+def _allow() -> None:
+    torch.compiler.allow_in_graph(_put)
 
 
 known: list[tuple[Region, str, bool, torch.dtype, bool]] = []  # prepared regions, by ticket
@@ -144,17 +190,30 @@ def in_force(device: str) -> Region:
     )
 
 
-@cache
-def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _Code) -> Region:
-    policy = _policies[code].get(device)
-    return Region("torch", device, enabled, FORMATS[dtype], cache, policy)
+def policy_of(device: str) -> Policy | None:
+    """The policy in force for the device in this thread; None for torch's own table."""
+    return _policy_at(device, *_read_code())
 
 
 @compat.at_trace_time
-def _inside(ticket: int, *outer: torch.dtype) -> State:
-    """What `enter` puts in force, for code that torch.compile traces: plain arguments only."""
-    region, _, enabled, dtype, cache = known[ticket]
-    return enabled, dtype, cache, _code_inside(region, outer)
+def _policy_at(device: str, *code: torch.dtype) -> Policy | None:
+    return _policies[code].get(device)
+
+
+def with_policy() -> list[Region]:
+    """The regions in force in this thread that have a policy of their own, one a device."""
+    return [in_force(device) for device in _policies[_read_code()]]
+
+
+@cache
+def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _Code) -> Region:
+    return Region("torch", device, enabled, FORMATS[dtype], cache, _policies[code].get(device))
+
+
+@compat.at_trace_time
+def _code_traced(ticket: int, *outer: torch.dtype) -> _Code:
+    """`_code_inside`, for code that torch.compile traces: plain arguments only."""
+    return _code_inside(known[ticket][0], outer)
 
 
 def _code_inside(region: Region, outer: _Code) -> _Code:

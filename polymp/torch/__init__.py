@@ -6,6 +6,7 @@ _get("torch")  # says what to install if torch is missing
 
 from polymp.backends.torch import GradScaler as GradScaler  # noqa: E402
 from polymp.backends.torch import autocast as autocast  # noqa: E402
+from polymp.backends.torch import checkpoint as checkpoint  # noqa: E402
 from polymp.backends.torch import custom_bwd as custom_bwd  # noqa: E402
 from polymp.backends.torch import custom_fwd as custom_fwd  # noqa: E402
 from polymp.backends.torch import is_autocast_available as is_autocast_available  # noqa: E402

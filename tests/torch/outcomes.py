@@ -1,0 +1,171 @@
+"""What one call of an op gives, in a form that can be compared, pickled and printed.
+
+On CPU the outcome of a call is every bit of its outputs and gradients, or the exception. On CUDA
+the tensors are fake: the outcome is the formats of the outputs, or the exception, and the formats
+in which the op was called below autocast.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Enter = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What can be seen of a CPU tensor; a sparse one is seen dense, with its layout."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+    view: bool
+    layout: str
+    bits: bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call gave: outputs, gradients, an error; and on CUDA what it called.
+
+    Outputs beside an error are those of a call that has no gradients.
+    """
+
+    outputs: tuple[Any, ...] = ()
+    gradients: tuple[Any, ...] = ()
+    error: str = ""
+    calls: tuple[str, ...] = ()
+
+
+def on_cpu(
+    call: Callable[[], list[Any]],
+    leaves: list[torch.Tensor],
+    enter: Enter,
+    differentiable: Callable[[int], bool] = lambda at: True,
+    scratch: Callable[[int], bool] = lambda at: False,
+    inside: bool = False,
+) -> Outcome:
+    """The outcome of a call on CPU.
+
+    Args:
+        call: returns the outputs; it is made inside the region.
+        leaves: the tensors that gradients are taken of.
+        enter: opens the region.
+        differentiable: whether the output at a position is differentiated.
+        scratch: whether the output at a position has no values, only a format.
+        inside: take the gradients inside the region, not after it.
+    """
+    outputs: tuple[Any, ...] = ()
+    with warnings.catch_warnings():  # of deprecated ops torch warns once, whoever comes first
+        warnings.simplefilter("ignore")
+        try:
+            with ExitStack() as region:
+                region.enter_context(enter())
+                made = call()
+                outputs = tuple(see(out, bits=not scratch(at)) for at, out in enumerate(made))
+                if not inside:
+                    region.close()
+                gradients = _gradients(
+                    [out for at, out in enumerate(made) if differentiable(at)], leaves
+                )
+        except Exception as error:
+            return Outcome(outputs, error=message(error))
+    return Outcome(outputs, tuple(map(see, gradients)))
+
+
+def _gradients(outputs: list[Any], leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    wanted = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+    if not wanted or not leaves:
+        return ()
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in wanted]
+    return torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True)
+
+
+def see(value: Any, *, bits: bool = True) -> Any:
+    """A tensor as `Seen`; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    layout = str(value.layout)
+    value = value if value.layout is torch.strided else value.to_dense()
+    plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return Seen(
+        word(value),
+        tuple(value.shape),
+        value.stride(),
+        value.requires_grad,
+        value._is_view(),
+        layout,
+        plain.view(torch.uint8).numpy().tobytes() if bits else b"",
+    )
+
+
+def message(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+class CallRecorder(TorchDispatchMode):
+    """Notes every op that arrives below autocast, with the formats of its tensors."""
+
+    # Casts, and questions about a tensor, are no computation.
+    uncounted = ("aten::_to_copy", "aten::to.", "prim::")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.name().startswith(self.uncounted):
+            found = map(word, tree_leaves((args, kwargs)))
+            self.calls.append(f"{func.name()}({', '.join(filter(None, found))})")
+        return func(*args, **kwargs)
+
+
+def word(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return str(leaf.dtype).removeprefix("torch.")
+    return f"dtype={leaf}".replace("torch.", "") if isinstance(leaf, torch.dtype) else ""
+
+
+@cache
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def fake(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    with fake_mode():
+        return torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+
+
+def on_cuda(call: Callable[[], Any], enter: Enter, inference: bool = True) -> Outcome:
+    """The outcome of a call on fake tensors, inside the region that `enter` opens."""
+    recorder = CallRecorder()
+    error, outputs = "", []
+    with warnings.catch_warnings(), torch.inference_mode(inference):
+        warnings.simplefilter("ignore")
+        try:
+            with enter(), fake_mode(), recorder:
+                outputs = tree_leaves(call())
+        except Exception as caught:
+            error = message(caught)
+    shown = tuple(
+        f"{word(out)} {tuple(out.shape)} on {out.device}" if isinstance(out, torch.Tensor) else out
+        for out in outputs
+    )
+    return Outcome(shown, (), error, tuple(recorder.calls))

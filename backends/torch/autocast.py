@@ -139,14 +139,15 @@ class autocast:  # the name is torch's
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}
-        del state["_ticket"]  # a number of this process
+        del state["_ticket"]  # a name of this process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         policy = state["_policy"]
         self.__dict__.update({name: value for name, value in state.items() if name != "_policy"})
         cache = bool(self._cache_enabled)
-        self._ticket, _ = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
+        device = self.device.partition(":")[0]
+        self._ticket, _ = _ready(device, self.fast_dtype, self._enabled, cache, policy)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `func` so that its body runs in the region.
@@ -169,36 +170,45 @@ class autocast:  # the name is torch's
             wrapper = _generator(self, func)
         else:
             wrapper = _function(self, func)
-        wrapper.__script_unsupported = (  # type: ignore[attr-defined]  # what torch.jit reads
-            "@autocast() decorator is not supported in script mode"
-        )
+        # What torch.jit reads; written as an attribute it would be mangled to the class's name.
+        reason = "@autocast() decorator is not supported in script mode"
+        setattr(wrapper, "__script_unsupported", reason)
         return wrapper
 
 
 @compat.at_trace_time
 def _prepare(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
-) -> tuple[int, bool]:
-    """Make the arguments a region, ready to be entered: its ticket, and whether it is enabled."""
+) -> tuple[str, bool]:
+    """Make the arguments a region, ready to be entered: its ticket, and if it is enabled."""
     if not is_autocast_available(device):
         raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
-    enabled = bool(enabled) and _supported(device, dtype)
+    enabled = _supported(device, dtype, bool(enabled))
     return _ready(
-        device, dtype, enabled, bool(cache), None if policy is None else rules.load(policy)
+        device.partition(":")[0],
+        dtype,
+        enabled,
+        bool(cache),
+        None if policy is None else rules.load(policy),
     )
 
 
 @functools.cache
 def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
-) -> tuple[int, bool]:
+) -> tuple[str, bool]:
     region = Region("torch", device, enabled, regions.FORMATS[dtype], cache, policy)
     kernels.prepare(region)
     return regions.ticket(region), enabled
 
 
-def _supported(device: str, dtype: torch.dtype) -> bool:
-    """False, with torch.amp's warning, if a region of that dtype has to be disabled."""
+def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
+    """`enabled`, or False, with torch.amp's warning, if a region of that dtype cannot be."""
+    dtypes, name = [torch.bfloat16, torch.float16], device.upper()
+    if device not in native.DEVICES and device == torch._C._get_privateuse1_backend_name():
+        dtypes, name = compat.private_dtypes(device), device
+    if not enabled:
+        return False
     if device == "cuda":
         if compat.cuda_missing():
             warnings.warn(
@@ -209,11 +219,7 @@ def _supported(device: str, dtype: torch.dtype) -> bool:
             raise RuntimeError(
                 "Current CUDA Device does not support bfloat16. Please switch dtype to float16."
             )
-        return True
-    dtypes, name = [torch.bfloat16, torch.float16], device.upper()
-    if device not in native.DEVICES and device == torch._C._get_privateuse1_backend_name():
-        dtypes, name = compat.private_dtypes(device), device
-    if dtype not in dtypes:
+    elif dtype not in dtypes:
         warnings.warn(
             f"In {name} autocast, but the target dtype is not supported. Disabling autocast.\n"
             f"{name} Autocast only supports dtypes of {', '.join(map(str, dtypes))} currently.",

@@ -66,14 +66,13 @@ def keep(device: str, dtype: torch.dtype, casting: bool) -> bool:
 
 
 @compat.no_frame
-def end(*, drop_all: bool) -> None:
-    """This thread left its last region; `drop_all` unless it is still in one of torch's own."""
+def end() -> None:
+    """This thread left its last region."""
     if _kept_any:
         _kept.casts.clear()
     if _owner.get("thread") == get_ident():
-        if drop_all:
-            _epoch[0] += 1
-            clear_autocast_cache()
+        _epoch[0] += 1
+        clear_autocast_cache()
         _format.clear()
         del _owner["thread"]
 
@@ -91,13 +90,13 @@ def _take_over(me: int) -> bool:
 
 def watch(device: str) -> None:
     """Have writes to parameters noticed in regions of the device; once for each device."""
-    if device in _watched:
+    key = compat.autocast_key(device)
+    if key is None or device in _watched:
         return
     native.kernels(device)  # what is compiled must be read before ours stand beside it
     if not _watched:
         register_optimizer_step_post_hook(lambda *_: drop())
     _watched.add(device)
-    key = compat.autocast_key(device)
     for name in WRITERS:
         packet = getattr(torch.ops.aten, name)
         for variant in packet.overloads():

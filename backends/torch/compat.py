@@ -22,14 +22,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Where an op looks first while a torch.func transform is active. Since torch 2.0.
 FUNC_FRONT = "FuncTorchDynamicLayerFrontMode"
 
-_KEYS = {"cuda": "AutocastCUDA", "privateuseone": "AutocastPrivateUse1"}
 
+def autocast_key(device: str) -> str | None:
+    """The name of the dispatch key that autocast uses on the device type. Since torch 1.10.
 
-def autocast_key(device: str) -> str:
-    """The name of the dispatch key that autocast uses on the device type. Since torch 1.10."""
-    if device == torch._C._get_privateuse1_backend_name():
-        return _KEYS["privateuseone"]
-    return _KEYS.get(device, f"Autocast{device.upper()}")
+    None where Python cannot name it, as for XLA: nothing can be registered there from Python.
+    """
+    private = device == torch._C._get_privateuse1_backend_name()
+    key = "AutocastPrivateUse1" if private else f"Autocast{device.upper()}"
+    return key if hasattr(torch._C.DispatchKey, key) else None
 
 
 def keyset(key: str) -> torch._C.DispatchKeySet:

@@ -29,6 +29,10 @@ Call = Callable[..., Any]
 _library = Library("aten", "IMPL")
 _installed: set[tuple[str, str]] = set()  # (device, op) with a kernel on the autocast key
 _fronted: set[str] = set()  # devices whose ops have a kernel in front of torch.func
+_fronted_ops: set[str] = set()
+
+# Batched, these become matmul, which has a rule, whether or not they have one themselves.
+_BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
 _compiled = [True]  # False: compiled kernels are not used even where they agree (tests)
 
 
@@ -82,6 +86,10 @@ def all_python(*devices: str) -> Iterator[None]:
 
 def _put(device: str, ops: Sequence[str]) -> None:
     key = compat.autocast_key(device)
+    if key is None:
+        if ops:
+            raise PolicyError(f"{device!r} can have no policy: torch hides its dispatch key.")
+        return
     for name in ops:
         op = compat.overload(name)
         if (device, name) in _installed or op is None:
@@ -150,10 +158,11 @@ def install_for_transforms(device: str) -> None:
     if device in _fronted:
         return
     _fronted.add(device)
-    for name in sorted(native.kernels(device)):
+    for name in sorted(native.kernels(device) | _BATCHED_AS_PRODUCTS):
         op = compat.overload(name)
-        if op is None or any(name in native.kernels(d) for d in _fronted if d != device):
+        if op is None or name in _fronted_ops:
             continue
+        _fronted_ops.add(name)
         front = get_kernel(op, compat.FUNC_FRONT)
         compat.put(_library, name, _front_kernel(op, name, front), compat.FUNC_FRONT)
 
@@ -172,9 +181,14 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
         region = regions.in_force(device)
         policy = region.policy or native.policy(device)
         row = policy.table.get(name)
-        if row is None or row.rule is Rule.FORBID or row.apply is Apply.APPEND_DTYPE:
+        if row is None and name not in _BATCHED_AS_PRODUCTS:
             return call(*args, **kwargs)
-        with compat.ExcludeKeys(compat.keyset(compat.autocast_key(device))):
+        key = compat.autocast_key(device)
+        if key is None or (row is not None and row.rule is Rule.FORBID):
+            return call(*args, **kwargs)  # torch's kernel, or ours behind it, says no
+        with compat.ExcludeKeys(compat.keyset(key)):
+            if row is None:
+                return call(*args, **kwargs)
             return _runner(op, name, device)(row, policy, region, plain, call, args, kwargs)
 
     return kernel

@@ -25,7 +25,8 @@ def kernels(device: str) -> frozenset[str]:
 
     Read before polymp registers a kernel of its own on that device's key.
     """
-    return compat.registered(compat.autocast_key(device))
+    key = compat.autocast_key(device)
+    return frozenset() if key is None else compat.registered(key)
 
 
 def row(device: str, op: str) -> Row | None:

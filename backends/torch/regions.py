@@ -51,15 +51,17 @@ stack: Stack[tuple[Region, bool, torch.dtype, bool, _Code]] = Stack()
 
 
 @compat.no_frame
-def enter(ticket: int) -> None:
+def enter(ticket: str) -> None:
     """Enter a prepared region in this thread. It runs at every `with`, so every call counts."""
     region, device, enabled, dtype, cache = known[ticket]
     code = _NONE if len(_policies) == 1 else _read_code()
-    stack.frames.append(
+    frames = stack.frames
+    frames.append(
         (region, is_autocast_enabled(device), get_autocast_dtype(device),
          is_autocast_cache_enabled(), code)
     )  # fmt: skip
-    autocast_increment_nesting()
+    if autocast_increment_nesting() > 1 and len(frames) == 1:
+        casts.drop()  # those of a region of torch's own
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache and casts.keep(device, dtype, enabled))
@@ -68,14 +70,14 @@ def enter(ticket: int) -> None:
 
 
 @compat.no_frame
-def leave(ticket: int) -> None:
+def leave(ticket: str) -> None:
     """Leave the youngest open region equal to the ticket's."""
     region, device, *_ = known[ticket]
     frames = stack.frames
     frame = frames.pop() if frames and frames[-1][0] is region else stack.pull(region)
-    outermost = autocast_decrement_nesting() == 0
+    autocast_decrement_nesting()
     if not frames:
-        casts.end(drop_all=outermost)
+        casts.end()
     if frame is None:
         return
     _, enabled, dtype, cache, code = frame
@@ -98,7 +100,7 @@ class Traced:
     """
 
     def __init__(
-        self, device: str, enabled: bool, dtype: torch.dtype, cache: bool, ticket: int
+        self, device: str, enabled: bool, dtype: torch.dtype, cache: bool, ticket: str
     ) -> None:
         _allow()
         self.device = device
@@ -167,16 +169,20 @@ def _allow() -> None:
     torch.compiler.allow_in_graph(_put)
 
 
-known: list[tuple[Region, str, bool, torch.dtype, bool]] = []  # prepared regions, by ticket
+known: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}  # prepared regions, by ticket
 
 
 @cache
-def ticket(region: Region) -> int:
-    """A number for the region, equal for equal ones; what a compiled graph is guarded by."""
+def ticket(region: Region) -> str:
+    """A name for the region, equal for equal ones; what a compiled graph is guarded by.
+
+    A number would not do: dynamo makes a symbol of a number that changes.
+    """
     _code_inside(region, _NONE)  # from now on policies are read and written, if it has one
     dtype = DTYPES[region.format]
-    known.append((region, region.device, region.enabled, dtype, region.cache))
-    return len(known) - 1
+    name = f"region {len(known)}"
+    known[name] = region, region.device, region.enabled, dtype, region.cache
+    return name
 
 
 def in_force(device: str) -> Region:
@@ -211,7 +217,7 @@ def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _
 
 
 @compat.at_trace_time
-def _code_traced(ticket: int, *outer: torch.dtype) -> _Code:
+def _code_traced(ticket: str, *outer: torch.dtype) -> _Code:
     """`_code_inside`, for code that torch.compile traces: plain arguments only."""
     return _code_inside(known[ticket][0], outer)
 

@@ -1,6 +1,7 @@
 """polymp: mixed precision, written once, for PyTorch and JAX.
 
-This module imports neither framework. The users' entry points are `polymp.torch` and `polymp.jax`.
+This module imports neither framework. The users' entry points are `polymp.torch` and, once its
+backend is there, `polymp.jax`. `polymp.policy` reads a policy from wherever it is.
 """
 
 from polymp import dtypes as dtypes

@@ -3,6 +3,7 @@
 import torch
 
 from polymp.backends import torch as _backend
+from polymp.torch._spelling import deprecated
 
 
 class autocast(_backend.autocast):  # the name is torch's
@@ -16,7 +17,8 @@ class autocast(_backend.autocast):  # the name is torch's
         *,
         policy: _backend.PolicyLike | None = None,
     ) -> None:
-        """As `polymp.torch.autocast`."""
+        """As `polymp.torch.autocast`, with torch.amp's warning that the spelling is old."""
+        deprecated("autocast", "cpu")
         super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
 
 
@@ -31,5 +33,6 @@ class GradScaler(_backend.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """As `polymp.torch.GradScaler`."""
+        """As `polymp.torch.GradScaler`, with torch.amp's warning that the spelling is old."""
+        deprecated("GradScaler", "cpu")
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -1,10 +1,12 @@
 """The CUDA spellings, with the arguments of torch.cuda.amp."""
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from polymp.backends import torch as _backend
+from polymp.torch._spelling import deprecated
 
 
 class autocast(_backend.autocast):  # the name is torch's
@@ -18,7 +20,8 @@ class autocast(_backend.autocast):  # the name is torch's
         *,
         policy: _backend.PolicyLike | None = None,
     ) -> None:
-        """As `polymp.torch.autocast`."""
+        """As `polymp.torch.autocast`, with torch.amp's warning that the spelling is old."""
+        deprecated("autocast", "cuda")
         super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
 
 
@@ -33,11 +36,22 @@ class GradScaler(_backend.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """As `polymp.torch.GradScaler`."""
+        """As `polymp.torch.GradScaler`, with torch.amp's warning that the spelling is old."""
+        deprecated("GradScaler", "cuda")
         super().__init__(
             "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
 
-custom_fwd = functools.partial(_backend.custom_fwd, device_type="cuda")
-custom_bwd = functools.partial(_backend.custom_bwd, device_type="cuda")
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
+) -> Callable[..., Any]:
+    """`polymp.torch.custom_fwd(..., device_type="cuda")`."""
+    deprecated("custom_fwd", "cuda")
+    return _backend.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
+
+
+def custom_bwd(bwd: Callable[..., Any]) -> Callable[..., Any]:
+    """`polymp.torch.custom_bwd(..., device_type="cuda")`."""
+    deprecated("custom_bwd", "cuda")
+    return _backend.custom_bwd(bwd, device_type="cuda")

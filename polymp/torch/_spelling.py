@@ -1,0 +1,15 @@
+"""The warning that comes with the device spellings of torch.amp."""
+
+import warnings
+
+
+def deprecated(name: str, device: str) -> None:
+    """Warn, as torch.amp does, that `torch.<device>.amp.<name>` is an old spelling."""
+    custom = name.startswith("custom_")
+    call = f"args..., device_type='{device}'" if custom else f"'{device}', args..."
+    warnings.warn(
+        f"`torch.{device}.amp.{name}(args...)` is deprecated. Please use "
+        f"`torch.amp.{name}({call})` instead. With polymp: `polymp.torch.{name}({call})`.",
+        FutureWarning,
+        stacklevel=3,
+    )

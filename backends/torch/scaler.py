@@ -9,24 +9,16 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp import scaling
 from polymp.backends.torch import compat
 from polymp.scaling import ScaleRule, ScaleState
 
 Outputs = TypeVar("Outputs")
-
-
-class OptState(Enum):
-    """How far an optimizer is in this iteration."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
 
 
 class _OnDevices:

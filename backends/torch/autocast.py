@@ -94,10 +94,6 @@ class autocast:  # the name is torch's
     @compat.no_frame
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
-            if compat.strictly_exporting():
-                raise RuntimeError(
-                    "torch.export(strict=True) cannot record a polymp region. Use strict=False."
-                )
             self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
         else:

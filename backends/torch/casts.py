@@ -49,18 +49,26 @@ def drop() -> None:
     clear_autocast_cache()
 
 
+def drop_unknown() -> None:
+    """Forget every kept cast, and that the format of those to come is known."""
+    drop()
+    _format.clear()
+
+
 @compat.no_frame
-def keep(device: str, dtype: torch.dtype, casting: bool) -> bool:
-    """May this thread keep casts in torch's map from now on?
+def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
+    """May this thread keep casts in torch's map from now on, `depth` regions deep?
 
     True makes the map this thread's; if it will be `casting` to `dtype` on the device, casts to
-    another format are dropped. False while the map belongs to another living thread.
+    another format, or to an unknown one, are dropped. False while the map belongs to another
+    living thread.
     """
     me = get_ident()
     if _owner.setdefault("thread", me) != me and not _take_over(me):
         return False
-    if casting and _format.setdefault(device, dtype) is not dtype:
-        drop()
+    if casting and _format.get(device) is not dtype:
+        if depth > 1:  # else there is none yet
+            drop()
         _format[device] = dtype
     return True
 
@@ -82,8 +90,7 @@ def _take_over(me: int) -> bool:
     owner = _owner.get("thread")
     if any(t.ident == owner for t in threading.enumerate()):
         return False
-    drop()
-    _format.clear()
+    drop_unknown()
     _owner["thread"] = me
     return True
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from polymp.backends.torch import regions
+from polymp.backends.torch import casts, regions
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +38,8 @@ def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
             for ticket in tickets:
                 regions.enter(ticket)
                 entered.callback(regions.leave, ticket)
+            # torch enters a region of its own round this, and leaves it behind polymp's back.
+            entered.callback(casts.drop_unknown)
             return function(*args, **kwargs)
 
     return carried

@@ -176,7 +176,7 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
             return front.call_boxed(keys, *args, **kwargs)
 
         device = _device(args)
-        if device is None or not torch.is_autocast_enabled(device):
+        if device is None or not torch.is_autocast_enabled(device) or not regions.entered():
             return call(*args, **kwargs)
         region = regions.in_force(device)
         policy = region.policy or native.policy(device)

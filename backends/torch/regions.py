@@ -55,16 +55,14 @@ def enter(ticket: str) -> None:
     """Enter a prepared region in this thread. It runs at every `with`, so every call counts."""
     region, device, enabled, dtype, cache = known[ticket]
     code = _NONE if len(_policies) == 1 else _read_code()
-    frames = stack.frames
-    frames.append(
+    stack.frames.append(
         (region, is_autocast_enabled(device), get_autocast_dtype(device),
          is_autocast_cache_enabled(), code)
     )  # fmt: skip
-    if autocast_increment_nesting() > 1 and len(frames) == 1:
-        casts.drop()  # those of a region of torch's own
+    depth = autocast_increment_nesting()  # torch's own regions count
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
-    set_autocast_cache_enabled(cache and casts.keep(device, dtype, enabled))
+    set_autocast_cache_enabled(cache and casts.keep(device, dtype, enabled, depth))
     if len(_policies) > 1:
         _write_code(_code_inside(region, code))
 
@@ -75,14 +73,16 @@ def leave(ticket: str) -> None:
     region, device, *_ = known[ticket]
     frames = stack.frames
     frame = frames.pop() if frames and frames[-1][0] is region else stack.pull(region)
-    autocast_decrement_nesting()
+    depth = autocast_decrement_nesting()
     if not frames:
         casts.end()
     if frame is None:
         return
     _, enabled, dtype, cache, code = frame
     if frames and cache:
-        casts.keep(device, dtype, enabled)  # back to another format: casts to this one go
+        casts.keep(
+            device, dtype, enabled, depth + 1
+        )  # back to another format: casts to this one go
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -103,6 +103,10 @@ class Traced:
         self, device: str, enabled: bool, dtype: torch.dtype, cache: bool, ticket: str
     ) -> None:
         _allow()
+        if compat.strictly_exporting():
+            raise RuntimeError(
+                "torch.export(strict=True) cannot record a polymp region. Use strict=False."
+            )
         self.device = device
         self.inside = enabled, dtype, cache
         self.ticket = ticket
@@ -204,6 +208,11 @@ def policy_of(device: str) -> Policy | None:
 @compat.at_trace_time
 def _policy_at(device: str, *code: torch.dtype) -> Policy | None:
     return _policies[code].get(device)
+
+
+def entered() -> bool:
+    """True in a region of polymp's, in this thread, running or being traced."""
+    return bool(stack.frames or _open.entries)
 
 
 def with_policy() -> list[Region]:

@@ -1,0 +1,75 @@
+"""What the tests of regions share: torch's autocast state must be left as it was found.
+
+Torch is imported where it is used, for this file is loaded where torch is missing, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from tests.torch.compiling import Count, Net
+
+DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia")
+
+
+def state() -> tuple[Any, ...]:
+    """All that a region may change in this thread, and must restore."""
+    import torch
+
+    from polymp.backends.torch import regions
+
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    each = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
+    return depth, torch.is_autocast_cache_enabled(), len(regions.stack.frames), *each
+
+
+@pytest.fixture
+def left_as_found() -> Iterator[None]:
+    import torch
+
+    before = state()
+    yield
+    after = state()
+    torch.set_autocast_enabled("cpu", before[3][0])  # one leak is one failure
+    torch.set_autocast_dtype("cpu", before[3][1])
+    assert after == before
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    import torch
+
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def w() -> torch.Tensor:
+    import torch
+
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+@pytest.fixture
+def count() -> Iterator[Count]:
+    """A backend for torch.compile; nothing compiled before or after counts."""
+    import torch._dynamo
+
+    from tests.torch.compiling import Count
+
+    torch._dynamo.reset()
+    yield Count()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def net() -> Net:
+    from tests.torch.compiling import Net
+
+    return Net()

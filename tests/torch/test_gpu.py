@@ -1,0 +1,178 @@
+"""On a real GPU: the same bits as torch.autocast, and a scaler that does not make the host wait.
+
+Everything here is skipped without CUDA; the formats of CUDA's ops are tested on fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from polymp.backends.torch import kernels
+from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
+from tests.torch.models import LOW, MODELS, outcome
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("left_as_found", "deterministic"),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """As deterministic as torch can be; what cannot be is found out in the test."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    yield
+    cudnn.deterministic, cudnn.benchmark = before
+
+
+@pytest.mark.parametrize("python", [False, True], ids=["native", "python"])
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("title", MODELS)
+def test_whole_models_bit_for_bit(title: str, low: torch.dtype, python: bool) -> None:
+    for way in ("train", "backward inside", "inference_mode"):
+        theirs, again = (outcome(title, way, low, torch.autocast, DEVICE) for _ in range(2))
+        with kernels.all_python(DEVICE) if python else contextlib.nullcontext():
+            ours = outcome(title, way, low, autocast, DEVICE)
+        assert ours.keys() == theirs.keys()
+        for part, expected in theirs.items():
+            if expected == again[part]:  # else torch does not repeat itself
+                assert ours[part] == expected, (way, part)
+
+
+def test_two_formats_on_one_weight() -> None:
+    x, w = torch.randn(4, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE, requires_grad=True)
+
+    def right(dtype: torch.dtype) -> bool:
+        return torch.equal(torch.mm(x, w), torch.mm(x.to(dtype), w.to(dtype)))
+
+    with autocast(DEVICE, dtype=BF16):
+        assert right(BF16)
+        with autocast(DEVICE, dtype=FP16):
+            assert right(FP16)
+            with autocast(DEVICE, enabled=False):
+                assert right(FP32)
+            with torch.no_grad():
+                w.mul_(2)
+            assert right(FP16)
+        assert right(BF16)
+
+
+def test_regions_of_both_devices() -> None:
+    on_cpu, on_gpu = torch.ones(4, 4), torch.ones(4, 4, device=DEVICE)
+    with autocast("cpu", dtype=BF16), autocast(DEVICE):
+        assert torch.mm(on_cpu, on_cpu).dtype is BF16
+        assert torch.mm(on_gpu, on_gpu).dtype is FP16
+        assert torch.softmax(on_gpu.half(), -1).dtype is FP32
+        with autocast(DEVICE, enabled=False):
+            assert torch.mm(on_cpu, on_cpu).dtype is BF16
+            assert torch.mm(on_gpu, on_gpu).dtype is FP32
+
+
+def test_backward_of_a_custom_function_in_autograd_s_own_thread() -> None:
+    seen: list[Any] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type=DEVICE)
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return torch.mm(a, b)
+
+        @staticmethod
+        @custom_bwd(device_type=DEVICE)
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            a, b = ctx.saved_tensors
+            seen.append((torch.get_autocast_dtype(DEVICE), torch.mm(g, b.mT).dtype))
+            return torch.mm(g, b.mT), torch.mm(a.mT, g)
+
+    a, b = (torch.ones(4, 4, device=DEVICE, requires_grad=True) for _ in range(2))
+    with autocast(DEVICE, dtype=BF16):
+        y = Product.apply(a, b)
+    y.sum().backward()
+    assert seen == [(BF16, BF16)]
+
+
+def train(scaler_class: Any, amp: Any, fused: bool, dtype: torch.dtype) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler, log = scaler_class(DEVICE, init_scale=2.0**10, growth_interval=2), []
+    for step in range(6):
+        optimizer.zero_grad()
+        with amp(DEVICE, dtype=dtype):
+            loss = model(torch.ones(3, 8, device=DEVICE) * step).float().square().mean()
+        scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        log.append((scaler.state_dict(), [p.tolist() for p in model.parameters()]))
+    return log
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_training_with_the_scaler_bit_for_bit(dtype: torch.dtype, fused: bool) -> None:
+    ours = train(GradScaler, autocast, fused, dtype)
+    assert ours == train(torch.amp.GradScaler, torch.autocast, fused, dtype)
+    assert [state["scale"] for state, _ in ours] == [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0]
+    assert ours[2][1] == ours[3][1]
+    assert ours[3][1] != ours[4][1]
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Waiting for the GPU is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_fused_optimizers_never_wait(kind: str) -> None:
+    model, x = nn.Linear(8, 4).to(DEVICE), torch.ones(3, 8, device=DEVICE)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast(DEVICE, dtype=FP16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()  # states are made, libraries are loaded
+    with no_sync():
+        for _ in range(3):
+            step()
+    assert scaler.get_scale() == 2.0**12
+
+
+def test_other_optimizers_wait_once() -> None:
+    """That the mode above sees a wait, and where the only one is."""
+    model, x = nn.Linear(8, 4).to(DEVICE), torch.ones(3, 8, device=DEVICE)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler(DEVICE)
+    with autocast(DEVICE, dtype=FP16):
+        loss = model(x).float().square().mean()
+    scaler.scale(loss).backward()
+    with no_sync():
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            scaler.step(optimizer)
+        scaler.update()

@@ -1,0 +1,221 @@
+"""The training job, whatever the framework: its arguments, its text, its batches.
+
+Arguments in, numpy arrays out. A bad argument is a `BadArgument` before anything is trained.
+Nothing here knows torch or jax, so every framework trains on the same bytes in the same order.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+FORMATS = ("fp32", "bf16", "fp16")
+
+
+class BadArgument(ValueError):
+    """What the caller asked for cannot be done; the text says what to ask for instead."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a bad argument with one line and exit code 2, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class Text(NamedTuple):
+    """A text as numbers from 0 to `alphabet` - 1, one for each byte.
+
+    `chance` is the held-out loss, in nats per byte, of a guess by byte frequency alone.
+    """
+
+    name: str
+    train: np.ndarray
+    held_out: np.ndarray
+    alphabet: int
+    chance: float
+
+
+def parser(prog: str, about: str) -> Parser:
+    """The arguments that every framework's example has."""
+    here = Path(__file__).resolve().parent
+    flags = Parser(prog, description=about, allow_abbrev=False, formatter_class=_Help)
+    add = flags.add_argument
+    add("--text", type=Path, metavar="FILE", help="learn this text, not Python's documentation")
+    add("--device", default="cpu", help="where to train")
+    add("--formats", type=_formats, default=",".join(FORMATS), help="what to train in, in order")
+    add("--steps", type=whole(1), default=1000, help="optimizer steps for each format")
+    add("--batch", type=whole(1), default=12, help="sequences in a step")
+    add("--context", type=whole(1), default=32, help="bytes in a sequence")
+    add("--width", type=whole(1), default=48, help="features of the model")
+    add("--layers", type=whole(1), default=2, help="blocks of the model")
+    add("--heads", type=whole(1), default=3, help="attention heads of a block")
+    add("--lr", type=_positive, default=0.01, help="learning rate after the warm-up")
+    add("--seed", type=whole(0), default=0, help="chooses the first weights and the batches")
+    add("--out", type=Path, default=here / "out" / f"{Path(prog).stem}.png", help="the picture")
+    add("--json", type=Path, help="the figures (default: next to the picture)")
+    add("--quiet", action="store_true", help="no progress bars")
+    return flags
+
+
+def arguments(flags: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the caller asked for.
+
+    Raises:
+        BadArgument: an argument is unknown, or two do not fit together.
+    """
+    args, unknown = flags.parse_known_args(argv)
+    if unknown:
+        raise BadArgument(f"unknown arguments: {' '.join(unknown)}. See {flags.prog} --help.")
+    if args.width % args.heads:
+        raise BadArgument(
+            f"--width {args.width} cannot be split over --heads {args.heads}. "
+            f"Give a --width that is a multiple of {args.heads}."
+        )
+    return args
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A type of argument: a whole number from `least` up, of digits that fit into 64 bits."""
+
+    def convert(given: str) -> int:
+        if not given.isdecimal() or len(given) > 18 or int(given) < least:
+            raise argparse.ArgumentTypeError(f"got '{given}', give a whole number from {least} up")
+        return int(given)
+
+    return convert
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Give the figures a place if they have none, and see that both outputs can be written.
+
+    Raises:
+        BadArgument: one cannot, or would overwrite something that is needed.
+    """
+    if args.out.suffix != ".png":
+        raise BadArgument(f"--out '{args.out}' does not end in .png. Give the path of a PNG file.")
+    args.json = args.json or args.out.with_suffix(".json")
+    taken = {args.text.resolve(): "--text"} if args.text else {}
+    for flag, path in (("--out", args.out), ("--json", args.json)):
+        if other := taken.get(path.resolve()):
+            raise BadArgument(f"{flag} '{path}' would overwrite {other}. Choose another path.")
+        taken[path.resolve()] = flag
+        _check_writable(flag, path)
+
+
+def read(path: Path | None, context: int) -> Text:
+    """The text of a file, or of Python's own documentation.
+
+    Every tenth of a hundred stretches is held out, so that both parts are of the same kind.
+
+    Raises:
+        BadArgument: the file cannot be read or is too short for the context.
+    """
+    name, data = f"--text '{path}'", b""
+    if path:
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise BadArgument(
+                f"{name} cannot be read: {error.strerror}. Give the path of a text file."
+            ) from None
+    else:
+        try:
+            from pydoc_data.topics import topics
+        except ImportError:
+            raise BadArgument("this Python lacks pydoc_data.topics. Give --text FILE.") from None
+        name = "Python's documentation"
+        data = "\n".join(topics.values()).encode()
+    if len(data) < 10 * (context + 1):
+        raise BadArgument(
+            f"{name} has {len(data)} bytes, and --context {context} needs {10 * (context + 1)} "
+            "or more. Give a longer text or a smaller --context."
+        )
+    alphabet, numbers = np.unique(np.frombuffer(data, np.uint8), return_inverse=True)
+    stretches = np.array_split(numbers, 100)
+    held_out = np.concatenate(stretches[9::10])
+    train = np.concatenate([part for i, part in enumerate(stretches) if i % 10 != 9])
+    counts = np.bincount(train, minlength=len(alphabet)) + 1  # + 1: a byte may be held out only
+    chance = -np.log(counts / counts.sum())[held_out].mean()
+    title = path.name if path else "pydoc_data.topics"
+    return Text(title, train, held_out, len(alphabet), float(chance))
+
+
+def batches(text: Text, args: argparse.Namespace) -> Iterator[np.ndarray]:
+    """For each step, int64 [batch, context + 1] from random places of the training text."""
+    random = np.random.default_rng(args.seed)
+    for _ in range(args.steps):
+        starts = random.integers(0, len(text.train) - args.context, args.batch)
+        yield text.train[starts[:, None] + np.arange(args.context + 1)]
+
+
+def held_out(text: Text, args: argparse.Namespace, count: int = 128) -> np.ndarray:
+    """int64 [up to count, context + 1], evenly spread over the held-out text."""
+    last = len(text.held_out) - args.context - 1
+    starts = np.unique(np.linspace(0, last, count).astype(np.int64))
+    return text.held_out[starts[:, None] + np.arange(args.context + 1)]
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Up in a line over the first twentieth, then down along a cosine to a twentieth."""
+    warm = min(1.0, (step + 1) / (args.steps / 20))
+    return args.lr * warm * (0.05 + 0.95 * (1 + math.cos(math.pi * step / args.steps)) / 2)
+
+
+def look_at(step: int, args: argparse.Namespace) -> bool:
+    """True before the steps at which the held-out loss is taken: ten in a run, evenly spread."""
+    return step * 10 % args.steps < 10
+
+
+def near(path: Path) -> Path:
+    """The path as seen from here, where that is shorter."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds a default where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _positive(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got '{given}', give a number above 0")
+    return value
+
+
+def _formats(given: str) -> tuple[str, ...]:
+    names = tuple(given.split(","))
+    if not set(names) <= set(FORMATS) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"got '{given}', give one or more of {','.join(FORMATS)}, each once, "
+            "with commas and no spaces"
+        )
+    return names
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    existed = path.exists()
+    try:
+        try:
+            path.open("ab").close()
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True)
+            path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise BadArgument(
+            f"{flag} '{path}' cannot be written: {error.strerror}. Choose another path."
+        ) from None

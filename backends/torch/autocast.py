@@ -18,7 +18,6 @@ from torch.compiler import is_dynamo_compiling
 
 from polymp import rules
 from polymp.backends.torch import compat, kernels, native, regions
-from polymp.errors import PolicyError
 from polymp.region import Region
 from polymp.rules import Policy
 
@@ -97,9 +96,9 @@ class autocast:  # the name is torch's
             self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
         else:
-            regions.enter(self._ticket)
             if _is_torch_function_mode_enabled():
-                self._tell_export()
+                regions.tell_export(self._ticket)
+            regions.enter(self._ticket)
         return self
 
     @compat.no_frame
@@ -110,8 +109,7 @@ class autocast:  # the name is torch's
         else:
             regions.leave(self._ticket)
             if _is_torch_function_mode_enabled():
-                for mode in compat.export_modes():
-                    mode.__torch_function__(torch.amp._exit_autocast, (), ())  # type: ignore[attr-defined]
+                regions.tell_export(None)
         return False
 
     def _again(self) -> regions.Traced:
@@ -119,19 +117,6 @@ class autocast:  # the name is torch's
         return regions.Traced(
             self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
         )
-
-    def _tell_export(self) -> None:
-        """Write the region into a program that torch.export is tracing."""
-        policy = regions.known[self._ticket][0].policy
-        for mode in compat.export_modes():
-            if policy is not None:
-                regions.leave(self._ticket)
-                raise PolicyError(
-                    f"torch.export cannot record policy {policy.name!r}: an exported region says "
-                    "only device, dtype and whether it is enabled. Export with policy=None."
-                )
-            state = self.device, self.fast_dtype, self._enabled, self._cache_enabled
-            mode.__torch_function__(torch.amp._enter_autocast, (), state)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}

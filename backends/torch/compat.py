@@ -135,14 +135,6 @@ def after_tracing(undo: Callable[[], object]) -> None:
         translator.output.add_cleanup_hook(undo)
 
 
-@at_trace_time
-def strictly_exporting() -> bool:
-    """True if what dynamo traces is for torch.export. Asked while tracing: torch 2.11's dynamo
-    takes `torch.compiler.is_exporting` for a constant True.
-    """
-    return torch.compiler.is_exporting()
-
-
 def export_modes() -> list[Any]:
     """The function modes with which torch.export traces, non-strictly; none at other times.
 

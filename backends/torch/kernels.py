@@ -261,8 +261,10 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
                     return [lowered(v) for v in value]
                 return cast(value, dtype, low) if eligible(value) else value
 
-            args = [lowered(a) for a in args]
-            kwargs = {k: lowered(v) for k, v in kwargs.items()}
+            # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
+            # the order in which the casts were made.
+            kwargs = {k: lowered(v) for k, v in reversed(kwargs.items())}
+            args = [lowered(a) for a in reversed(args)][::-1]
         result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
 

@@ -103,10 +103,6 @@ class Traced:
         self, device: str, enabled: bool, dtype: torch.dtype, cache: bool, ticket: str
     ) -> None:
         _allow()
-        if compat.strictly_exporting():
-            raise RuntimeError(
-                "torch.export(strict=True) cannot record a polymp region. Use strict=False."
-            )
         self.device = device
         self.inside = enabled, dtype, cache
         self.ticket = ticket
@@ -119,10 +115,10 @@ class Traced:
             is_autocast_cache_enabled(),
         )
         self.outer = code
-        _put(device, 1, *self.inside, *_code_traced(self.ticket, *code))
+        _put(self.ticket, device, *self.inside, *_code_traced(self.ticket, *code))
 
     def __exit__(self, *exc: object) -> None:
-        _put(self.device, -1, *self.outside, *self.outer)
+        _put(None, self.device, *self.outside, *self.outer)
 
 
 class _Open(threading.local):
@@ -136,16 +132,22 @@ _open = _Open()
 
 
 def _put(
-    device: str, nesting: int, enabled: bool, dtype: torch.dtype, cache: bool, *code: torch.dtype
+    ticket: str | None,
+    device: str,
+    enabled: bool,
+    dtype: torch.dtype,
+    cache: bool,
+    *code: torch.dtype,
 ) -> None:
-    """Enter (nesting 1) or leave (-1), as a call in a graph."""
-    if nesting > 0:
+    """Enter the ticket's region, or leave one (None), as a call in a graph."""
+    tell_export(ticket)
+    if ticket is not None:
         state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         _open.entries.append(functools.partial(_set, device, -1, *state, *_read_code()))
         compat.after_tracing(functools.partial(_close, _open.entries[-1]))
     elif _open.entries:
         _open.entries.pop()
-    _set(device, nesting, enabled, dtype, cache, *code)
+    _set(device, 1 if ticket else -1, enabled, dtype, cache, *code)
 
 
 def _close(entry: Callable[[], None]) -> None:
@@ -166,6 +168,26 @@ def _set(
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
     _write_code(code)
+
+
+def tell_export(ticket: str | None) -> None:
+    """Write entering the ticket's region, or leaving (None), into a program being exported.
+
+    Raises:
+        PolicyError: the region has a policy of its own, which a program cannot hold.
+    """
+    for mode in compat.export_modes():
+        if ticket is None:
+            mode.__torch_function__(torch.amp._exit_autocast, (), ())  # type: ignore[attr-defined]
+            continue
+        region, device, enabled, dtype, cache = known[ticket]
+        if region.policy is not None:
+            raise PolicyError(
+                f"torch.export cannot record policy {region.policy.name!r}: an exported region "
+                "says only device, dtype and whether it is enabled. Export with policy=None."
+            )
+        state = device, dtype, enabled, cache
+        mode.__torch_function__(torch.amp._enter_autocast, (), state)  # type: ignore[attr-defined]
 
 
 @compat.at_trace_time

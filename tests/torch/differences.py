@@ -52,7 +52,7 @@ def after_a_change(amp: Amp, change: Callable[[torch.Tensor], None]) -> float:
     with amp.autocast("cpu"):
         torch.mm(X, w)
         change(w)
-        return float(torch.mm(X, w)[0, 0])
+        return torch.mm(X, w)[0, 0].item()
 
 
 @program

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-from polymp import Policy
+from polymp import Policy, PolicyError
 from polymp.torch import autocast
 from tests.torch.compiling import (
     AS_OBJECT,
@@ -189,16 +191,39 @@ def called(module: torch.nn.Module) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("model", [Exported, Decorated])
-def test_strict_export_refuses_what_it_would_lose(model: type[nn.Module], x: torch.Tensor) -> None:
-    with pytest.raises(Unsupported, match=r"cannot record a polymp region\. Use strict=False"):
-        torch.export.export(model(), (x,), strict=True)
+class Ruled(Net):
+    """A region with a policy of its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        with autocast("cpu", policy="torch-cuda"):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_refuses_a_policy_that_it_would_lose(strict: bool, x: torch.Tensor) -> None:
+    with pytest.raises(PolicyError, match="cannot record policy 'torch-cuda'"):
+        torch.export.export(Ruled(), (x,), strict=strict)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("model", [Exported, Decorated])
-def test_export_keeps_the_region(model: type[nn.Module], x: torch.Tensor) -> None:
+def test_tracing_before_autocast_keeps_the_region(model: type[nn.Module], x: torch.Tensor) -> None:
     net = model()
-    program = torch.export.export(net, (x,), strict=False)
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):  # the backend prints
+        result = torch.compile(net, backend="pre_dispatch_eager", fullgraph=True)(x)
+        eager = net(x)
+    torch._dynamo.reset()
+    if model is Decorated:
+        result, eager = [result], [eager]
+    assert formats(result) == formats(eager)
+    assert all(map(torch.equal, result, eager))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("model", [Exported, Decorated])
+def test_export_keeps_the_region(model: type[nn.Module], strict: bool, x: torch.Tensor) -> None:
+    net = model()
+    program = torch.export.export(net, (x,), strict=strict)
     regions = called(program.graph_module)
     assert ("cpu", FP16, True) in regions
     result, eager = program.module()(x), net(x)

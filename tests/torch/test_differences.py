@@ -4,13 +4,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.torch.differences import PROGRAMS
+import polymp.torch
+from tests.torch import programs
+from tests.torch.differences import PROGRAMS, after_a_change
 
 ROOT = Path(__file__).parent.parent.parent
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -93,3 +96,41 @@ def test_every_program_has_a_row() -> None:
 def test_the_docs_list_the_same_differences_in_the_same_order() -> None:
     text = (ROOT / "docs/differences.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", text, re.MULTILINE) == list(DIFFERENCES)
+
+
+def in_a_disabled_subregion(w: torch.Tensor) -> None:
+    with polymp.torch.autocast("cpu", enabled=False):
+        w.mul_(2)
+
+
+FIRST = torch.zeros(1, 4, dtype=torch.int64)
+
+# Writes that change a weight from 1 to 2 and that polymp does not see, as the docs say.
+UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "p.data.copy_": lambda w: w.data.copy_(2 * w),
+    "p.detach().copy_": lambda w: w.detach().copy_(2 * w),
+    "p.data = t": lambda w: setattr(w, "data", 2 * w),
+    "out=": lambda w: torch.mul(w, 2, out=w),
+    "op that is not watched": lambda w: w.scatter_reduce_(0, FIRST, torch.ones(1, 4), "sum"),
+    "disabled subregion": in_a_disabled_subregion,
+    "thread in no region": lambda w: programs.in_thread(lambda: in_no_region(w)),
+}
+
+
+def in_no_region(w: torch.Tensor) -> None:
+    with torch.no_grad():
+        w.mul_(2)
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_what_polymp_does_not_see(way: str) -> None:
+    def change(w: torch.Tensor) -> None:
+        with torch.no_grad():
+            UNSEEN[way](w)
+
+    def change_and_clear(w: torch.Tensor) -> None:
+        change(w)
+        torch.clear_autocast_cache()
+
+    assert after_a_change(polymp.torch, change) == 1.0
+    assert after_a_change(polymp.torch, change_and_clear) == 2.0

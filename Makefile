@@ -25,7 +25,7 @@ bench: $(READY)
 	$(PY) benchmarks/torch_overhead.py
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,examples,dev]'
 	touch $@
 

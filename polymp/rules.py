@@ -10,13 +10,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
-from polymp.dtypes import widest
+from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Row:
     apply: Apply = Apply.CAST
     instead: str = ""
 
+    def __post_init__(self) -> None:
+        where, of_op = "a policy's row", f"for op {self.op!r}"
+        object.__setattr__(self, "rule", _member(Rule, self.rule, "rule", where, of_op))
+        object.__setattr__(self, "apply", _member(Apply, self.apply, "apply", where, of_op))
+
 
 class Decision(NamedTuple):
     """What `Policy.decide` answers.
@@ -125,6 +130,9 @@ class Policy:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.rows, self.halves)  # a hash holds for one process
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.rows, self.halves))
@@ -146,7 +154,7 @@ class Policy:
         Args:
             op: overload name, as in `Row.op`.
             formats: formats of the inputs that the rule consults, in order: float inputs on the
-                region's device. float64 among them counts for nothing.
+                region's device. float64 and formats that `dtypes` lacks count for nothing.
             region: the region the op is called in.
 
         Returns:
@@ -164,7 +172,7 @@ class Policy:
             case Rule.FP32:
                 return Decision(row.rule, "float32")
             case Rule.FP32_KEEP:
-                kept = [f for f in formats if f != "float64"]
+                kept = [f for f in formats if f in FORMATS and f != "float64"]
                 return Decision(row.rule, "float32", widest(kept) if kept else None)
             case Rule.WIDEST:
                 return self._widest(formats, region)
@@ -180,7 +188,8 @@ class Policy:
                 continue  # once float32, it stays: a third format after it changes nothing
             if f not in (run, "float32") and self.halves == "raise":
                 return Decision(Rule.FORBID)
-            run = widest((run, f))
+            if f in FORMATS:
+                run = widest((run, f))
         return Decision(Rule.WIDEST, run)
 
     @classmethod
@@ -220,13 +229,24 @@ def load(source: "str | os.PathLike[str] | Mapping[str, Any] | Policy") -> Polic
         return source
     if isinstance(source, Mapping):
         return Policy.from_dict(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise PolicyError(
+            f"a policy is a Policy, a name, the path of a TOML file or a dict, not {source!r}."
+        )
     if isinstance(source, os.PathLike) or source.endswith(".toml"):
         path = Path(source)
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise PolicyError(f"cannot read policy file {str(path)!r}: {error.strerror}.") from None
+        except UnicodeError:
+            raise PolicyError(f"cannot read policy file {str(path)!r}: it is not UTF-8.") from None
         return _parse(text, path.stem, str(path))
+    return _shipped(source)
+
+
+@cache
+def _shipped(source: str) -> Policy:
     if source not in shipped():
         raise PolicyError(
             f"no policy {source!r}.{_nearest(source, shipped())} "
@@ -256,7 +276,12 @@ def _row(op: str, value: Any, where: str) -> Row:
     if not isinstance(value, Mapping):
         raise PolicyError(f"{where}: op {op!r} has {value!r}, which is neither a rule nor a table.")
     of_op = f"for op {op!r}"
-    _only(value, ("rule", "apply", "instead"), where, of_op)
+    keys = ("rule", "apply", "instead")
+    for key, rule in value.items():
+        if rule in tuple(Rule) and not difflib.get_close_matches(key, keys, cutoff=0.7):
+            # softmax.int = "fp32" is a table in TOML.
+            raise PolicyError(f'{where}: quote the name of the op: "{op}.{key}" = "{rule}".')
+    _only(value, keys, where, of_op)
     rule = _member(Rule, value.get("rule"), "rule", where, of_op)
     apply = _member(Apply, value.get("apply", Apply.CAST), "apply", where, of_op)
     if apply is not Apply.CAST and rule is not Rule.FP32:

@@ -131,6 +131,10 @@ def test_every_shipped_policy_loads_under_its_name():
             '[rules]\nmm = { rul = "fp32" }\n',
             "{p}: unknown key 'rul' for op 'mm'. Did you mean rule? Known: rule, apply, instead.",
         ),
+        (
+            '[rules]\nsoftmax.int = "fp32"\n',
+            '{p}: quote the name of the op: "softmax.int" = "fp32".',
+        ),
         ('halves = "drop"\n', "policy 'own': halves = 'drop' is not one of widen, raise."),
         (
             "[rules\n",

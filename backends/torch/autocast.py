@@ -82,9 +82,10 @@ class autocast:  # the name is torch's
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
         self.device = device_type
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-        self._cache_enabled = (
-            torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        )
+        if cache_enabled is None:
+            traced = is_dynamo_compiling()
+            cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()
+        self._cache_enabled = cache_enabled
         self._ticket, self._enabled = _prepare(
             device_type, self.fast_dtype, enabled, self._cache_enabled, policy
         )
@@ -118,6 +119,12 @@ class autocast:  # the name is torch's
             self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
         )
 
+    def __repr__(self) -> str:
+        policy = regions.known[self._ticket][0].policy
+        shown = [repr(self.device), f"dtype={self.fast_dtype}", f"enabled={self._enabled}"]
+        shown += [] if policy is None else [f"policy={policy.name!r}"]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}
         del state["_ticket"]  # a name of this process
@@ -127,8 +134,7 @@ class autocast:  # the name is torch's
         policy = state["_policy"]
         self.__dict__.update({name: value for name, value in state.items() if name != "_policy"})
         cache = bool(self._cache_enabled)
-        device = self.device.partition(":")[0]
-        self._ticket, _ = _ready(device, self.fast_dtype, self._enabled, cache, policy)
+        self._ticket, _ = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `func` so that its body runs in the region.
@@ -164,6 +170,8 @@ def _prepare(
     """Make the arguments a region, ready to be entered: its ticket, and if it is enabled."""
     if not is_autocast_available(device):
         raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"autocast's dtype must be a torch.dtype, got {dtype!r}")
     enabled = _supported(device, dtype, bool(enabled))
     return _ready(
         device.partition(":")[0],
@@ -178,7 +186,8 @@ def _prepare(
 def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
 ) -> tuple[str, bool]:
-    region = Region("torch", device, enabled, regions.FORMATS[dtype], cache, policy)
+    kind = device.partition(":")[0]  # "cuda:0" speaks for all of cuda
+    region = Region("torch", kind, enabled, regions.FORMATS[dtype], cache, policy)
     kernels.prepare(region)
     return regions.ticket(region), enabled
 

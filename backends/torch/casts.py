@@ -10,16 +10,16 @@ format and constant weights. This module makes it sound for all:
     a second thread enters a region    it keeps no casts          `keep`, `end`
 
 Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch.
-Not seen: `p.data.copy_()`, `p.data = t`, and writes inside a disabled subregion.
+What is not seen is listed in docs/differences.md.
 """
 
 import threading
 import weakref
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import clear_autocast_cache
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch import compat, native
@@ -27,32 +27,69 @@ from polymp.backends.torch import compat, native
 # In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
 # Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
 WRITERS = (
-    "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ sign_ round_ floor_ trunc_ lerp_ addcmul_ addcdiv_ "
-    "addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ set_ "
-    "normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ masked_scatter_ index_add_ "
-    "index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ triu_ fill_diagonal_ renorm_ "
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ square_ exp_ sign_ round_ floor_ trunc_ lerp_ "
+    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ "
+    "set_ put_ nan_to_num_ normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ "
+    "masked_scatter_ index_add_ index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ "
+    "triu_ fill_diagonal_ renorm_ "
     "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_addcmul_ "
     "_foreach_addcdiv_ _foreach_copy_ _foreach_zero_ _foreach_neg_ _foreach_pow_ _foreach_sqrt_ "
-    "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_"
+    "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_ "
+    "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
 ).split()
 
-_owner: dict[str, int] = {}  # "thread" -> ident of the thread whose casts torch's map holds
-_format: dict[str, torch.dtype] = {}  # device -> format of the casts in torch's map
-_epoch = [0]  # raised by every drop; casts of our own kernels from before it are stale
 _library = torch.library.Library("aten", "IMPL")
 _watched: set[str] = set()
 
 
+class _Thread:
+    """What one thread has kept by our own kernels; it lives as long as its thread."""
+
+    def __init__(self) -> None:
+        self.reference = weakref.ref(self)
+        self.epoch = 0
+        self.casts: dict[
+            tuple[int, torch.dtype], tuple[weakref.ref[Any], tuple[int, int], torch.Tensor]
+        ] = {}
+
+
+class _Mine(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+class _Map:
+    """What is known of torch's map of casts, which is one for the process.
+
+    Attributes:
+        owner: under "thread", a reference to the thread whose casts it holds; dead when that is.
+            A dict, for `setdefault` claims it in one step, without a lock.
+        formats: the low format of the casts that are in it, by device.
+        epoch: raised by every drop; casts of our own kernels from before it are stale.
+        lock: held to take the map over from a dead thread.
+    """
+
+    def __init__(self) -> None:
+        self.owner: dict[str, weakref.ref[_Thread]] = {}
+        self.formats: dict[str, torch.dtype] = {}
+        self.epoch = 0
+        self.lock = threading.Lock()
+
+
+_map = _Map()
+_mine = _Mine()
+
+
 def drop() -> None:
     """Forget every kept cast, of every thread."""
-    _epoch[0] += 1
+    _map.epoch += 1
     clear_autocast_cache()
 
 
 def drop_unknown() -> None:
     """Forget every kept cast, and that the format of those to come is known."""
     drop()
-    _format.clear()
+    _map.formats.clear()
 
 
 @compat.no_frame
@@ -63,36 +100,45 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     another format, or to an unknown one, are dropped. False while the map belongs to another
     living thread.
     """
-    me = get_ident()
-    if _owner.setdefault("thread", me) != me and not _take_over(me):
+    mine = _mine.thread.reference
+    if _map.owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
-    if casting and _format.get(device) is not dtype:
+    formats = _map.formats
+    if casting and formats.get(device) is not dtype:
         if depth > 1:  # else there is none yet
             drop()
-        _format[device] = dtype
+        formats[device] = dtype
     return True
+
+
+def _take_over(mine: "weakref.ref[_Thread]") -> bool:
+    """Make the map this thread's if its owner died in a region."""
+    with _map.lock:
+        owner = _map.owner.get("thread")
+        if owner is not None and owner() is not None:
+            return False
+        drop_unknown()
+        _map.owner["thread"] = mine
+        return True
+
+
+@compat.no_frame
+def mine() -> bool:
+    """True if torch's map is this thread's."""
+    return _map.owner.get("thread") is _mine.thread.reference
 
 
 @compat.no_frame
 def end() -> None:
     """This thread left its last region."""
-    if _kept_any:
-        _kept.casts.clear()
-    if _owner.get("thread") == get_ident():
-        _epoch[0] += 1
+    thread = _mine.thread
+    if thread.casts:
+        thread.casts.clear()
+    if _map.owner.get("thread") is thread.reference:
+        _map.epoch += 1
         clear_autocast_cache()
-        _format.clear()
-        del _owner["thread"]
-
-
-def _take_over(me: int) -> bool:
-    """Make the map this thread's if its owner ended without leaving its regions."""
-    owner = _owner.get("thread")
-    if any(t.ident == owner for t in threading.enumerate()):
-        return False
-    drop_unknown()
-    _owner["thread"] = me
-    return True
+        _map.formats.clear()
+        del _map.owner["thread"]
 
 
 def watch(device: str) -> None:
@@ -102,23 +148,29 @@ def watch(device: str) -> None:
         return
     native.kernels(device)  # what is compiled must be read before ours stand beside it
     if not _watched:
-        register_optimizer_step_post_hook(lambda *_: drop())
-    _watched.add(device)
+        register_optimizer_step_post_hook(_after_step)
     for name in WRITERS:
         packet = getattr(torch.ops.aten, name)
         for variant in packet.overloads():
             op = getattr(packet, variant)
-            target = op.name().removeprefix("aten::")
-            compat.put(_library, target, _writer(op, compat.keyset(key)), key)
+            compat.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
+    _watched.add(device)
 
 
-def _writer(op: torch._ops.OpOverload, excluded: torch._C.DispatchKeySet) -> Any:
-    def writer(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+def _after_step(*_: Any) -> None:
+    if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
+        drop()
+
+
+def _writer(op: torch._ops.OpOverload, key: str) -> Any:
+    pass_on = compat.passing_on(op, key)
+
+    def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         written = args[0]
-        if any(map(_is_parameter, [written] if isinstance(written, torch.Tensor) else written)):
+        one = isinstance(written, torch.Tensor)
+        if _is_parameter(written) if one else any(map(_is_parameter, written)):
             drop()
-        with compat.ExcludeKeys(excluded):
-            return op(*args, **kwargs)
+        return pass_on(keys, args, kwargs)
 
     return writer
 
@@ -127,17 +179,6 @@ def _is_parameter(t: torch.Tensor) -> bool:
     """True for a leaf that wants gradients and for a view of one: what torch keeps casts of."""
     base = t._base if t._is_view() else t
     return base is not None and base.requires_grad and base.is_leaf
-
-
-class _Kept(threading.local):
-    def __init__(self) -> None:
-        self.casts: dict[
-            tuple[int, torch.dtype], tuple[weakref.ref[Any], tuple[int, ...], torch.Tensor]
-        ] = {}
-
-
-_kept = _Kept()
-_kept_any: set[bool] = set()  # empty as long as our kernels have kept nothing, in any thread
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
@@ -156,7 +197,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    keep = (
+    may_keep = (
         dtype is low
         and t.dtype is torch.float32
         and type(t) in (torch.Tensor, torch.nn.Parameter)  # a fake tensor has no address,
@@ -167,15 +208,23 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         and torch.is_autocast_cache_enabled()
         and not torch.is_inference_mode_enabled()
     )
-    if not keep:
+    if not may_keep:
         return t.to(dtype)
-    stamp = (_epoch[0], t._version, t.data_ptr())
-    key = (id(t), dtype)
-    found = _kept.casts.get(key)
+    mine = _mine.thread
+    if mine.epoch != _map.epoch:
+        mine.casts.clear()
+        mine.epoch = _map.epoch
+    stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
+    found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
         made = t.to(dtype)
-    _kept.casts[key] = (weakref.ref(t), stamp, made)
-    _kept_any.add(True)
+    mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
+
+
+def forget_mine() -> None:
+    """Drop this thread's casts, where a region ends in a graph."""
+    _mine.thread.casts.clear()
+    clear_autocast_cache()

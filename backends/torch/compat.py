@@ -56,7 +56,28 @@ def overload(name: str) -> torch._ops.OpOverload | None:
     """The aten overload "mm" or "softmax.int", or None if torch has none of that name."""
     base, _, variant = name.partition(".")
     packet = getattr(torch.ops.aten, base, None)
-    return None if packet is None else getattr(packet, variant or "default", None)
+    if packet is None or variant == "default":  # which is written "mm", not "mm.default"
+        return None
+    return getattr(packet, variant or "default", None)
+
+
+def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """A function of (keys, args, kwargs) that does what the dispatcher does had `key` no kernel.
+
+    `OpOverload.redispatch` (since torch 2.0) refuses a Python number where the schema says Tensor,
+    and `x + 1` comes as (x, 1); calling the op anew takes it, with the key excluded.
+    """
+    after, excluded = below(key), keyset(key)
+    tensors = [at for at, a in enumerate(op._schema.arguments) if at and str(a.type) == "Tensor"]
+
+    def call(keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
+        for at in tensors:
+            if at < len(args) and not isinstance(args[at], torch.Tensor):
+                with ExcludeKeys(excluded):
+                    return op(*args, **kwargs)
+        return op.redispatch(keys & after, *args, **kwargs)
+
+    return call
 
 
 def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:

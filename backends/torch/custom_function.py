@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from polymp.backends.torch import regions
@@ -71,7 +70,10 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
     def backward(*args: Any, **kwargs: Any) -> Any:
         ctx = args[0]
         with autocast(
-            device_type, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype, policy=ctx._policy
+            device_type,
+            enabled=ctx._fwd_used_autocast,
+            dtype=ctx._dtype,
+            policy=getattr(ctx, "_policy", None),
         ):
             return bwd(*args, **kwargs)
 
@@ -81,14 +83,16 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
 def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """`value` with the float tensors of a device cast, at any depth of containers.
 
-    Mappings keep their type, as do lists, tuples and named tuples; another iterable becomes an
-    iterator. Strings, bytes and numpy arrays are left alone.
+    Dicts, lists, tuples and named tuples keep their type; another mapping becomes a dict, another
+    iterable an iterator. Strings, bytes and what numpy defines are left alone.
     """
     match value:
         case torch.Tensor():
             eligible = value.is_floating_point() and value.dtype is not torch.float64
             return value.to(dtype) if eligible and value.device.type == device_type else value
-        case str() | bytes() | np.ndarray():
+        case str() | bytes():
+            return value
+        case _ if type(value).__module__ == "numpy":
             return value
         case Mapping():
             pairs = [
@@ -96,10 +100,13 @@ def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
                 for k, v in value.items()
             ]
             if not isinstance(value, dict):
-                return type(value)(pairs)  # type: ignore[call-arg]
-            result = copy.copy(value)  # a defaultdict keeps its factory, a subclass its fields
-            result.clear()
-            result.update(pairs)
+                return dict(pairs)
+            try:
+                result = copy.copy(value)  # a defaultdict keeps its factory, a subclass its fields
+                result.clear()
+                result.update(pairs)
+            except Exception:  # a subclass that does not want to be filled so: as torch has it
+                return dict(pairs)
             return result
         case Iterable():
             items = (cast_inside(v, device_type, dtype) for v in value)

@@ -10,10 +10,11 @@ composite ops such as linear apart before autocast sees them, so that a bias wou
 pull the result up; here the op is cast as a whole first.
 """
 
+import difflib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import compress
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _fronted_ops: set[str] = set()
 
 # Batched, these become matmul, which has a rule, whether or not they have one themselves.
 _BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
+_lock = threading.RLock()
 _compiled = [True]  # False: compiled kernels are not used even where they agree (tests)
 
 
@@ -42,11 +44,12 @@ def prepare(region: Region) -> None:
     Raises:
         PolicyError: the policy has a rule that torch cannot honour.
     """
-    if region.policy is not None:
-        install(region.policy, region.device)
-    if region.enabled:
-        casts.watch(region.device)
-        install_for_transforms(region.device)
+    with _lock:
+        if region.policy is not None:
+            install(region.policy, region.device)
+        if region.enabled:
+            casts.watch(region.device)
+            install_for_transforms(region.device)
 
 
 def installed(device: str) -> tuple[str, ...]:
@@ -103,12 +106,19 @@ def _put(device: str, ops: Sequence[str]) -> None:
 def _check(policy: Policy, row: Row) -> None:
     op = compat.overload(row.op)
     if op is None:
-        base = row.op.partition(".")[0]
-        packet = getattr(torch.ops.aten, base, None)
-        names = [f"{base}.{o}" for o in packet.overloads()] if packet else []
-        hint = f"; its overloads are {', '.join(names)}" if names else ""
         raise PolicyError(
-            f"policy {policy.name!r} has a rule for {row.op!r}, which is no op of torch{hint}."
+            f"policy {policy.name!r} has a rule for {row.op!r}, which is no op of torch"
+            f"{_hint(row.op)}."
+        )
+    if op._schema.is_mutable:
+        raise PolicyError(
+            f"policy {policy.name!r} has a rule for {row.op!r}, which writes into an argument: "
+            "the format of its result is given. Give the rule to the op without '_' or out=."
+        )
+    if not any("Tensor" in str(a.type) for a in op._schema.arguments):
+        raise PolicyError(
+            f"policy {policy.name!r} has a rule for {row.op!r}, which takes no tensor"
+            f"{_hint(row.op)}."
         )
     if row.apply is Apply.DTYPE_ARGUMENT and _dtype_at(op) is None:
         raise PolicyError(
@@ -122,26 +132,34 @@ def _check(policy: Policy, row: Row) -> None:
         )
 
 
+def _hint(name: str) -> str:
+    """What may have been meant by an op's name."""
+    base = name.partition(".")[0]
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is not None:
+        names = [base if o == "default" else f"{base}.{o}" for o in packet.overloads()]
+        return f"; its overloads are {', '.join(names)}"
+    known = {row.op for device in native.DEVICES for row in native.policy(device).rows}
+    close = difflib.get_close_matches(base.removeprefix("aten::"), sorted(known), n=3)
+    return f"; did you mean {', '.join(close)}" if close else ""
+
+
 def _autocast_kernel(
     op: torch._ops.OpOverload, name: str, device: str, key: str, replaced: Any
 ) -> Call:
     excluded = compat.keyset(key)
-    after = compat.below(key)
+    pass_on = compat.passing_on(op, key)
     run = _runner(op, name, device)
-    tensors = [str(a.type) == "Tensor" for a in op._schema.arguments]
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         region = regions.in_force(device)
-        policy = region.policy or native.policy(device)
-        row = policy.table.get(name)
-        if replaced is not None and _compiled[0] and native.agrees(device, policy, name):
+        policy, row = _ruling(region, device, name)
+        agrees = region.policy is None or native.agrees(device, policy, name)
+        if replaced is not None and _compiled[0] and agrees:
             return replaced.call_boxed(keys, *args, **kwargs)
-        if row is None and not any(map(_is_number, compress(args, tensors))):
-            # No rule: as if autocast had not heard of the op, and ops inside it count.
-            return op.redispatch(keys & after, *args, **kwargs)
+        if row is None:  # as if autocast had not heard of the op; ops inside it count
+            return pass_on(keys, args, kwargs)
         with compat.ExcludeKeys(excluded):
-            if row is None:  # x + 1 comes as (x, 1), which redispatch refuses
-                return op(*args, **kwargs)
             if row.rule is Rule.FORBID and row == native.row(device, name):
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises in torch's words
             return run(row, policy, region, casts.cast, op, args, kwargs)
@@ -149,22 +167,25 @@ def _autocast_kernel(
     return kernel
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex))
+def _ruling(region: Region, device: str, name: str) -> tuple[Policy, Row | None]:
+    """The policy of a region and its row for the op; torch's, as far as this torch has it."""
+    if region.policy is None:
+        return native.policy(device), native.row(device, name)
+    return region.policy, region.policy.table.get(name)
 
 
 def install_for_transforms(device: str) -> None:
     """Put kernels in front of torch.func's transforms for the ops of the device's table."""
     if device in _fronted:
         return
-    _fronted.add(device)
     for name in sorted(native.kernels(device) | _BATCHED_AS_PRODUCTS):
         op = compat.overload(name)
         if op is None or name in _fronted_ops:
             continue
-        _fronted_ops.add(name)
         front = get_kernel(op, compat.FUNC_FRONT)
         compat.put(_library, name, _front_kernel(op, name, front), compat.FUNC_FRONT)
+        _fronted_ops.add(name)
+    _fronted.add(device)
 
 
 def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
@@ -179,8 +200,7 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
         if device is None or not torch.is_autocast_enabled(device) or not regions.entered():
             return call(*args, **kwargs)
         region = regions.in_force(device)
-        policy = region.policy or native.policy(device)
-        row = policy.table.get(name)
+        policy, row = _ruling(region, device, name)
         if row is None and name not in _BATCHED_AS_PRODUCTS:
             return call(*args, **kwargs)
         key = compat.autocast_key(device)
@@ -218,6 +238,10 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
     schema = op._schema.arguments
     consulted = [str(a.type) in ("Tensor", "List[Tensor]") for a in schema]
     dtype_at = _dtype_at(op)
+    # Batch norm writes its running statistics, though its schema does not say so: a cast of them
+    # would take the write. Its kernels take a low input beside float32 weights and statistics.
+    written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
+    with_low_input = set(range(1, len(schema))) if written else set()
 
     def eligible(t: Any) -> bool:
         return (
@@ -256,6 +280,8 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
         if decision.run is not None:
             dtype, low = regions.DTYPES[decision.run], regions.DTYPES[region.format]
 
+            uncast = written if dtype is torch.float32 else with_low_input
+
             def lowered(value: Any) -> Any:
                 if isinstance(value, (list, tuple)):
                     return [lowered(v) for v in value]
@@ -264,7 +290,9 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
             # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
             # the order in which the casts were made.
             kwargs = {k: lowered(v) for k, v in reversed(kwargs.items())}
-            args = [lowered(a) for a in reversed(args)][::-1]
+            args = [a if at in uncast else lowered(a) for at, a in reversed(list(enumerate(args)))][
+                ::-1
+            ]
         result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
 

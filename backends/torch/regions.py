@@ -3,7 +3,7 @@
 The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag. Compiled
 kernels, torch.compile's guards and torch's own autocast class read and write the same. The one
 thing torch has no place for, which policies are in force, is coded into the low dtypes of two
-devices that nobody has; so it is restored, guarded and read just as the rest.
+devices that no build of torch has tensors on; so it is restored, guarded and read just as the rest.
 What leaving has to restore is kept on the core's stack.
 """
 
@@ -16,7 +16,6 @@ import torch
 from torch import (
     autocast_decrement_nesting,
     autocast_increment_nesting,
-    clear_autocast_cache,
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
@@ -43,18 +42,22 @@ _SLOTS = ("ipu", "maia")
 _Code = tuple[torch.dtype, ...]
 _NONE: _Code = (get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1]))
 
-# Low dtype and flags of one device in this thread, and the code of the policies in force.
-State = tuple[bool, torch.dtype, bool, _Code]
-
-# A frame is the region entered and the state before it.
+# A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
 stack: Stack[tuple[Region, bool, torch.dtype, bool, _Code]] = Stack()
 
 
 @compat.no_frame
 def enter(ticket: str) -> None:
-    """Enter a prepared region in this thread. It runs at every `with`, so every call counts."""
+    """Enter a prepared region in this thread. It runs at every `with`, so every call counts.
+
+    Raises:
+        PolicyError: policies cannot be in force with it; nothing has changed then.
+    """
     region, device, enabled, dtype, cache = known[ticket]
-    code = _NONE if len(_policies) == 1 else _read_code()
+    code = inside = _NONE
+    if len(_policies) > 1:
+        code = _read_code()
+        inside = _code_inside(region, code)
     stack.frames.append(
         (region, is_autocast_enabled(device), get_autocast_dtype(device),
          is_autocast_cache_enabled(), code)
@@ -64,30 +67,49 @@ def enter(ticket: str) -> None:
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache and casts.keep(device, dtype, enabled, depth))
     if len(_policies) > 1:
-        _write_code(_code_inside(region, code))
+        _write_code(inside)
 
 
 @compat.no_frame
 def leave(ticket: str) -> None:
-    """Leave the youngest open region equal to the ticket's."""
+    """Leave the youngest open region equal to the ticket's.
+
+    Raises:
+        RuntimeError: it is not open in this thread.
+    """
     region, device, *_ = known[ticket]
     frames = stack.frames
-    frame = frames.pop() if frames and frames[-1][0] is region else stack.pull(region)
+    frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     depth = autocast_decrement_nesting()
     if not frames:
         casts.end()
-    if frame is None:
-        return
     _, enabled, dtype, cache, code = frame
     if frames and cache:
-        casts.keep(
-            device, dtype, enabled, depth + 1
-        )  # back to another format: casts to this one go
+        # Back in a region of another format, the casts to this one go. It is not the outermost.
+        casts.keep(device, dtype, enabled, depth + 1)
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
     if len(_policies) > 1:
         _write_code(code)
+
+
+def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, _Code]:
+    """Take a frame out from under younger ones; the state that is to be in force then.
+
+    Flag and dtype are a device's and go to the next younger frame of it. Cache flag and policies
+    are the thread's: they are what the frames that are left make of those before the first.
+    """
+    frames = stack.frames
+    cache, code = frames[0][3:] if frames else (True, _NONE)
+    pulled = stack.pull(region)
+    for at, (younger, enabled, dtype, *_) in enumerate(frames):
+        frames[at] = younger, enabled, dtype, cache, code
+        cache, code = younger.cache and casts.mine(), _code_inside(younger, code)
+    if pulled is None:
+        device = region.device
+        return region, is_autocast_enabled(device), get_autocast_dtype(device), cache, code
+    return *pulled[:3], cache, code
 
 
 class Traced:
@@ -142,6 +164,9 @@ def _put(
     """Enter the ticket's region, or leave one (None), as a call in a graph."""
     tell_export(ticket)
     if ticket is not None:
+        if not autocast_increment_nesting() > 1:
+            _open.entries.clear()  # of a graph that raised
+        autocast_decrement_nesting()
         state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         _open.entries.append(functools.partial(_set, device, -1, *state, *_read_code()))
         compat.after_tracing(functools.partial(_close, _open.entries[-1]))
@@ -163,7 +188,7 @@ def _set(
     if nesting > 0:
         autocast_increment_nesting()
     elif autocast_decrement_nesting() == 0:
-        clear_autocast_cache()
+        casts.forget_mine()
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -229,7 +254,7 @@ def policy_of(device: str) -> Policy | None:
 
 @compat.at_trace_time
 def _policy_at(device: str, *code: torch.dtype) -> Policy | None:
-    return _policies[code].get(device)
+    return _policies.get(code, {}).get(device)
 
 
 def entered() -> bool:
@@ -237,14 +262,23 @@ def entered() -> bool:
     return bool(stack.frames or _open.entries)
 
 
+@compat.no_frame
+def wants_cache() -> bool:
+    """The cache flag asked for where this is called, even if another thread has the map."""
+    frames = stack.frames
+    return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
+
+
 def with_policy() -> list[Region]:
     """The regions in force in this thread that have a policy of their own, one a device."""
-    return [in_force(device) for device in _policies[_read_code()]]
+    return [in_force(device) for device in _policies.get(_read_code(), {})]
 
 
 @cache
 def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _Code) -> Region:
-    return Region("torch", device, enabled, FORMATS[dtype], cache, _policies[code].get(device))
+    return Region(
+        "torch", device, enabled, FORMATS[dtype], cache, _policies.get(code, {}).get(device)
+    )
 
 
 @compat.at_trace_time
@@ -255,7 +289,12 @@ def _code_traced(ticket: str, *outer: torch.dtype) -> _Code:
 
 def _code_inside(region: Region, outer: _Code) -> _Code:
     """The code of the policies inside `region`, entered where `outer` is in force."""
-    policies = {d: p for d, p in _policies[outer].items() if d != region.device}
+    if region.device in _SLOTS and len(_policies) > 1:
+        raise PolicyError(
+            f"autocast({region.device!r}) cannot be used in a process that has used policies: "
+            "polymp notes them in the state of that device."
+        )
+    policies = {d: p for d, p in _policies.get(outer, {}).items() if d != region.device}
     if region.policy is not None:
         policies[region.device] = region.policy
     return _code(frozenset(policies.items()))

@@ -132,6 +132,11 @@ class GradScaler:
         """
         if not self._enabled:
             return outputs
+        if isinstance(outputs, torch.Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None
+            return cast(Outputs, outputs * self._scale.to(outputs.device, non_blocking=True))
         copies: list[_OnDevices] = []
 
         def multiply(value: Any) -> Any:
@@ -141,10 +146,8 @@ class GradScaler:
                         self._lazy_init_scale_growth_tracker(value.device)
                     assert self._scale is not None
                     copies.append(_OnDevices(self._scale))
-                master = copies[0].master
-                return value * (
-                    master if master.device == value.device else copies[0].get(value.device)
-                )
+                # A copy, so that `update` between two backwards does not change what is saved.
+                return value * copies[0].get(value.device)
             if isinstance(value, Iterable):
                 items = map(multiply, value)
                 if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -284,14 +287,16 @@ class GradScaler:
         found = state["found_inf_per_device"].values()
         outer = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
-            optimizer.grad_scale = scale if outer is None else scale * outer
+            optimizer.grad_scale = scale * (1 if outer is None else outer)
         else:
             optimizer.grad_scale = outer
         optimizer.found_inf = sum(t.to(scale.device, non_blocking=True) for t in found)
-        result = optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        del optimizer.grad_scale
-        del optimizer.found_inf
+        try:
+            result = optimizer.step(*args, **kwargs)
+            state["stage"] = OptState.STEPPED
+        finally:  # left behind, they would scale the next try twice
+            del optimizer.grad_scale
+            del optimizer.found_inf
         return cast("float | None", result)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -322,8 +327,9 @@ class GradScaler:
             ]
             if not found:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            interval = max(self._growth_interval, 1)
-            if self._counted_against is None or interval < self._counted_against:
+            interval = self._growth_interval
+            lowered = self._counted_against is None or interval < self._counted_against
+            if lowered and interval > 0:
                 # torch's kernel compares the count by equality; a count past a lowered interval
                 # is brought to just below it, so that the rule of `scaling.step`, >=, holds.
                 tracker.clamp_(max=interval - 1)

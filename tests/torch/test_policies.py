@@ -146,7 +146,8 @@ def test_gradients_pass_through_our_casts():
     [
         (
             {"sofmax.int": "fp32"},
-            "policy 'p' has a rule for 'sofmax.int', which is no op of torch.",
+            "policy 'p' has a rule for 'sofmax.int', which is no op of torch; did you mean "
+            "softmax.int.",
         ),
         (
             {"softmax": "fp32"},

@@ -174,11 +174,7 @@ def _prepare(
         raise TypeError(f"autocast's dtype must be a torch.dtype, got {dtype!r}")
     enabled = _supported(device, dtype, bool(enabled))
     return _ready(
-        device.partition(":")[0],
-        dtype,
-        enabled,
-        bool(cache),
-        None if policy is None else rules.load(policy),
+        device, dtype, enabled, bool(cache), None if policy is None else rules.load(policy)
     )
 
 

@@ -29,15 +29,19 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run under the policies in force here wherever it is called from."""
     tickets = [regions.ticket(region) for region in regions.with_policy()]
+    recomputing = False
 
     @functools.wraps(function)
     def carried(*args: Any, **kwargs: Any) -> Any:
+        nonlocal recomputing
         with ExitStack() as entered:
+            if recomputing:
+                # In a region of torch's own, which ends behind polymp's back.
+                entered.callback(casts.drop_unknown)
+            recomputing = True
             for ticket in tickets:
                 regions.enter(ticket)
                 entered.callback(regions.leave, ticket)
-            # torch enters a region of its own round this, and leaves it behind polymp's back.
-            entered.callback(casts.drop_unknown)
             return function(*args, **kwargs)
 
     return carried

@@ -279,7 +279,6 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
             _forbid(policy, row, formats)
         if decision.run is not None:
             dtype, low = regions.DTYPES[decision.run], regions.DTYPES[region.format]
-
             uncast = written if dtype is torch.float32 else with_low_input
 
             def lowered(value: Any) -> Any:
@@ -290,9 +289,8 @@ def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
             # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
             # the order in which the casts were made.
             kwargs = {k: lowered(v) for k, v in reversed(kwargs.items())}
-            args = [a if at in uncast else lowered(a) for at, a in reversed(list(enumerate(args)))][
-                ::-1
-            ]
+            last_first = reversed(list(enumerate(args)))
+            args = [a if at in uncast else lowered(a) for at, a in last_first][::-1]
         result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
 

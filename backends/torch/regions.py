@@ -164,8 +164,8 @@ def _put(
     """Enter the ticket's region, or leave one (None), as a call in a graph."""
     tell_export(ticket)
     if ticket is not None:
-        if not autocast_increment_nesting() > 1:
-            _open.entries.clear()  # of a graph that raised
+        if autocast_increment_nesting() == 1:  # nothing is open: these are of a graph that raised
+            _open.entries.clear()
         autocast_decrement_nesting()
         state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         _open.entries.append(functools.partial(_set, device, -1, *state, *_read_code()))

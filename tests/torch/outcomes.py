@@ -8,8 +8,8 @@ in which the op was called below autocast.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -169,3 +169,19 @@ def on_cuda(call: Callable[[], Any], enter: Enter, inference: bool = True) -> Ou
         for out in outputs
     )
     return Outcome(shown, (), error, tuple(recorder.calls))
+
+
+@contextmanager
+def torch_cuda(low: torch.dtype) -> Iterator[None]:
+    """torch's autocast for CUDA, on by its setters: torch.autocast refuses without a GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", low)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])

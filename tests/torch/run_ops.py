@@ -7,7 +7,6 @@ seen before a kernel of ours is installed beside it; kernels stay installed for 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import sys
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.torch import ops, torch_lists
 from tests.torch.ops import Row
-from tests.torch.outcomes import Enter, Outcome, fake, on_cpu, on_cuda
+from tests.torch.outcomes import Enter, Outcome, fake, on_cpu, on_cuda, torch_cuda
 from tests.torch.torch_lists import Listed
 
 LOW = (torch.bfloat16, torch.float16)
@@ -165,22 +164,6 @@ _LISTED = {"cpu": _listed_cpu, "cuda": _listed_cuda}
 
 def torch_cpu(low: torch.dtype) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", low)
-
-
-@contextlib.contextmanager
-def torch_cuda(low: torch.dtype) -> Iterator[None]:
-    """torch's autocast for CUDA, on by its setters: torch.autocast refuses without a GPU."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", low)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
 
 
 def polymp_cpu(low: torch.dtype, policy: Any = None) -> AbstractContextManager[Any]:

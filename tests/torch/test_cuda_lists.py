@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from polymp.backends.torch import kernels
 from polymp.torch import autocast, custom_bwd, custom_fwd
-from tests.torch.outcomes import Outcome, fake_mode, on_cuda
+from tests.torch.outcomes import Outcome, fake_mode, on_cuda, torch_cuda
 from tests.torch.torch_lists import Listed, listed
 
 pytestmark = pytest.mark.usefixtures("left_as_found", "cuda_there")
@@ -79,22 +79,6 @@ def outcomes(row: Listed, enter: Enter) -> list[Outcome]:
     return [on_cuda(call, enter) for call in spellings(row)]
 
 
-@contextmanager
-def torchs_state(low: torch.dtype) -> Iterator[None]:
-    """torch's own CUDA state, set by hand."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", low)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
-
-
 def as_expected(row: Listed, low: torch.dtype, found: list[Outcome]) -> bool:
     """True if every output of every spelling has the dtype that the list asks for."""
     dtypes = {str(out).split()[0] for outcome in found for out in outcome.outputs}
@@ -114,7 +98,7 @@ CALLS = [
 def test_a_listed_call_gives_the_dtype_of_its_list(
     row: Listed, low: torch.dtype, engine: str
 ) -> None:
-    theirs = outcomes(row, functools.partial(torchs_state, low))
+    theirs = outcomes(row, functools.partial(torch_cuda, low))
     with kernels.all_python("cuda") if engine == "python" else nullcontext():
         ours = outcomes(row, lambda: autocast("cuda", low))
     assert ours == theirs
@@ -172,7 +156,7 @@ def test_other_types_are_left_alone(rule: str, dtype: torch.dtype) -> None:
     x = ones(8, 8, dtype=dtype)
     in_region = on_cuda(lambda: IGNORING[rule](x), lambda: autocast("cuda"))
     outside = on_cuda(lambda: IGNORING[rule](x), nullcontext)
-    in_torch = on_cuda(lambda: IGNORING[rule](x), lambda: torchs_state(FP16))
+    in_torch = on_cuda(lambda: IGNORING[rule](x), lambda: torch_cuda(FP16))
     assert in_region == in_torch
     assert (in_region.outputs, in_region.error) == (outside.outputs, outside.error)
 
@@ -180,7 +164,7 @@ def test_other_types_are_left_alone(rule: str, dtype: torch.dtype) -> None:
 def test_a_float64_keeps_its_type_beside_the_low_one() -> None:
     wide, low = ones(8, 8, dtype=torch.float64), ones(8, 8, dtype=FP16)
     ours = on_cuda(lambda: torch.mm(wide, low), lambda: autocast("cuda"))
-    assert ours == on_cuda(lambda: torch.mm(wide, low), lambda: torchs_state(FP16))
+    assert ours == on_cuda(lambda: torch.mm(wide, low), lambda: torch_cuda(FP16))
     assert ours.calls == ("aten::mm(float64, float16)",)  # which fails on tensors with data
 
 

@@ -224,3 +224,19 @@ def test_torchs_own_checkpoint_loses_the_policy():
         y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
     y.sum().backward()
     assert seen == [FP32, BF16]
+
+
+def test_checkpoint_leaves_the_casts_of_the_forward_alone():
+    """A weight used before and inside it is cast once, as without checkpointing."""
+    w = torch.eye(4).requires_grad_()
+    seen = []
+
+    def block(x):
+        y = torch.mm(x, w)
+        seen.append(y.grad_fn.next_functions[1][0])
+        return y
+
+    with autocast("cpu"):
+        first = torch.mm(X, w).grad_fn.next_functions[1][0]
+        checkpoint(block, X.clone().requires_grad_(), use_reentrant=False)
+    assert seen == [first]

@@ -1,0 +1,1 @@
+"""The jax backend: casts are planned on the traced program, which is then run in those formats."""

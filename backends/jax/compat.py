@@ -1,0 +1,144 @@
+"""Everything private of jax that polymp touches, in one place.
+
+Each name says why it is needed and since when it has been there; `tests/jax/test_compat.py` fails
+when one changes. Supported: jax 0.10 and 0.11.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend import core
+
+# How remat splits an equation; without a rule it would ask policies about our primitive, which none
+# of them knows. Since jax 0.2.
+remat_rules = _partial_eval.partial_eval_jaxpr_custom_rules
+
+
+def remat_case(answer: Any) -> Any:
+    """What a rematerialisation policy wants: "save", "recompute", or (there, back) to offload.
+
+    There and back are memory spaces. Since jax 0.4.
+    """
+    case = _partial_eval.ensure_enum(answer)
+    if isinstance(case, _partial_eval.Offloadable):
+        return _core.mem_kind_to_space(case.dst), _core.mem_kind_to_space(case.src)
+    return "save" if isinstance(case, _partial_eval.SaveableType) else "recompute"
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual axes over which the devices of a shard_map may hold different x. Since jax 0.10.
+
+    Empty outside of a shard_map, and in one with check_vma=False. `jax.typeof` is public, the
+    fields of what it returns are not documented.
+    """
+    axes: frozenset[str] = jax.typeof(x).mat.varying
+    return axes
+
+
+def trace_context() -> Any:
+    """Everything of jax's configuration that a trace depends on, as a key. Since jax 0.4.
+
+    The key that jit adds to the types of the arguments; there is no public one.
+    """
+    return _config.trace_context()
+
+
+def default_precision() -> Any:
+    """What `jax.default_matmul_precision` was set to, as an equation would hold it. Since 0.2."""
+    name = _config.default_matmul_precision.value
+    if name is None:
+        return None
+    try:
+        precision = jax.lax.Precision(name)
+    except ValueError:
+        return jax.lax.DotAlgorithmPreset[name]
+    return precision, precision
+
+
+def equation_context() -> Any:
+    """The context that an equation traced here would hold; one object for one context. Since 0.4.
+
+    An equation's own context need not be entered where it is the current one.
+    """
+    return _core.JaxprEqnContext()
+
+
+def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr and the constants of a closed jaxpr. Since jax 0.11 the two kinds are one class."""
+    return closed.jaxpr, closed.consts
+
+
+def close(jaxpr: Any) -> Any:
+    """A jaxpr without constants, as a closed one."""
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+
+
+def binders(closed: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The variables of the constants and those of the arguments of a closed jaxpr."""
+    jaxpr, consts = opened(closed)
+    invars = getattr(jaxpr, "all_invars", None) or [*jaxpr.constvars, *jaxpr.invars]  # 0.11: one
+    return invars[: len(consts)], invars[len(consts) :]
+
+
+def lifted(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """The open jaxpr that takes the constants as leading arguments, and the constants."""
+    jaxpr, consts = opened(closed)
+    if not consts:
+        return jaxpr, ()
+    constvars, invars = binders(closed)
+
+    def evaluate(*args: Any) -> Any:
+        again = core.ClosedJaxpr(jaxpr, list(args[: len(consts)]))
+        return core.jaxpr_as_fun(again)(*args[len(consts) :])
+
+    traced = jax.make_jaxpr(evaluate)(*(var.aval for var in (*constvars, *invars)))
+    return opened(traced)[0], consts
+
+
+def scan_sizes(params: Any) -> tuple[int, int]:
+    """How many constants and how many carries a scan has. Since jax 0.11 held by a flat tree."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def only_arrays(closed: Any) -> bool:
+    """True if a jaxpr takes and returns arrays alone: no references, tokens or boxes."""
+    jaxpr, _ = opened(closed)
+    return all(type(v.aval) is _core.ShapedArray for v in (*binders(closed)[1], *jaxpr.outvars))
+
+
+def has_program(params: Any) -> bool:
+    """True if an equation's parameters hold a jaxpr or a function."""
+    if any(True for _ in core.jaxprs_in_params(params)):
+        return True
+    return any(callable(value) and hasattr(value, "call_wrapped") for value in params.values())
+
+
+def without_scopes(stack: Any, drop: Callable[[str], bool]) -> Any:
+    """A name stack without the scopes whose names are to be dropped. Since jax 0.4."""
+    kept = [part for part in stack.stack if not (hasattr(part, "name") and drop(part.name))]
+    return type(stack)(tuple(kept))
+
+
+def function_name(closed: Any) -> str:
+    """The name of the function that a jaxpr was traced from. Since jax 0.4."""
+    name: str = opened(closed)[0].debug_info.func_name
+    return name
+
+
+def library_name(closed: Any) -> str | None:
+    """The name of jax's own function that a jaxpr was traced from; None for anybody else's."""
+    file = opened(closed)[0].debug_info.func_filename
+    if file is None or not Path(file).is_relative_to(_LIBRARY):
+        return None
+    return function_name(closed)
+
+
+_LIBRARY = Path(jax.__file__).parent

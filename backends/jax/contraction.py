@@ -1,0 +1,286 @@
+"""The contraction: low operands, a float32 accumulator, and derivative rules that keep both.
+
+One primitive stands for `dot_general`, `conv_general_dilated` and `ragged_dot_general`. It casts
+its operands to the low format, adds the products up in float32 and returns the format asked for.
+It is linear in each operand, and each of its transposes is a contraction again: low operands,
+float32 accumulator, rounded once to the format of the operand it is the gradient of. So an operand
+that goes in as float32, a parameter, gets a gradient that was never rounded.
+
+The transposes and batched forms of JAX's own primitive are traced at one dtype, and every
+contraction in them is replaced; no rule of JAX's is repeated here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.primitives import CONTRACTIONS
+
+contraction_p = Primitive("polymp_contraction")
+
+
+def contract(
+    of: Any, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any], run: str, out: str
+) -> Any:
+    """`of(lhs, rhs)` on low operands, added up in float32.
+
+    Args:
+        of: the primitive, bilinear in its first two operands.
+        lhs: float32 or low.
+        rhs: float32 or low.
+        rest: operands that are not differentiated, such as the group sizes of a ragged product.
+        params: of the primitive; `preferred_element_type` among them is ours to choose.
+        run: low format of the operands.
+        out: format of the result, `run` or "float32".
+    """
+    kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
+    return contraction_p.bind(lhs, rhs, *rest, of=of, params=kept, run=run, out=out)
+
+
+def _plain(
+    *operands: Any, of: Any, params: Any, run: str, out: str, accumulator: str = "float32"
+) -> Any:
+    lhs, rhs, *rest = operands
+    made = of.bind(
+        lax.convert_element_type(lhs, run),
+        lax.convert_element_type(rhs, run),
+        *rest,
+        **dict(params),
+        preferred_element_type=np.dtype(accumulator),
+    )
+    return lax.convert_element_type(made, out)
+
+
+def _lowered_default(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    # The units of GPUs and TPUs add up in float32 whatever the format of the result.
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
+
+
+def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    if run != "bfloat16" or of.name != "dot_general":
+        # XLA's CPU kernels for these take float32; products of low values are exact in it.
+        lhs, rhs, *rest = operands
+        wide = [
+            lax.convert_element_type(lax.convert_element_type(x, run), "float32")
+            for x in (lhs, rhs)
+        ]
+        made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
+        return lax.convert_element_type(made, out)
+    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
+    (lc, rc), (lb, rb) = dict(params)["dimension_numbers"]
+    lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
+    rf = [d for d in range(rhs.ndim) if d not in (*rc, *rb)]
+    shape = [lhs.shape[d] for d in (*lb, *lf)] + [rhs.shape[d] for d in rf]
+
+    def size(x: Any, dims: Sequence[int]) -> int:
+        return math.prod(x.shape[d] for d in dims)
+
+    batch, m, k, n = size(lhs, lb), size(lhs, lf), size(lhs, lc), size(rhs, rf)
+    lhs = lax.transpose(lhs, (*lb, *lf, *lc))
+    last = (*rb, *rf, *rc) == tuple(range(rhs.ndim))  # the contracted dimensions of rhs
+    rhs = lax.transpose(rhs, (*rb, *rf, *rc) if last else (*rb, *rc, *rf))
+    leading = (batch,) if batch > 1 else ()
+    lhs = lax.reshape(lhs, (*leading, m, k))
+    rhs = lax.reshape(rhs, (*leading, n, k) if last else (*leading, k, n))
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    at = len(leading)
+    dims = (((at + 1,), (at + last,)), (tuple(range(at)),) * 2)
+    made = lax.dot_general(lhs, rhs, dims, preferred_element_type=np.dtype("float32"))
+    made = lax.optimization_barrier(made) if out == "float32" else made
+    return lax.convert_element_type(lax.reshape(made, shape), out)
+
+
+@partial(jax.jit, static_argnames=("of", "params", "run", "out"))
+def _run(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    return contraction_p.bind(*operands, of=of, params=params, run=run, out=out)
+
+
+def _abstract(*avals: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    lhs, rhs, *rest = avals
+    low = [aval.update(dtype=np.dtype(run), weak_type=False) for aval in (lhs, rhs)]
+    made, _ = of.abstract_eval(*low, *rest, **dict(params), preferred_element_type=np.dtype(out))
+    return made
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    lhs, rhs, *rest = primals
+    dl, dr = tangents[:2]
+    bind = partial(contraction_p.bind, **params)
+    out = bind(lhs, rhs, *rest)
+    parts = []
+    if type(dl) is not ad.Zero:
+        parts.append(bind(dl, rhs, *rest))
+    if type(dr) is not ad.Zero:
+        parts.append(bind(lhs, dr, *rest))
+    if not parts:
+        return out, ad.instantiate_zeros(ad.Zero(jax.typeof(out)))
+    return out, parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
+
+
+def _transpose(ct: Any, *operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    moving = 0 if ad.is_undefined_primal(operands[0]) else 1
+    aval = operands[moving].aval
+    nones: list[Any] = [None] * len(operands)
+    if type(ct) is ad.Zero:
+        nones[moving] = ad.Zero(aval)
+        return nones
+    rest = [x for i, x in enumerate(operands) if i != moving]
+    jaxpr = _transposed(of, params, run, moving, _low(aval, run), *map(_typeof(run), (ct, *rest)))
+    nones[moving] = _mold(jaxpr, (ct, *rest), run, aval.dtype.name)
+    return nones
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[Any], of: Any, params: Any, run: str, out: str
+) -> Any:
+    jaxpr = _batched(of, params, run, tuple(dims), *map(_typeof(run), operands))
+    return _mold(jaxpr, operands, run, out), 0
+
+
+def _remat(saveable: Any, unknown: Sequence[bool], kept: Sequence[bool], eqn: Any) -> Any:
+    """Ask a rematerialisation policy about the primitive that the contraction stands for.
+
+    Args:
+        saveable: the policy.
+        unknown: for each operand, whether it is known only in the backward pass.
+        kept: for each operand, whether the backward pass has it.
+        eqn: the contraction.
+
+    Returns:
+        What runs forward, what runs backward, whether the result is unknown and whether the
+        backward pass has it, and what has to be saved.
+    """
+    missing = [
+        x for x, has in zip(eqn.invars, kept, strict=True) if not has and not isinstance(x, Literal)
+    ]
+    if any(unknown):
+        return None, eqn, [True], [True], missing
+    params = eqn.params
+    avals = [_low(x.aval, params["run"]) for x in eqn.invars]
+    preferred = np.dtype(params["out"])
+    asked = saveable(
+        params["of"], *avals, **dict(params["params"]), preferred_element_type=preferred
+    )
+    case = compat.remat_case(asked)
+    if case == "save":
+        return eqn, None, [False], [False], []
+    if case == "recompute":
+        return eqn, eqn, [False], [True], missing
+    there, back = case
+    (out,) = eqn.outvars
+
+    def offloaded(*operands: Any) -> Any:
+        made = contraction_p.bind(*operands, **params)
+        return made, jax.device_put(made, there)
+
+    forward = jax.make_jaxpr(jax.jit(offloaded))(*(x.aval for x in eqn.invars)).eqns[0]
+    saved = forward.outvars[1]
+    backward = jax.make_jaxpr(lambda x: jax.device_put(x, back))(saved.aval).eqns[0]
+    forward = forward.replace(invars=eqn.invars, outvars=[out, saved])
+    return forward, backward.replace(invars=[saved], outvars=[out]), [False], [True], [saved]
+
+
+def _low(aval: Any, run: str) -> Any:
+    if not jax.numpy.issubdtype(aval.dtype, np.floating):
+        return aval
+    return aval.update(dtype=np.dtype(run), weak_type=False)
+
+
+def _typeof(run: str) -> Callable[[Any], Any]:
+    return lambda x: _low(jax.typeof(x), run)
+
+
+@lru_cache(maxsize=1024)
+def _transposed(of: Any, params: Any, run: str, moving: int, aval: Any, *avals: Any) -> Any:
+    """The transpose of the plain primitive: a program of the cotangent and the other operands."""
+
+    def program(ct: Any, *rest: Any) -> Any:
+        def linear(x: Any) -> Any:
+            operands = list(rest)
+            operands.insert(moving, x)
+            return of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
+
+        (out,) = jax.linear_transpose(linear, aval)(ct)
+        return out
+
+    return jax.make_jaxpr(program)(*avals)
+
+
+@lru_cache(maxsize=1024)
+def _batched(of: Any, params: Any, run: str, dims: Any, *avals: Any) -> Any:
+    """The plain primitive over a batch, which comes out in front."""
+
+    def program(*operands: Any) -> Any:
+        return of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
+
+    return jax.make_jaxpr(jax.vmap(program, dims))(*avals)
+
+
+def _mold(closed: Any, args: Sequence[Any], run: str, out: str) -> Any:
+    """Evaluate a program of one dtype with each contraction in it replaced by ours."""
+    jaxpr, consts = compat.opened(closed)
+    constvars, invars = compat.binders(closed)
+    env = dict(zip((*constvars, *invars), (*consts, *args), strict=True))
+    turned = {}  # results of contractions that were made the other way round
+    for at, eqn in enumerate(jaxpr.eqns):
+        values = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        name = eqn.primitive.name
+        if name in CONTRACTIONS:
+            after = jaxpr.eqns[at + 1] if at + 1 < len(jaxpr.eqns) else None
+            params = eqn.params
+            if swapped := _swapped(eqn, after):
+                params, values = {**params, "dimension_numbers": swapped}, values[::-1]
+                turned[eqn.outvars[0]] = True
+            outs = [contract(eqn.primitive, *values, params=params, run=run, out=out)]
+        elif name == "transpose" and eqn.invars[0] in turned:
+            outs = values
+        elif name == "jit":
+            outs = [_mold(eqn.params["jaxpr"], values, run, out)]
+        elif name == "convert_element_type":
+            outs = values
+        else:
+            made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            outs = made if eqn.primitive.multiple_results else [made]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    (result,) = jaxpr.outvars
+    return lax.convert_element_type(env[result], out)
+
+
+def _swapped(eqn: Any, after: Any) -> Any:
+    """The dimensions of a product whose operands change places, if only a transpose follows it.
+
+    The transpose of a product is the product of its operands the other way round. XLA on CPU would
+    find that out late, and then has no kernel for what it made.
+    """
+    if eqn.primitive.name != "dot_general" or after is None:
+        return None
+    if after.primitive.name != "transpose" or after.invars[0] is not eqn.outvars[0]:
+        return None
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    lhs, rhs = (v.aval.ndim for v in eqn.invars)
+    batch = len(lb)
+    of_lhs, of_rhs = lhs - batch - len(lc), rhs - batch - len(rc)
+    turned = (*range(batch), *range(batch + of_lhs, batch + of_lhs + of_rhs))
+    if after.params["permutation"] != (*turned, *range(batch, batch + of_lhs)):
+        return None
+    return (rc, lc), (rb, lb)
+
+
+contraction_p.def_impl(_run)
+contraction_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[contraction_p] = _jvp
+ad.primitive_transposes[contraction_p] = _transpose
+batching.primitive_batchers[contraction_p] = _batch
+compat.remat_rules[contraction_p] = _remat
+mlir.register_lowering(contraction_p, mlir.lower_fun(_lowered_default, multiple_results=False))
+mlir.register_lowering(
+    contraction_p, mlir.lower_fun(_lowered_cpu, multiple_results=False), platform="cpu"
+)

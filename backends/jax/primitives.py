@@ -1,0 +1,64 @@
+"""What JAX's primitives can do with float formats: facts about JAX, no rules.
+
+A primitive that no set here names runs in the formats that the program was written in. That is
+always right, at worst slower: linear algebra, Fourier transforms, bit casts, callbacks, kernels.
+Names, not objects: a name is the same in every supported version, or simply never turns up.
+"""
+
+# Sums of products of two operands: the ones that units for low formats are built for.
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+# Compute in any float format, and return the format of their float operands, which must agree.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg
+    one_minus_square polygamma pow regularized_incomplete_beta rem round rsqrt select_n sign sin
+    sinh sqrt square sub tan tanh zeta
+    """.split()
+)
+REDUCTIONS = frozenset(
+    """
+    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
+    reduce_sum reduce_window_max reduce_window_min reduce_window_sum
+    select_and_scatter_add
+    """.split()
+)
+# Move numbers and change none of them.
+LAYOUT = frozenset(
+    """
+    broadcast_in_dim copy copy_p dynamic_slice expand_dims mesh_cast name
+    reshape reshard rev sharding_constraint slice squeeze stop_gradient tile transpose
+    """.split()
+)
+MOVES = frozenset(
+    """
+    concatenate dynamic_update_slice gather pad scatter scatter-add scatter-max scatter-min
+    scatter-mul scatter-sub split stack top_k unstack
+    """.split()
+)
+# Each result has the format of the operand in its place; the operands need not agree.
+# The casts around these stay where the program's values are: the transpose of a pvary is a psum,
+# and moving a cast through it would sum gradients in the low format.
+INDEPENDENT = frozenset(
+    """
+    all_gather all_gather_invariant all_to_all device_put optimization_barrier pbroadcast pcast
+    pmax pmin ppermute psum psum2 psum_invariant pvary reduce_scatter sort
+    unreduced_psum
+    """.split()
+)
+FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
+
+# Return one of their operands' numbers, so a constant beyond a format's range may be clamped to it.
+CHOICES = frozenset("clamp concatenate max min pad select_n stack".split())
+
+# Hold a program of their own that is not the user's to rewrite: run as written, without a word.
+OPAQUE = frozenset(
+    """
+    argmin argmax composite custom_linear_solve custom_partitioning custom_vmap_call ffi_call
+    io_callback linear_call mpmd_map pallas_call pure_callback debug_callback debug_print
+    reduce reduce_window run_state core_map scatter scatter-add scatter-max scatter-min scatter-mul
+    scatter-sub select_and_scatter select_and_scatter_add tpu_custom_call triton_kernel_call
+    """.split()
+)

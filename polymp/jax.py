@@ -1,5 +1,11 @@
-"""Mixed precision for JAX. The backend is not part of this version; importing this says so."""
+"""Mixed precision for JAX: `from polymp.jax import autocast, GradScaler`."""
 
 from polymp.backends import get as _get
 
 _get("jax")
+
+from polymp.backends.jax.autocast import autocast as autocast  # noqa: E402
+from polymp.backends.jax.autocast import call_in as call_in  # noqa: E402
+from polymp.backends.jax.autocast import lower as lower  # noqa: E402
+from polymp.backends.jax.autocast import upper as upper  # noqa: E402
+from polymp.backends.jax.scaler import GradScaler as GradScaler  # noqa: E402

@@ -1,0 +1,331 @@
+"""Autocast as users meet it: a transformation of functions, and a region inside them.
+
+    step = autocast(loss)                      # a function: bfloat16 where the policy says low
+    with autocast(enabled=False): ...          # inside such a function: as written
+
+A call traces the function at the dtypes it was written in, plans a format for every value, and
+runs the program again in those formats under the caller's own trace. Trace and plan are kept for
+the next call with the same types.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar, overload
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from polymp import rules
+from polymp.backends.jax import compat, nnx, regions
+from polymp.backends.jax.control import planner
+from polymp.backends.jax.emit import run
+from polymp.backends.jax.plan import Plan
+from polymp.backends.jax.program import LOWER, UPPER
+from polymp.backends.jax.values import LOW, declared, given
+from polymp.region import Region
+from polymp.rules import Policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+PolicyLike = Any
+
+# Traces that one function keeps. Beyond these, the oldest is made again when it is asked for.
+_KEPT = 256
+
+
+@overload
+def autocast(fn: F, *, dtype: Any = ..., policy: PolicyLike = ..., enabled: bool = ...) -> F: ...
+
+
+@overload
+def autocast(
+    fn: None = None, *, dtype: Any = ..., policy: PolicyLike = ..., enabled: bool = ...
+) -> "Autocast": ...
+
+
+def autocast(
+    fn: Any = None,
+    *,
+    dtype: Any = "bfloat16",
+    policy: PolicyLike = None,
+    enabled: bool = True,
+) -> Any:
+    """Run a function's ops in the formats that suit them, or mark a region inside such a function.
+
+        autocast(fn)               the transformed function; also as a decorator
+        @autocast(dtype=...)       the same, with arguments
+        with autocast(...):        a region in code that an autocast function calls
+
+    Wrap the loss, not the optimizer's step: `jax.grad(autocast(loss))` gives gradients in the
+    parameters' own dtype. Results come in the formats in which they were computed, as torch's do.
+
+    Args:
+        fn: any function of arrays and other values; arrays are found in any pytree, and what is
+            not an array is passed as it is. None for a region or a decorator.
+        dtype: the low format, bfloat16 or float16.
+        policy: the table that decides: a policy, the name of one, a dict or a path; None for "amp".
+        enabled: False runs the ops in the formats they are written in.
+
+    Returns:
+        A function with `fn`'s signature, or an object that is a decorator and a context manager.
+
+    Raises:
+        TypeError: `fn` is not callable or `dtype` is no dtype.
+        ValueError: `dtype` is not a low format.
+        PolicyError: `policy` names none, or is wrong.
+    """
+    region = _region(dtype, policy, enabled)
+    if fn is None:
+        return Autocast(region)
+    if not callable(fn):
+        raise TypeError(
+            f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
+            "autocast(fn, dtype=...)."
+        )
+    return _transformed(fn, region)
+
+
+class Autocast:
+    """A region with its arguments: a decorator, or a context manager for traced code.
+
+    Attributes:
+        region: what holds inside.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._open: list[ExitStack] = []
+
+    def __call__(self, fn: F) -> F:
+        """The transformed function."""
+        result: F = _transformed(fn, self.region)  # type: ignore[assignment]
+        return result
+
+    def __enter__(self) -> "Autocast":
+        if regions.AMBIENT.value is None:
+            raise RuntimeError(
+                "`with autocast(...)` marks a region for the autocast function around it, and "
+                "there is none here. Wrap the function that is called from outside: "
+                "polymp.jax.autocast(fn), or autocast(fn, enabled=False) if the rest of it is to "
+                "run as written."
+            )
+        stack = ExitStack()
+        stack.enter_context(regions.entered(self.region))
+        self._open.append(stack)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._open.pop().close()
+
+    def __repr__(self) -> str:
+        region = self.region
+        name = region.policy.name if region.policy else None
+        return (
+            f"polymp.jax.autocast(dtype={region.format}, policy={name!r}, enabled={region.enabled})"
+        )
+
+
+def upper(x: T) -> T:
+    """Mark values whose consumers are to see float32; elsewhere the same values.
+
+    For a cast that the program cannot show: `x.astype(float32)` of what is float32 as written
+    leaves nothing in a trace.
+
+    Args:
+        x: a pytree; its float arrays are marked, and get no narrower than float32.
+    """
+    marked: T = jax.tree.map(functools.partial(_marked, name=UPPER), x)
+    return marked
+
+
+def lower(x: T) -> T:
+    """Mark values that are to take the region's format; outside of regions the same values.
+
+    For a loop's first state, say, which otherwise keeps the loop in float32.
+
+    Args:
+        x: a pytree; its float arrays are marked.
+    """
+    marked: T = jax.tree.map(functools.partial(_marked, name=LOWER), x)
+    return marked
+
+
+def call_in(fn: F, dtype: Any) -> F:
+    """A function that runs as written on arguments that are cast to `dtype`.
+
+    For code that looks at dtypes while it is traced, such as a kernel that wants float16: under
+    autocast Python sees the dtypes as written. The casts are real ones, in a region or not.
+
+    Args:
+        fn: any function.
+        dtype: what float32, bfloat16 and float16 arrays among its arguments become.
+
+    Returns:
+        A function with `fn`'s signature; it returns what `fn` returns.
+
+    Raises:
+        TypeError: `fn` is not callable or `dtype` is not a float dtype.
+    """
+    if not callable(fn):
+        raise TypeError(f"call_in(fn, dtype) needs a function, got {fn!r}")
+    to = _float_dtype(dtype)
+
+    def cast(leaf: Any) -> Any:
+        if not _is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in _CAST:
+            return leaf
+        return jax.numpy.asarray(leaf).astype(to)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(cast, (args, kwargs))
+        ambient = regions.AMBIENT.value
+        if ambient is None:
+            return fn(*args, **kwargs)
+        with regions.entered(_off(ambient)):
+            return fn(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+_CAST = frozenset({"float32", "bfloat16", "float16"})
+
+
+def _marked(leaf: Any, name: str) -> Any:
+    if _is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
+        return checkpoint_name(leaf, name)
+    return leaf
+
+
+def _off(region: Region) -> Region:
+    return Region("jax", region.device, False, region.format, region.cache, region.policy)
+
+
+def _region(dtype: Any, policy: PolicyLike, enabled: bool) -> Region:
+    format = _float_dtype(dtype).name
+    if enabled and format not in LOW:
+        raise ValueError(
+            f"autocast(dtype={format}): the low format of a region is bfloat16 or float16. "
+            "For a region in which ops run as written, use enabled=False."
+        )
+    table: Policy = rules.load("amp" if policy is None else policy)
+    return Region("jax", "any", bool(enabled), format, True, table)
+
+
+def _float_dtype(dtype: Any) -> Any:
+    try:
+        found = jax.numpy.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jax.numpy.issubdtype(found, jax.numpy.floating):
+        raise TypeError(f"dtype must be a float dtype, such as jax.numpy.bfloat16, got {dtype!r}")
+    return found
+
+
+# The transformation
+
+
+class _Traced(NamedTuple):
+    """A function as traced and planned for arguments of some types."""
+
+    plan: Plan
+    tree: Any
+    statics: list[Any]
+
+
+def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    kept: dict[Hashable, _Traced] = {}
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if regions.AMBIENT.value is not None:  # the autocast around this one does the work
+            with regions.entered(region):
+                return fn(*args, **kwargs)
+        if nnx.among((args, kwargs)):
+            return nnx.call(through, fn, args, kwargs)
+        return through(fn, args, kwargs)
+
+    def through(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        statics = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+        key = _key(fn, tree, statics, arrays)
+        traced = kept.get(key) if key is not None else None
+        if traced is None:
+            traced = _trace(fn, region, tree, statics, arrays)
+            if key is not None and not any(
+                isinstance(c, jax.core.Tracer) for c in traced.plan.consts
+            ):
+                while len(kept) >= _KEPT:
+                    kept.pop(next(iter(kept)))
+                kept[key] = traced
+        if traced.plan.as_written and not region.enabled:  # then what is written is what runs
+            with regions.AMBIENT(region):
+                return fn(*args, **kwargs)
+        outs = iter(run(traced.plan, arrays))
+        leaves = [next(outs) if leaf is _ARRAY else leaf for leaf in traced.statics]
+        return jax.tree.unflatten(traced.tree, leaves)
+
+    return call
+
+
+class _Array:
+    """Stands for an array among the leaves of a pytree."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+_ARRAY = _Array()
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return True
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        dtype = leaf.dtype
+        return dtype.kind not in "OSUMmV" or jax.numpy.issubdtype(dtype, np.generic)
+    return False
+
+
+def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:
+    """What a trace depends on; None if it cannot be told."""
+    types = tuple((type(leaf), leaf) for leaf in statics if leaf is not _ARRAY)
+    places = tuple(leaf is _ARRAY for leaf in statics)
+    key = (fn, tree, places, types, tuple(map(jax.typeof, arrays)), compat.trace_context())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _trace(
+    fn: Callable[..., Any], region: Region, tree: Any, statics: Any, arrays: list[Any]
+) -> _Traced:
+    found: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        left = iter(arrays)
+        leaves = [next(left) if leaf is _ARRAY else leaf for leaf in statics]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        with regions.AMBIENT(region):
+            out = fn(*args, **kwargs)
+        leaves, out_tree = jax.tree.flatten(out)
+        found.extend((out_tree, [_ARRAY if _is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if _is_array(leaf)]
+
+    flat.__name__ = getattr(fn, "__name__", "function")
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    invars = compat.binders(jaxpr)[1]
+    known = [given(var.aval, declared(var)) for var in invars]
+    plan = planner().plan(jaxpr, known, region)
+    out_tree, statics_out = found
+    return _Traced(plan, out_tree, statics_out)

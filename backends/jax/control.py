@@ -1,0 +1,223 @@
+"""Programs inside programs: how each control primitive is planned, and how it is put back.
+
+The plan of a body says in which formats it takes its inputs and hands on its outputs; the primitive
+is then bound again with the rewritten body and everything else as it was. Consistency:
+
+    scan, while   a carry has one format for the whole loop: the widest of what goes in and what
+                  comes round, so never narrower than its start
+    cond, switch  an output has the widest format of all branches
+    jit, remat, shard_map   outputs have the formats they come out in
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from polymp.backends.jax import compat, custom_rules
+from polymp.backends.jax.emit import bind, closed, run
+from polymp.backends.jax.plan import Plan, Planner, Step
+from polymp.backends.jax.program import Handler, Planned, Program
+from polymp.backends.jax.values import Known, Origin, fits
+from polymp.dtypes import widest
+from polymp.region import Region
+
+
+def _knowns(program: Program, atoms: Iterable[Any]) -> list[Known]:
+    return [program.known(atom) for atom in atoms]
+
+
+# jit: a call
+
+
+def _plan_jit(program: Program, eqn: Any, region: Region) -> Planned:
+    inner = eqn.params["jaxpr"]
+    known = _knowns(program, eqn.invars)
+    if not compat.only_arrays(inner):
+        return _as_written(program, eqn)
+    call = program.call(inner, known, region)
+    step = program.step(eqn, call.reads, call.writes, _jit, None, call.returns, (call.plan,))
+    return step, call.outs
+
+
+def _jit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    (plan,) = step.parts
+    return bind(step, values, jaxpr=closed(plan))
+
+
+# remat: a call whose body is computed again
+
+
+def _plan_remat(program: Program, eqn: Any, region: Region) -> Planned:
+    inner = compat.close(eqn.params["jaxpr"])
+    known = _knowns(program, eqn.invars)
+    plan = program.planner.plan(inner, known, region)
+    writes = [k.format for k in plan.outs]
+    return program.step(eqn, [None] * len(known), writes, _remat, parts=(plan,)), list(plan.outs)
+
+
+def _remat(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    (plan,) = step.parts
+    if plan.as_written:
+        return bind(step, values)
+    jaxpr, consts = compat.lifted(closed(plan))
+    return bind(step, [*consts, *values], jaxpr=jaxpr)
+
+
+# scan and while: loops
+
+
+def _plan_scan(program: Program, eqn: Any, region: Region) -> Planned:
+    inner = eqn.params["jaxpr"]
+    known = _knowns(program, eqn.invars)
+    if not compat.only_arrays(inner):
+        return _as_written(program, eqn)
+    num_consts, num_carry = compat.scan_sizes(eqn.params)
+    first = num_consts + num_carry
+    consts, init, xs = known[:num_consts], known[num_consts:first], known[first:]
+    slices = [_slice(k, var) for k, var in zip(xs, compat.binders(inner)[1][first:], strict=True)]
+    carry = [k.format for k in init]
+
+    def body(results: Sequence[str | None] | None) -> Plan:
+        state = [Known(f) for f in carry]
+        return program.planner.plan(inner, [*consts, *state, *slices], region, results)
+
+    while (wider := _join(carry, body(None).outs[:num_carry])) != carry:
+        carry = wider
+    num_ys = len(eqn.outvars) - num_carry
+    plan = body([*carry, *[None] * num_ys])
+    reads = [*[None] * num_consts, *carry, *[None] * len(xs)]
+    outs = [Known(k.format) for k in plan.outs]
+    return program.step(eqn, reads, [k.format for k in outs], _scan, parts=(plan,)), outs
+
+
+def _slice(known: Known, var: Any) -> Known:
+    if known.origin is Origin.GIVEN and not var.aval.shape:
+        return Known(known.format, Origin.LITERAL)
+    return known._replace(product=False)
+
+
+def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None]:
+    return [
+        widest((have, out.format)) if have and out.format else have
+        for have, out in zip(carry, outs, strict=True)
+    ]
+
+
+def _scan(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    (plan,) = step.parts
+    return bind(step, values, jaxpr=closed(plan))
+
+
+def _plan_while(program: Program, eqn: Any, region: Region) -> Planned:
+    params = eqn.params
+    known = _knowns(program, eqn.invars)
+    inner, test = params["body_jaxpr"], params["cond_jaxpr"]
+    if not compat.only_arrays(inner) or not compat.only_arrays(test):
+        return _as_written(program, eqn)
+    of_test = params["cond_nconsts"]
+    first = of_test + params["body_nconsts"]
+    test_consts, consts, init = known[:of_test], known[of_test:first], known[first:]
+    carry = [k.format for k in init]
+
+    def body(results: Sequence[str | None] | None) -> Plan:
+        state = [Known(f) for f in carry]
+        return program.planner.plan(inner, [*consts, *state], region, results)
+
+    while (wider := _join(carry, body(None).outs)) != carry:
+        carry = wider
+    outs = [Known(f) for f in carry]
+    plans = body(carry), program.planner.plan(test, [*test_consts, *outs], region)
+    reads = [*[None] * first, *carry]
+    return program.step(eqn, reads, carry, _while, parts=plans), outs
+
+
+def _while(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    body, test = step.parts
+    return bind(step, values, body_jaxpr=closed(body), cond_jaxpr=closed(test))
+
+
+# cond: branches
+
+
+def _plan_cond(program: Program, eqn: Any, region: Region) -> Planned:
+    branches = eqn.params["branches"]
+    known = _knowns(program, eqn.invars[1:])
+    if not all(map(compat.only_arrays, branches)):
+        return _as_written(program, eqn)
+    planner = program.planner
+    free = [planner.plan(branch, known, region) for branch in branches]
+    formats = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
+    plans = tuple(planner.plan(branch, known, region, formats) for branch in branches)
+    outs = [Known(f) for f in formats]
+    return program.step(eqn, [None] * len(eqn.invars), formats, _cond, parts=plans), outs
+
+
+def _meet(outs: Sequence[Known]) -> str | None:
+    """The format of an output that comes from several branches; numbers take that of the others."""
+    hard = [k for k in outs if k.origin not in (Origin.LITERAL, Origin.MASK)] or outs
+    formats = [k.format for k in hard if k.format]
+    if not formats:
+        return None
+    format = widest(formats)
+    numbers = [k.number for k in outs if k.number is not None]
+    return format if all(fits(number, format) for number in numbers) else "float32"
+
+
+def _cond(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    return bind(step, values, branches=tuple(map(closed, step.parts)))
+
+
+# shard_map: one program on many devices
+
+
+def _plan_shard_map(program: Program, eqn: Any, region: Region) -> Planned:
+    inner = compat.close(eqn.params["jaxpr"])
+    known = [k._replace(number=None) for k in _knowns(program, eqn.invars)]
+    plan = program.planner.plan(inner, known, region)
+    outs = [Known(k.format, product=k.product) for k in plan.outs]
+    writes = [k.format for k in outs]
+    return program.step(eqn, [None] * len(known), writes, _shard_map, parts=(plan,)), outs
+
+
+def _shard_map(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    (plan,) = step.parts
+    params = step.params
+    if plan.as_written:
+        return bind(step, values)
+    mapped: Any = jax.shard_map(
+        lambda *args: tuple(run(plan, args)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    outs: Sequence[Any] = mapped(*values)
+    return outs
+
+
+def _as_written(program: Program, eqn: Any) -> Planned:
+    """For a body that takes references or tokens, whose types no cast can follow."""
+    program.planner.warn(eqn.primitive.name)
+    return program.as_written(eqn)
+
+
+CONTROL: dict[str, Handler] = {
+    "jit": _plan_jit,
+    "pjit": _plan_jit,
+    "checkpoint": _plan_remat,
+    "remat": _plan_remat,
+    "remat2": _plan_remat,
+    "scan": _plan_scan,
+    "while": _plan_while,
+    "cond": _plan_cond,
+    "shard_map": _plan_shard_map,
+    "custom_jvp_call": custom_rules.plan_jvp,
+    "custom_vjp_call": custom_rules.plan_vjp,
+}
+
+
+def planner() -> Planner:
+    """A planner that knows every control primitive above."""
+    return Planner(lambda *args: Program(args[0], CONTROL, *args[1:]).plan())

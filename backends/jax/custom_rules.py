@@ -1,0 +1,257 @@
+"""Functions with derivative rules of their own: rewritten, and given rewritten rules.
+
+The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
+`jax.vjp` of it is traced at the declared formats, and that program is planned like any other. A
+rule is planned when a derivative is first asked for, in the region of the call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from polymp.backends.jax import compat, regions
+from polymp.backends.jax.emit import bind, run
+from polymp.backends.jax.plan import Plan, Step
+from polymp.backends.jax.program import Planned, Program
+from polymp.backends.jax.values import Known
+from polymp.region import Region
+
+
+def plan_jvp(program: Program, eqn: Any, region: Region) -> Planned:
+    """Plan a `jax.custom_jvp` function."""
+    return _plan(program, eqn, region, _Forward)
+
+
+def plan_vjp(program: Program, eqn: Any, region: Region) -> Planned:
+    """Plan a `jax.custom_vjp` function."""
+    return _plan(program, eqn, region, _Reverse)
+
+
+def _plan(program: Program, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
+    known = [program.known(atom)._replace(number=None) for atom in eqn.invars]
+    call = program.call(eqn.params["call_jaxpr"], known, region)
+    outs = [Known(k.format, product=k.product) for k in call.outs]
+    parts = call.plan, rules(program, eqn, call.plan)
+    step = program.step(eqn, call.reads, call.writes, _emit, None, call.returns, parts)
+    return step, outs
+
+
+def _emit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    plan, rules = step.parts
+    if plan.as_written and not plan.region.enabled:
+        return bind(step, values)
+    outs: Sequence[Any] = rules.call(values)
+    return outs
+
+
+class _Rules:
+    """The derivative rules of one equation, in the formats of its plan.
+
+    Args:
+        program: that the equation is part of.
+        eqn: the equation.
+        plan: of the program that the equation calls.
+    """
+
+    def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
+        self.planner = program.planner
+        self.eqn = eqn
+        self.plan = plan
+        self.floats = [_is_float(var) for var in eqn.invars]
+        self.float_outs = [_is_float(var) for var in eqn.outvars]
+        self.name = compat.function_name(plan.jaxpr)
+
+    def original(self, *args: Any) -> Any:
+        """The equation as a function, at its declared formats."""
+        primitive = self.eqn.primitive
+        return primitive.bind(*args, **primitive.get_bind_params(self.eqn.params))
+
+    def trace(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The closed jaxpr of a rule, traced where the call was."""
+        with regions.AMBIENT(self.plan.region):
+            return jax.make_jaxpr(function)(*args)
+
+    def primal(self, *args: Any) -> tuple[Any, ...]:
+        return tuple(run(self.plan, args))
+
+    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+class _Forward(_Rules):
+    """The rule of a `jax.custom_jvp` function."""
+
+    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+        made = self.plan.made
+        if "function" not in made:  # one object, so that JAX's caches know it again
+            made["function"] = function = jax.custom_jvp(_named(self.primal, self.name))
+            function.defjvp(self.rule)
+        outs: Sequence[Any] = made["function"](*values)
+        return outs
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        plan = self.planned()
+        moving = _where(tangents, self.floats)
+        flat = run(plan, [*primals, *moving])
+        count = len(self.plan.outs)
+        return tuple(flat[:count]), tuple(_refill(flat[count:], self.float_outs, self.eqn.outvars))
+
+    def planned(self) -> Plan:
+        made = self.plan.made
+        if "jvp" not in made:
+            avals = [var.aval for var in self.eqn.invars]
+
+            def pair(primals: list[Any], moving: list[Any]) -> Any:
+                tangents = _refill(moving, self.floats, self.eqn.invars)
+                outs, tangents_out = jax.jvp(self.original, tuple(primals), tuple(tangents))
+                return outs, _where(tangents_out, self.float_outs)
+
+            jaxpr = self.trace(pair, avals, _where(avals, self.floats))
+            known = list(self.plan.known)
+            moving = [Known(k.format) for k in _where(known, self.floats)]
+            outs = [k.format for k in self.plan.outs]
+            results = [*outs, *_where(outs, self.float_outs)]
+            made["jvp"] = self.planner.plan(jaxpr, [*known, *moving], self.plan.region, results)
+        plan: Plan = made["jvp"]
+        return plan
+
+
+class _Reverse(_Rules):
+    """The rule of a `jax.custom_vjp` function.
+
+    Its leading constants are closed over, here as there: they are not differentiated. A rule that
+    asked for symbolic zeros is told which arguments are differentiated, and gets a plan for each
+    such choice.
+    """
+
+    def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
+        super().__init__(program, eqn, plan)
+        self.num_consts = eqn.params.get("num_consts", 0)
+        self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
+
+    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+        consts, args = values[: self.num_consts], values[self.num_consts :]
+        made = self.plan.made
+        function = made.get("function") or self.function(consts)
+        if not consts:
+            made["function"] = function
+        outs: Sequence[Any] = function(*args)
+        return outs
+
+    def function(self, consts: Sequence[Any]) -> Any:
+        count = len(self.plan.outs)
+        floats = tuple(self.floats[self.num_consts :])
+
+        def primal(*args: Any) -> tuple[Any, ...]:
+            return self.primal(*consts, *args)
+
+        def forward(*args: Any) -> tuple[Any, Any]:
+            moving = floats
+            if self.symbolic_zeros:
+                moving = tuple(a.perturbed and f for a, f in zip(args, floats, strict=True))
+                args = tuple(a.value for a in args)
+            flat = run(self.planned(moving)[0], [*consts, *args])
+            return tuple(flat[:count]), _Residuals(moving, flat[count:])
+
+        def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            cotangents = [_instantiated(ct) for ct in _where(cotangents, self.float_outs)]
+            plan = self.planned(saved.moving)[1]
+            grads = iter(run(plan, [*saved.values, *cotangents]))
+            return tuple(next(grads) if moves else None for moves in saved.moving)
+
+        function = jax.custom_vjp(_named(primal, self.name))
+        function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
+        return function
+
+    def planned(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
+        """The forward and the backward half, when these arguments are differentiated."""
+        made = self.plan.made
+        if ("vjp", moving) not in made:
+            made["vjp", moving] = self.both(moving)
+        plans: tuple[Plan, Plan] = made["vjp", moving]
+        return plans
+
+    def both(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
+        known, region, planner = list(self.plan.known), self.plan.region, self.planner
+        skip = self.num_consts
+        trees: list[Any] = []
+
+        def forward(*args: Any) -> Any:
+            consts, args = args[:skip], args[skip:]
+
+            def of_moving(*values: Any) -> Any:
+                left = iter(values)
+                pairs = zip(args, moving, strict=True)
+                return self.original(*consts, *(next(left) if moves else a for a, moves in pairs))
+
+            outs, pull = jax.vjp(of_moving, *_where(args, moving))
+            residuals, tree = jax.tree.flatten(pull)
+            trees.append(tree)
+            return outs, residuals
+
+        jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
+        count = len(self.plan.outs)
+        outs = [k.format for k in self.plan.outs]
+        saved = [var.aval for var in compat.opened(jaxpr)[0].outvars[count:]]
+        first = planner.plan(jaxpr, known, region, [*outs, *[None] * len(saved)])
+
+        def backward(residuals: list[Any], cotangents: list[Any]) -> Any:
+            every = _refill(cotangents, self.float_outs, self.eqn.outvars)
+            return jax.tree.unflatten(trees[0], residuals)(every)
+
+        jaxpr = self.trace(
+            backward, saved, _where([v.aval for v in self.eqn.outvars], self.float_outs)
+        )
+        before = [k._replace(number=None) for k in first.outs[count:]]
+        cotangents = [Known(f) for f in _where(outs, self.float_outs)]
+        wanted = [k.format for k in _where(known[skip:], moving)]
+        return first, planner.plan(jaxpr, [*before, *cotangents], region, wanted)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """What the forward half hands to the backward half: arrays, and which arguments it is for."""
+
+    def __init__(self, moving: tuple[bool, ...], values: Sequence[Any]) -> None:
+        self.moving, self.values = moving, values
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple[bool, ...]]:
+        return self.values, self.moving
+
+    @classmethod
+    def tree_unflatten(cls, moving: tuple[bool, ...], values: Sequence[Any]) -> "_Residuals":
+        return cls(moving, values)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _is_float(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+    return [value for value, kept in zip(values, keep, strict=True) if kept]
+
+
+def _refill(moving: Sequence[Any], floats: Sequence[bool], variables: Sequence[Any]) -> list[Any]:
+    """Tangents of all variables from those of the float ones."""
+    left = iter(moving)
+    return [
+        next(left) if is_float else np.zeros(var.aval.shape, jax.dtypes.float0)
+        for var, is_float in zip(variables, floats, strict=True)
+    ]
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call

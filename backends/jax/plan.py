@@ -1,0 +1,145 @@
+"""The plan of a program: in which format every value will be.
+
+Planning follows formats alone: no array is made and JAX is not called. A `Plan` has one `Step` for
+each equation; emission then follows it. How an equation becomes a step is `program`'s part.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from polymp.backends.jax import compat, regions
+from polymp.backends.jax.values import Known
+from polymp.region import Region
+
+
+class Cast(NamedTuple):
+    """An operand that is read in another format than its own.
+
+    Attributes:
+        atom: the variable, or the literal.
+        format: what to cast it to.
+        shared: True if the cast may serve other steps too. Casts of parameters do not: each would
+            hand its cotangent to the one copy, where they would be added up in the low format.
+        value: the number, in that format, that every element is.
+    """
+
+    atom: Any
+    format: str
+    shared: bool = True
+    value: Any = None
+
+
+# A variable or literal, read as it is, or a cast of one.
+Operand = Any
+
+
+class Step(NamedTuple):
+    """What becomes of one equation.
+
+    Attributes:
+        eqn: the equation.
+        how: "bind" the primitive, "contract", "cast" (the operand is the result), or the function
+            that puts a control primitive back.
+        operands: how each operand is read.
+        params: what the primitive gets; the equation's own unless a format is among them.
+        writes: the actual format of each result as it comes; None where it is not eligible.
+        returns: format to cast each float result to afterwards; None to leave them.
+        parts: the plans of the programs inside, or what else `how` needs.
+        stack: the name stack, without our marks.
+    """
+
+    eqn: Any
+    how: Any
+    operands: tuple[Operand, ...]
+    params: Any
+    writes: tuple[str | None, ...]
+    returns: tuple[str | None, ...] | None
+    parts: Any
+    stack: Any
+
+
+@dataclass(eq=False)
+class Plan:
+    """A planned program.
+
+    Attributes:
+        jaxpr: the program as traced.
+        consts: the values of its constants.
+        known: of its inputs.
+        region: that holds where no mark says otherwise.
+        steps: in the order of the equations.
+        results: how each output is read.
+        outs: what is known of the outputs.
+        drops: for each step, the variables that nobody reads after it.
+        as_written: True if it is the traced program, cast for cast.
+        made: what emission keeps for this plan, such as its rewritten jaxpr.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    known: tuple[Known, ...]
+    region: Region
+    steps: list[Step]
+    results: tuple[Operand, ...]
+    outs: tuple[Known, ...]
+    drops: list[list[Any]]
+    as_written: bool
+    made: dict[Any, Any] = field(default_factory=dict)
+
+
+class Planner:
+    """Plans one traced program with everything inside it, each part once.
+
+    Args:
+        one: plans one jaxpr, given this planner and the arguments of `plan`.
+    """
+
+    def __init__(self, one: Callable[..., Plan]) -> None:
+        self.one = one
+        self.plans: dict[Any, Plan] = {}
+        self.stacks: dict[int, tuple[Any, Any, Any]] = {}
+        self.unknown: set[str] = set()
+        self.ways: dict[Any, Any] = {}
+
+    def plan(
+        self,
+        jaxpr: Any,
+        known: Iterable[Known],
+        region: Region,
+        results: Sequence[str | None] | None = None,
+    ) -> Plan:
+        """The plan of a closed jaxpr.
+
+        Args:
+            jaxpr: closed.
+            known: of its inputs.
+            region: that holds where no mark says otherwise.
+            results: formats that the outputs must have; None leaves those as they come.
+        """
+        known = tuple(known)
+        key = (id(jaxpr), known, region, None if results is None else tuple(results))
+        if key not in self.plans:
+            self.plans[key] = self.one(self, jaxpr, known, region, results)
+        return self.plans[key]
+
+    def place(self, stack: Any, outer: Region) -> tuple[Region, Any]:
+        """The region of a name stack, and the stack without our marks."""
+        kept = self.stacks.get(id(stack))
+        if kept is None:
+            marked = regions.innermost(stack)
+            plain = stack if marked is None else compat.without_scopes(stack, regions.is_mark)
+            kept = self.stacks[id(stack)] = stack, marked, plain
+        _, marked, plain = kept
+        return marked or outer, plain
+
+    def warn(self, name: str) -> None:
+        """Name a primitive whose inner program stays as written; once."""
+        if name not in self.unknown:
+            self.unknown.add(name)
+            warnings.warn(
+                f"polymp.jax.autocast does not know the primitive {name!r}: the program inside it "
+                "runs in the formats it is written in.",
+                stacklevel=2,
+            )

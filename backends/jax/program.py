@@ -1,0 +1,500 @@
+"""How each equation of a program runs: the step that it becomes.
+
+    lower, fp32, ...   what the policy's row says
+    no row             in the formats of the operands, the widest of those declared alike
+    as written         what no format of ours may enter: see `primitives`
+
+Numbers in the program, scalar arguments and masks take the format of what they meet. A parameter
+that is added to the result of a contraction is its bias, and takes the low format too.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from polymp.backends.jax import compat, primitives
+from polymp.backends.jax.plan import Cast, Operand, Plan, Planner, Step
+from polymp.backends.jax.values import (
+    LOW,
+    Known,
+    Origin,
+    declared,
+    fits,
+    given,
+    in_format,
+    literal,
+    name_of,
+    number_of,
+)
+from polymp.dtypes import FORMATS, widest
+from polymp.errors import ForbiddenOpError
+from polymp.region import Region
+from polymp.rules import Decision, Policy, Rule
+
+UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
+
+Planned = tuple[Step, list[Known]]
+
+
+class Way(NamedTuple):
+    """How an op runs, whichever equation it is: the fields of its step."""
+
+    reads: list[str | None]
+    writes: tuple[str | None, ...]
+    returns: tuple[str | None, ...] | None
+    outs: list[Known]
+
+
+class Call(NamedTuple):
+    """How a program that is called by name runs: its plan, and the fields of its step."""
+
+    plan: Plan
+    reads: list[str | None]
+    writes: tuple[str | None, ...]
+    returns: tuple[str | None, ...] | None
+    outs: list[Known]
+
+
+# Inside a call that has a row of its own, nothing else is asked.
+_AS_CALLED = Policy("the rule of the call", ())
+
+
+class Program:
+    """One jaxpr under one set of known inputs, as its equations become steps.
+
+    Args:
+        planner: of the whole program, for what is inside this one.
+        control: for each control primitive, the function that plans it.
+        jaxpr: closed.
+        known: of its inputs.
+        region: that holds where no mark says otherwise.
+        results: formats that the outputs must have; None leaves those as they come.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        control: "Mapping[str, Handler]",
+        jaxpr: Any,
+        known: tuple[Known, ...],
+        region: Region,
+        results: Sequence[str | None] | None,
+    ) -> None:
+        self.planner = planner
+        self.control = control
+        self.closed = jaxpr
+        self.jaxpr, self.consts = compat.opened(jaxpr)
+        self.inputs = known
+        self.region = region
+        self.wanted = results
+        self.env: dict[Any, Known] = {}
+        self.steps: list[Step] = []
+
+    def plan(self) -> Plan:
+        env = self.env
+        constvars, invars = compat.binders(self.closed)
+        for var, value in zip(constvars, self.consts, strict=True):
+            env[var] = given(value, declared(var))
+        env.update(zip(invars, self.inputs, strict=True))
+        place, region = self.planner.place, self.region
+        for eqn in self.jaxpr.eqns:
+            here, stack = place(eqn.source_info.name_stack, region)
+            name = eqn.primitive.name
+            if name in self.control:
+                step, outs = self.control[name](self, eqn, here)
+            elif not here.enabled:
+                step, outs = self.as_written(eqn)
+            elif name == "convert_element_type":
+                step, outs = self.convert(eqn)
+            elif name == "name" and eqn.params["name"] in (UPPER, LOWER):
+                step, outs = self.marker(eqn, here)
+            elif name in primitives.INDEPENDENT:
+                step, outs = self.independent(eqn)
+            elif name in primitives.FREE:
+                step, outs = self.free(eqn, here)
+            else:
+                step, outs = self.as_written(eqn)
+                if name not in primitives.OPAQUE and compat.has_program(eqn.params):
+                    self.planner.warn(name)
+            self.steps.append(step._replace(stack=stack))
+            for var, known in zip(eqn.outvars, outs, strict=True):
+                env[var] = known
+        self.pull_up()
+        return self.finish()
+
+    # What is known of operands, and how they are read
+
+    def known(self, atom: Any) -> Known:
+        if isinstance(atom, core.Literal):
+            return literal(declared(atom), number_of(atom.val))
+        return self.env[atom]
+
+    def read(self, atom: Any, format: str | None) -> Operand:
+        """Read an operand in a format; None takes its actual one."""
+        if format is None:
+            return atom
+        if isinstance(atom, core.Literal):
+            have = declared(atom)
+            if have is None or have == format:
+                return atom
+            return Cast(atom, format, value=in_format(atom.val, format))
+        known = self.env[atom]
+        if known.format is None or known.format == format:
+            return atom
+        if known.number is not None and format in LOW:
+            if not atom.aval.shape or not fits(known.number, format):
+                return Cast(atom, format, value=in_format(known.number, format))
+        return Cast(atom, format, shared=known.origin is Origin.COMPUTED)
+
+    def step(
+        self,
+        eqn: Any,
+        reads: Iterable[str | None],
+        writes: Sequence[str | None],
+        how: Any = "bind",
+        params: Any = None,
+        returns: tuple[str | None, ...] | None = None,
+        parts: tuple[Any, ...] = (),
+    ) -> Step:
+        operands = tuple(map(self.read, eqn.invars, reads))
+        return Step(eqn, how, operands, params or eqn.params, tuple(writes), returns, parts, None)
+
+    # One method for each way to run an equation
+
+    def as_written(self, eqn: Any) -> Planned:
+        writes = [declared(v) for v in eqn.outvars]
+        return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
+
+    def convert(self, eqn: Any) -> Planned:
+        (atom,), (var,) = eqn.invars, eqn.outvars
+        old, new, known = declared(atom), declared(var), self.known(atom)
+        if old is not None and old == new:  # the trace changed nothing but weakness
+            if atom.aval.weak_type == eqn.params["weak_type"]:
+                return self.step(eqn, [None], [known.format], "cast"), [known]
+            params = {**eqn.params, "new_dtype": np.dtype(known.format)}
+            return self.step(eqn, [None], [known.format], params=params), [known]
+        origin = Origin.COMPUTED
+        if known.origin is Origin.LITERAL:
+            origin = Origin.LITERAL
+        elif old is None and getattr(atom.aval, "dtype", None) == np.bool_:
+            origin = Origin.MASK
+        number = known.number if new is not None and origin is Origin.LITERAL else None
+        return self.step(eqn, [None], [new]), [Known(new, origin, number=number)]
+
+    def marker(self, eqn: Any, region: Region) -> Planned:
+        (atom,) = eqn.invars
+        if self.known(atom).format is None:
+            return self.step(eqn, [None], [None], "cast"), [self.known(atom)]
+        format = "float32" if eqn.params["name"] == UPPER else region.format
+        return self.step(eqn, [format], [format], "cast"), [Known(format)]
+
+    def independent(self, eqn: Any) -> Planned:
+        known = [self.known(atom) for atom in eqn.invars][: len(eqn.outvars)]
+        outs = [k._replace(number=None) for k in known]
+        return self.step(eqn, [None] * len(eqn.invars), [k.format for k in known]), outs
+
+    def free(self, eqn: Any, region: Region) -> Planned:
+        atoms = eqn.invars
+        known = [self.known(atom) for atom in atoms]
+        op = _spelling(eqn)
+        if eqn.primitive.name in primitives.CONTRACTIONS:
+            return self.contraction(eqn, known, region)
+        signature = (
+            op,
+            id(region),
+            *known,
+            *[(atom.aval.dtype, not atom.aval.shape) for atom in atoms],
+            *[var.aval.dtype for var in eqn.outvars],
+        )
+        ways = self.planner.ways
+        if signature not in ways:  # a program asks the same few questions over and over
+            ways[signature] = self.way(eqn, op, known, region)
+        way = ways[signature]
+        if way is None:
+            return self.as_written(eqn)
+        params = eqn.params
+        if "update_jaxpr" in params and params["update_jaxpr"] is not None:
+            params = {**params, "update_jaxpr": None}  # made at emission, where JAX is called
+        return self.step(eqn, way.reads, way.writes, "bind", params, way.returns), way.outs
+
+    def way(self, eqn: Any, op: str, known: list[Known], region: Region) -> Way | None:
+        """How an op that is free in its format runs; None for as written."""
+        hard = self.hard(eqn, op, known)
+        if not hard:
+            return None
+        decision = self.decision(op, hard, region)
+        formats = [declared(atom) for atom in eqn.invars]
+        if decision.run is not None:
+            groups = {f: decision.run for f in formats if f}
+        else:
+            groups = self.alike(eqn, op, known)
+        reads = [groups[f] if f else None for f in formats]
+        writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
+        finals = [decision.out or f if f else None for f in writes]
+        returns = tuple(finals) if finals != writes else None
+        origin, number = self.origin(op, known)
+        adds = op in ("add", "add_any") and all(
+            k.product or k.origin is not Origin.COMPUTED for k in known
+        )
+        product = (adds or op in primitives.LAYOUT) and any(k.product for k in known)
+        outs = [
+            Known(f, origin, product and f in LOW, number) if f else Known(None) for f in finals
+        ]
+        return Way(reads, tuple(writes), returns, outs)
+
+    def hard(self, eqn: Any, op: str, known: list[Known]) -> tuple[str, ...]:
+        """The formats that decide: those of the operands that do not follow the others."""
+        if any(_fixed(atom) for atom in eqn.invars):
+            return ()
+        pairs = list(zip(known, eqn.invars, strict=True))
+        hard = tuple(k.format for k, atom in pairs if k.format and not _soft(k, atom, op))
+        return hard or tuple(k.format for k in known if k.format)
+
+    def decision(self, op: str, formats: tuple[str, ...], region: Region) -> Decision:
+        policy = region.policy
+        assert policy is not None, "polymp.jax fills in the policy of every region"
+        decision = policy.decide(op, formats, region)
+        if decision.rule is Rule.FORBID:
+            raise _forbidden(policy, op, formats)
+        return decision
+
+    def alike(self, eqn: Any, op: str, known: list[Known]) -> dict[str, str]:
+        """Operands declared alike stay alike: for each declared format, the widest actual one."""
+        atoms = eqn.invars
+        groups: dict[str, str] = {}
+        formats = [declared(atom) for atom in atoms]
+        for one in {f for f in formats if f}:
+            members = [
+                (k, a)
+                for k, a, f in zip(known, atoms, formats, strict=True)
+                if f == one and k.format
+            ]
+            hard = [k for k, a in members if not _soft(k, a, op)]
+            if op in ("add", "add_any") and _is_bias(hard):
+                hard = [k for k in hard if k.product]
+            run = widest(k.format for k in hard or [k for k, _ in members] if k.format)
+            for k, _ in members:
+                if run in LOW and k.number is not None and not fits(k.number, run):
+                    too_large = abs(float(k.number)) > FORMATS[run].max
+                    if not (too_large and op in primitives.CHOICES):
+                        run = "float32"
+            groups[one] = run
+        return groups
+
+    def origin(self, op: str, known: list[Known]) -> tuple[Origin, Any]:
+        floats = [k for k in known if k.format]
+        if op in primitives.LAYOUT:
+            return floats[0].origin, floats[0].number
+        if all(k.origin in (Origin.LITERAL, Origin.MASK) for k in floats):
+            return Origin.LITERAL, None
+        return Origin.COMPUTED, None
+
+    def contraction(self, eqn: Any, known: list[Known], region: Region) -> Planned:
+        hard = self.hard(eqn, eqn.primitive.name, known)
+        if not hard:
+            return self.as_written(eqn)
+        decision = self.decision(eqn.primitive.name, hard, region)
+        wide = {f for f in map(declared, eqn.invars) if f}
+        asked = name_of(eqn.params.get("preferred_element_type"))
+        if eqn.params.get("preferred_element_type") is not None and asked is None:
+            return self.as_written(eqn)
+        if not _precision_is_default(eqn.params.get("precision")):
+            return self.as_written(eqn)
+        run = decision.run or widest(hard)
+        plain = asked is None or asked == widest(wide)  # jnp always fills it in
+        if run not in LOW:
+            out = run if plain else asked
+            params = {**eqn.params, "preferred_element_type": np.dtype(out)}
+            reads = [run if k.format else None for k in known]
+            step = self.step(eqn, reads, [out], params=params)
+            return step, [Known(out)]
+        out = run if plain else asked
+        # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
+        reads = [run if k.format and not _is_parameter(k) else None for k in known]
+        made = out if out == run else "float32"
+        returns = tuple([decision.out or out]) if (decision.out or out) != made else None
+        step = self.step(eqn, reads, [made], "contract", returns=returns, parts=(run,))
+        final = decision.out or out
+        return step, [Known(final, product=final in LOW)]
+
+    def call(self, inner: Any, known: list[Known], region: Region) -> Call:
+        """Plan a program that is called by name: by the row of that name, if there is one."""
+        op = compat.library_name(inner)
+        hard = tuple(k.format for k in known if k.format)
+        policy = region.policy
+        if not (region.enabled and policy and op and op in policy.table and hard):
+            plan = self.planner.plan(inner, known, region)
+            writes = tuple(k.format for k in plan.outs)
+            return Call(plan, [None] * len(known), writes, None, list(plan.outs))
+        decision = self.decision(op, hard, region)
+        if decision.run:
+            known = [k._replace(format=decision.run) if k.format else k for k in known]
+        plan = self.planner.plan(inner, known, replace(region, policy=_AS_CALLED))
+        reads = [k.format for k in known]
+        writes = tuple(k.format for k in plan.outs)
+        if decision.out is None:
+            return Call(plan, reads, writes, None, list(plan.outs))
+        returns = tuple(decision.out if f else None for f in writes)
+        outs = [k._replace(format=f) if f else k for k, f in zip(plan.outs, returns, strict=True)]
+        return Call(plan, reads, writes, returns, outs)
+
+    # After the forward pass
+
+    def pull_up(self) -> None:
+        """Compute in float32 what float32 ops alone consume: no rounding in between."""
+        env, steps = self.env, self.steps
+        other: set[Any] = {a for a in self.jaxpr.outvars if not isinstance(a, core.Literal)}
+        upper: set[Any] = set()
+        pulled = False
+        for at in range(len(steps) - 1, -1, -1):
+            step = steps[at]
+            (var, *more) = step.eqn.outvars or (None,)
+            if (
+                var in upper
+                and var not in other
+                and not more
+                and step.how == "bind"
+                and step.eqn.primitive.name in _PULLED
+                and step.returns is None
+                and step.writes[0] in LOW
+                and declared(var) == "float32"
+            ):
+                env[var] = env[var]._replace(format="float32", product=False)
+                reads = ["float32" if self.known(a).format else None for a in step.eqn.invars]
+                again = self.step(step.eqn, reads, ("float32",), params=step.params)
+                step = steps[at] = again._replace(stack=step.stack)
+                pulled = True
+            for operand in step.operands:
+                if type(operand) is not Cast:
+                    if type(operand) is not core.Literal:
+                        other.add(operand)
+                elif operand.value is None:
+                    (upper if operand.format == "float32" else other).add(operand.atom)
+        if pulled:  # what was read with a cast may now come as float32 already
+            self.steps = [self.settled(step) for step in steps]
+
+    def settled(self, step: Step) -> Step:
+        if any(type(o) is Cast and self._has(o.atom, o.format) for o in step.operands):
+            operands = tuple(
+                o.atom if type(o) is Cast and self._has(o.atom, o.format) else o
+                for o in step.operands
+            )
+            return step._replace(operands=operands)
+        return step
+
+    def _has(self, atom: Any, format: str) -> bool:
+        return type(atom) is not core.Literal and self.env[atom].format == format
+
+    def finish(self) -> Plan:
+        atoms = self.jaxpr.outvars
+        wanted = self.wanted or [None] * len(atoms)
+        reads = tuple(map(self.read, atoms, wanted))
+        outs = []
+        for atom, want, read in zip(atoms, wanted, reads, strict=True):
+            known = self.known(atom)
+            cast = type(read) is Cast
+            format = want if want and known.format else known.format
+            outs.append(known._replace(format=format, product=known.product and not cast))
+        formats = [k.format for k in (*self.inputs, *outs)]
+        as_written = (
+            formats == [*map(declared, compat.binders(self.closed)[1]), *map(declared, atoms)]
+            and all(map(_is_as_written, self.steps))
+            and not any(type(read) is Cast for read in reads)
+        )
+        kept = {a for a in self.jaxpr.outvars if not isinstance(a, core.Literal)}
+        drops: list[list[Any]] = []
+        for step in reversed(self.steps):
+            last = [v for v in step.eqn.invars if not isinstance(v, core.Literal) and v not in kept]
+            kept.update(last)
+            drops.append(last)
+        drops.reverse()
+        return Plan(
+            self.closed,
+            self.consts,
+            self.inputs,
+            self.region,
+            self.steps,
+            reads,
+            tuple(outs),
+            drops,
+            as_written,
+        )
+
+
+# Single results, computed element by element or chosen; casting their operands costs no more.
+_PULLED = primitives.ELEMENTWISE | {
+    "broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reduce_max", "reduce_min",
+    "reshape", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+
+
+def _is_as_written(step: Step) -> bool:
+    if any(type(o) is Cast for o in step.operands) or step.returns or step.how == "contract":
+        return False
+    if step.how == "bind":
+        written = all(f == declared(v) for f, v in zip(step.writes, step.eqn.outvars, strict=True))
+        return written and (
+            step.params is step.eqn.params or step.params.get("update_jaxpr", 0) is None
+        )
+    return step.how == "cast" or all(
+        part.as_written for part in step.parts if isinstance(part, Plan)
+    )
+
+
+def _forbidden(policy: Policy, op: str, formats: Sequence[str]) -> ForbiddenOpError:
+    instead = policy.table[op].instead if op in policy.table else ""
+    return ForbiddenOpError(
+        f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(formats)}). "
+        f"Use {instead or 'another op'}, or give it another rule in the policy."
+    )
+
+
+def _spelling(eqn: Any) -> str:
+    """The op's name in a policy: the primitive's, but for a division of one number by many."""
+    name: str = eqn.primitive.name
+    if name == "integer_pow" and eqn.params["y"] < 0:
+        return "reciprocal"
+    if name == "div" and isinstance(eqn.invars[0], core.Literal):
+        return "reciprocal"
+    return name
+
+
+def _fixed(atom: Any) -> bool:
+    """True for an operand that no format of ours may join: float64, complex, float8."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
+
+
+def _soft(known: Known, atom: Any, op: str) -> bool:
+    """True if the operand takes the format of the others, as Python's numbers do."""
+    if known.origin is Origin.MASK:
+        return True
+    return known.origin is Origin.LITERAL and (not atom.aval.shape or op in primitives.CHOICES)
+
+
+def _is_parameter(known: Known) -> bool:
+    return known.format == "float32" and known.origin is Origin.GIVEN
+
+
+def _is_bias(hard: list[Known]) -> bool:
+    """True for a contraction's low result, or more of them, plus parameters in float32."""
+    return (
+        any(k.product for k in hard)
+        and all(k.product or k.origin is Origin.GIVEN for k in hard)
+        and len({k.format for k in hard if k.product}) == 1
+    )
+
+
+def _precision_is_default(precision: Any) -> bool:
+    """True unless this op, and not the configuration, asks for more than the default."""
+    if precision is None or precision == compat.default_precision():
+        return True
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, jax.lax.Precision.DEFAULT) for p in both)
+
+
+Handler = Callable[[Program, Any, Region], Planned]

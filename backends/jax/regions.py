@@ -1,0 +1,60 @@
+"""Regions of traced code: the ambient one, and the mark that a region leaves on every equation.
+
+`AMBIENT` holds the region in which Python runs. It is part of the key of every jit cache, so a
+function that was traced outside a region is traced again inside one. A mark is a name scope; it
+survives grad, vmap, scan and remat on the equations that were traced under it, which is how the
+rewrite knows the region of each. Nothing here casts.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from polymp.region import Region
+
+AMBIENT: Any = jax.make_user_context(None)
+
+_MARK = re.compile(r"polymp:[\w.:-]+")
+
+
+class _Marks:
+    """Regions by mark and marks by region, for the life of the process: a jaxpr may outlive any."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.regions: dict[str, Region] = {}
+        self.names: dict[Region, str] = {}
+
+    def name(self, region: Region) -> str:
+        with self.lock:
+            if region not in self.names:
+                plain = f"polymp:{region.format if region.enabled else 'off'}"
+                taken = sum(name.split("-")[0] == plain for name in self.regions)
+                name = f"{plain}-{taken}" if taken else plain
+                self.names[region], self.regions[name] = name, region
+            return self.names[region]
+
+
+_MARKS = _Marks()
+
+
+@contextmanager
+def entered(region: Region) -> Iterator[None]:
+    """Run Python in the region, and mark what is traced meanwhile."""
+    with AMBIENT(region), jax.named_scope(_MARKS.name(region)):
+        yield
+
+
+def innermost(stack: Any) -> Region | None:
+    """The region of an equation: that of the last mark on its name stack; None without a mark."""
+    marks = _MARK.findall(str(stack))
+    return _MARKS.regions[marks[-1]] if marks else None
+
+
+def is_mark(name: str) -> bool:
+    """True for the name of a scope that `entered` opened."""
+    return _MARK.fullmatch(name) is not None

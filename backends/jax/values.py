@@ -1,0 +1,95 @@
+"""What is known of a value before it exists, and of the numbers that a program holds.
+
+A value has two formats: the *declared* one, that of the traced program, and the *actual* one, that
+the plan gives it. Nothing here makes an array or knows an equation.
+"""
+
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polymp.dtypes import FORMATS
+
+# What autocast may touch. float64 and anything else keeps its declared format.
+ELIGIBLE = frozenset({"float32", "bfloat16", "float16"})
+LOW = frozenset({"bfloat16", "float16"})
+
+
+class Origin(Enum):
+    """Where a value comes from, as far as the plan cares.
+
+    COMPUTED  from anything else
+    GIVEN     an argument or constant, or a layout of one: a parameter, as a rule
+    LITERAL   a number in the program, or a scalar argument
+    MASK      a bool, converted: zeros and ones are exact in every format
+    """
+
+    COMPUTED = 0
+    GIVEN = 1
+    LITERAL = 2
+    MASK = 3
+
+
+class Known(NamedTuple):
+    """What is known of a value before it exists.
+
+    Attributes:
+        format: its actual format; None for what autocast leaves alone.
+        origin: where it comes from.
+        product: True for the low result of a contraction, to which a bias may be added.
+        number: the literal's number, as long as every element is that number.
+    """
+
+    format: str | None
+    origin: Origin = Origin.COMPUTED
+    product: bool = False
+    number: Any = None
+
+
+@cache
+def name_of(dtype: Any) -> str | None:
+    """The format of a dtype, if autocast may touch it."""
+    name = getattr(dtype, "name", None)
+    return name if name in ELIGIBLE else None
+
+
+def declared(atom: Any) -> str | None:
+    """The declared format of a variable or literal, if autocast may touch it."""
+    return name_of(getattr(atom.aval, "dtype", None))
+
+
+def given(value: Any, format: str | None) -> Known:
+    """What is known of an argument or constant."""
+    return Known(format, Origin.GIVEN if np.ndim(value) else Origin.LITERAL)
+
+
+def fits(number: Any, format: str) -> bool:
+    """True if a literal keeps its size in the format: no overflow, no loss below normal numbers."""
+    size = abs(float(number))
+    target = FORMATS[format]
+    return size == 0 or not np.isfinite(size) or target.smallest_normal <= size <= target.max
+
+
+def number_of(value: Any) -> float | None:
+    """The number of a scalar literal; None if it is no real number."""
+    try:
+        return float(value)
+    except TypeError:
+        return None
+
+
+@cache
+def literal(format: str | None, number: float | None) -> Known:
+    """What is known of a number in the program."""
+    return Known(format, Origin.LITERAL, number=number)
+
+
+def in_format(value: Any, format: str) -> Any:
+    """A literal in a format; a finite one stays finite."""
+    number = float(value)
+    largest = FORMATS[format].max
+    if np.isfinite(number):
+        number = min(max(number, -largest), largest)
+    return np.asarray(number, np.dtype(format))[()]

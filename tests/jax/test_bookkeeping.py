@@ -1,0 +1,476 @@
+"""The rules by which the rewrite keeps its books: one test for each, named after what it protects.
+
+A test looks at the rewritten program, at its results' dtypes, or at numbers that only the right
+rule gives.
+"""
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core
+
+from polymp.jax import autocast, call_in, lower, upper
+
+X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
+W = jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+AUTO = jax.sharding.AxisType.Auto
+half = partial(autocast, dtype=jnp.float16)
+
+
+class Op(NamedTuple):
+    name: str
+    ins: tuple[str, ...]
+    outs: tuple[str, ...]
+    params: dict[str, Any]
+
+
+def _dtypes(atoms: Any) -> tuple[str, ...]:
+    return tuple(str(getattr(a.aval, "dtype", None)) for a in atoms)
+
+
+def _walk(jaxpr: Any) -> Iterator[Op]:
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield Op(eqn.primitive.name, _dtypes(eqn.invars), _dtypes(eqn.outvars), eqn.params)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _walk(inner)
+
+
+def ops(fn: Any, *args: Any) -> list[Op]:
+    return list(_walk(jax.make_jaxpr(fn)(*args)))
+
+
+def named(found: list[Op], name: str) -> list[Op]:
+    return [op for op in found if op.name == name]
+
+
+def dtypes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.dtype.name, tree)
+
+
+def test_rule_1_operands_that_are_declared_alike_stay_alike():
+    def f(x, w):
+        low = x @ w
+        return (
+            jnp.concatenate([low, jnp.exp(x)]),
+            jnp.where(x > 0, low, jnp.exp(x)),
+            jnp.clip(low, jnp.exp(x), 3.0),
+            jnp.zeros((4, 4)).at[0].set(low[0]),
+            low + low,
+        )
+
+    assert dtypes(autocast(f)(X, W)) == ("float32",) * 4 + ("bfloat16",)
+
+
+def test_rule_1_what_no_table_names_gets_its_declared_formats():
+    bits = autocast(lambda x, w: lax.bitcast_convert_type(x @ w, jnp.int32))(X, W)
+    assert bits.shape == (4, 4)
+    assert bits.dtype == jnp.int32
+    found = ops(autocast(lambda x, w: jnp.linalg.cholesky(x @ w + 9 * jnp.eye(4))), X, W)
+    (cholesky,) = named(found, "cholesky")
+    assert cholesky.ins == cholesky.outs == ("float32",)
+
+
+def test_rule_2_numbers_never_promote_not_even_through_a_jitted_helper():
+    def f(x, w):
+        low = x @ w
+        return low * 0.5, low + np.float32(3), jnp.where(x > 0, low, 0.0), jnp.maximum(low, 0.1)
+
+    assert dtypes(autocast(f)(X, W)) == ("bfloat16",) * 4
+
+
+def test_rule_2_a_mask_of_the_smallest_float32_is_clamped_and_a_row_of_it_is_uniform():
+    def f(x, w):
+        return jax.nn.softmax(jnp.where(jnp.zeros((4, 4), bool), x @ w, jnp.finfo("float32").min))
+
+    for dtype in (jnp.float16, jnp.bfloat16):
+        assert np.array_equal(autocast(f, dtype=dtype)(X, W), np.full((4, 4), 0.25, np.float32))
+
+
+@pytest.mark.parametrize("number", [1e-12, 1e6])
+def test_rule_2_a_number_that_float16_cannot_hold_promotes_instead(number):
+    out = half(lambda x, w: (x @ w) * number)(X, W)
+    assert out.dtype == jnp.float32
+    assert np.count_nonzero(out) > 8
+    assert np.isfinite(out).all()
+    assert autocast(lambda x, w: (x @ w) * number)(X, W).dtype == jnp.bfloat16
+
+
+def test_rule_3_an_accumulator_that_was_asked_for_stays_and_the_one_jnp_fills_in_does_not():
+    def f(x, w):
+        low = x.astype(jnp.bfloat16)
+        return jnp.dot(low, low, preferred_element_type=jnp.float32), jnp.dot(x, w)
+
+    assert dtypes(autocast(f)(X, W)) == ("float32", "bfloat16")
+
+
+def test_rule_3_the_backward_contractions_are_as_low_as_the_forward_ones():
+    grad = jax.grad(lambda x, w: autocast(lambda x, w: jnp.tanh(x @ w) @ w)(x, w).sum(), (0, 1))
+    found = ops(grad, X, W)
+    contractions = named(found, "polymp_contraction")
+    assert len(contractions) == 6
+    assert {op.params["run"] for op in contractions} == {"bfloat16"}
+    assert not named(found, "dot_general")
+
+
+def test_rule_4_a_bias_does_not_promote_and_any_other_parameter_does():
+    b = jnp.ones(4)
+
+    def f(x, w, b):
+        return x @ w + b, (x @ w).reshape(8, 2) + b[:2], (x @ w) * b, x @ w + x @ w + b
+
+    assert dtypes(autocast(f)(X, W, b)) == ("bfloat16", "bfloat16", "float32", "bfloat16")
+    conv = autocast(lambda x, w, b: lax.conv(x[None, None], w[None, None], (1, 1), "SAME") + b)
+    assert conv(X, W, b).dtype == jnp.bfloat16
+
+
+def test_rule_5_a_carry_is_never_narrower_than_its_start_and_has_one_format():
+    def scan(mark):
+        return autocast(lambda c: lax.scan(lambda c, _: (c @ W, c), mark(c), None, length=2))(X)
+
+    assert dtypes(scan(lambda c: c)) == ("float32", "float32")
+    assert dtypes(scan(lower)) == ("bfloat16", "bfloat16")
+
+    def swap(a, b, w):  # b's format reaches a one round later
+        body = lambda _, s: (s[1], s[0] @ w)  # noqa: E731
+        return lax.fori_loop(0, 3, body, (lower(a), lower(b)))
+
+    assert dtypes(autocast(swap)(X, X, W)) == ("bfloat16", "bfloat16")
+    assert dtypes(autocast(lambda a, b, w: lax.fori_loop(0, 3, lambda _, s: (s[1], s[0]), (
+        lower(a), b)))(X, X, W)) == ("float32", "float32")  # fmt: skip
+
+
+def test_rule_5_lower_starts_a_loop_in_the_low_format():
+    def f(x, w):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), lower(x), None, length=3)[0]
+
+    assert autocast(f)(X, W).dtype == jnp.bfloat16
+    assert f(X, W).dtype == jnp.float32  # outside of a region a marker is nothing
+
+
+def test_rule_6_branches_meet_in_the_widest_format_and_numbers_follow():
+    def f(p, x, w):
+        low = x @ w
+        return (
+            lax.cond(p, lambda: low, lambda: jnp.exp(x)),
+            lax.cond(p, lambda: low, lambda: 2 * low),
+            lax.switch(0, [lambda: (low, 1.0), lambda: (jnp.exp(x), low[0, 0])]),
+        )
+
+    assert dtypes(autocast(f)(True, X, W)) == ("float32", "bfloat16", ("float32", "bfloat16"))
+    assert dtypes(autocast(f)(jnp.array(True), X, W)) == dtypes(autocast(f)(True, X, W))
+
+
+def test_rule_6_branches_by_platform_survive():
+    def f(x, w):
+        return lax.platform_dependent(x @ w, cpu=lambda a: a + 1, default=lambda a: a - 1)
+
+    got, plain = jax.jit(autocast(f))(X, W), f(X, W)
+    assert got.dtype == jnp.bfloat16
+    assert np.abs(np.float32(got) - plain).max() < 0.05
+
+
+def test_rule_7_a_jitted_function_keeps_its_name_and_settings_and_is_rewritten_once():
+    inner = jax.jit(lambda x, w: jnp.tanh(x @ w), donate_argnums=(), keep_unused=True)
+
+    def f(x, w):
+        return inner(inner(x, w), w) + inner(x, w)
+
+    def calls(fn: Any) -> list[Any]:
+        return [e for e in jax.make_jaxpr(fn)(X, W).eqns if e.primitive.name == "jit"]
+
+    before, after = calls(f), calls(autocast(f))
+    assert len(before) == len(after) == 3
+    for old, new in zip(before, after, strict=True):
+        for key in old.params.keys() - {"jaxpr"}:
+            assert old.params[key] == new.params[key], key
+    bodies = [call.params["jaxpr"] for call in after]
+    assert bodies[0] is bodies[2]
+    assert bodies[0] is not bodies[1]  # the second takes a low argument
+
+
+@pytest.mark.parametrize(
+    ("policy", "saved"),
+    [
+        (None, 0),
+        (jax.checkpoint_policies.everything_saveable, 1),
+        (jax.checkpoint_policies.dots_saveable, 1),
+        (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, 1),
+        (jax.checkpoint_policies.save_only_these_names("h"), 0),
+        (jax.checkpoint_policies.nothing_saveable, 0),
+    ],
+)
+def test_rule_8_remat_policies_decide_as_they_did(policy, saved):
+    def block(x, w):
+        return jnp.sin(checkpoint_name(jnp.sin(x @ w), "h")).sum()
+
+    inside = autocast(jax.checkpoint(block, policy=policy))
+    outside = jax.checkpoint(autocast(block), policy=policy)
+
+    def contractions(fn: Any) -> int:
+        return len(named(ops(jax.grad(fn, (0, 1)), X, W), "polymp_contraction"))
+
+    # Forward 1, backward 2, and one more if the product was not saved.
+    expected = 4 - saved
+    plain = len(named(ops(jax.grad(jax.checkpoint(block, policy=policy), (0, 1)), X, W),
+                      "dot_general"))  # fmt: skip
+    assert plain == expected
+    assert contractions(inside) == contractions(outside) == expected
+
+
+def test_rule_9_custom_rules_are_kept():
+    @jax.custom_jvp
+    def times_two(x, w):
+        return x @ w
+
+    @times_two.defjvp
+    def _(primals, tangents):
+        return times_two(*primals), 2 * (tangents[0] @ primals[1])
+
+    @jax.custom_vjp
+    def times_three(x, w):
+        return x @ w
+
+    times_three.defvjp(lambda x, w: (x @ w, w), lambda w, ct: (3 * (ct @ w.T), None))
+
+    for fn, factor in ((times_two, 2), (times_three, 3)):
+        true = jax.grad(lambda x: (x @ W).sum())(X)
+        grad = jax.grad(lambda x, fn=fn: autocast(fn)(x, W).sum())
+        assert grad(X).dtype == jnp.float32
+        assert np.abs(grad(X) / true - factor).max() < 0.05
+        assert named(ops(grad, X), "polymp_contraction")
+        assert not named(ops(grad, X), "dot_general")
+
+
+def test_rule_9_a_rule_runs_in_the_region_of_the_call():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].T, r[0].T @ ct))
+
+    def f(x, w):
+        with half():
+            return product(x, w)
+
+    found = named(ops(jax.grad(lambda x, w: autocast(f)(x, w).sum(), (0, 1)), X, W),
+                  "polymp_contraction")  # fmt: skip
+    assert [op.params["run"] for op in found] == ["float16"] * 3
+
+
+def test_rule_10_a_sum_over_devices_keeps_its_format_and_no_cast_moves_through_it():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AUTO,))
+
+    def loss(w, x):
+        def body(x, w):
+            return lax.psum((x @ w).astype(jnp.float32).sum(), "d")
+
+        specs = (jax.P("d"), jax.P())
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=jax.P())(x, w)
+
+    found = ops(jax.grad(autocast(loss)), W, X)
+    sums = [op for op in found if op.name.startswith("psum")]
+    assert sums
+    assert all(op.ins == ("float32",) for op in sums)
+    assert {op.params["run"] for op in named(found, "polymp_contraction")} == {"bfloat16"}
+
+
+def test_rule_11_off_means_as_written_and_upper_marks_what_a_trace_cannot_show():
+    def f(x, w):
+        low = x @ w
+        with autocast(enabled=False):
+            written = low * 2
+        return low.astype(jnp.float32) * 2, upper(low) * 2, written
+
+    assert dtypes(autocast(f)(X, W)) == ("bfloat16", "float32", "float32")
+    marked = jax.make_jaxpr(jax.grad(lambda x: autocast(lambda x: upper(x @ W) * 2)(x).sum()))(X)
+    assert "polymp:upper" not in str(marked)
+
+
+def test_rule_12_python_sees_the_dtypes_as_written_and_call_in_shows_others():
+    seen = []
+
+    def kernel(x):
+        seen.append(x.dtype.name)
+        return x * 2
+
+    out = autocast(lambda x, w: (kernel(x @ w), call_in(kernel, jnp.float16)(x @ w)))(X, W)
+    assert seen == ["float32", "float16"]
+    assert dtypes(out) == ("bfloat16", "float16")
+    assert call_in(kernel, jnp.float16)(X).dtype == jnp.float16  # a real cast, region or not
+
+
+def test_rule_13_only_arrays_are_traced_and_everything_else_stays_itself():
+    def f(x, flag, scale, name, nothing, fn):
+        assert flag is True
+        assert isinstance(scale, float)
+        return {"y": fn(x @ x) * scale, "name": name, "nothing": nothing, "flag": flag}
+
+    out = autocast(f)(X, True, 0.5, "a name", None, jnp.tanh)
+    assert out["y"].dtype == jnp.bfloat16
+    assert (out["name"], out["nothing"], out["flag"]) == ("a name", None, True)
+
+
+def test_rule_13_closed_over_tracers_are_differentiated():
+    grad = jax.grad(lambda w: autocast(lambda x: (x @ w).sum())(X))(W)
+    assert np.abs(grad - jax.grad(lambda w: (X @ w).sum())(W)).max() < 0.05
+
+
+def test_rule_14_the_state_of_an_nnx_module_survives():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    model.calls = nnx.Variable(jnp.array(0))
+
+    def loss(model, x):
+        model.calls[...] += 1
+        return model(x @ W).sum()
+
+    _ = nnx.jit(nnx.value_and_grad(autocast(loss)))(model, X)
+    _ = autocast(loss)(model, X)
+    assert model.calls[...] == 2
+    assert model.mean[...].dtype == jnp.float32
+    assert np.abs(model.mean[...]).max() > 0
+
+
+def test_rule_15_gradients_of_a_wrapped_loss_have_the_parameters_dtype():
+    def loss(w, x):
+        return jnp.tanh(x @ w).sum()
+
+    assert jax.grad(autocast(loss))(W, X).dtype == jnp.float32
+    # The other order runs the derivative's own ops, whose results come as they are.
+    assert autocast(jax.grad(loss))(W, X).dtype == jnp.bfloat16
+    assert autocast(jax.grad(autocast(loss)))(W, X).dtype == jnp.bfloat16
+
+
+def test_rule_16_results_come_in_the_format_they_were_computed_in():
+    out = autocast(lambda x, w: (x @ w, jnp.exp(x @ w), x, 3))(X, W)
+    assert dtypes(out[:3]) == ("bfloat16", "float32", "float32")
+    assert out[3] == 3
+
+
+def test_rule_17_what_is_not_float32_or_below_is_left_alone():
+    key = jax.random.key(0)
+
+    def f(x, w, n, key, z):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return x @ w, n @ n, keep, jax.random.split(key), z @ z, jax.random.normal(key, (2,))
+
+    n, z = jnp.arange(16).reshape(4, 4), X + 1j * W
+    got, plain = autocast(f)(X, W, n, key, z), f(X, W, n, key, z)
+    assert got[0].dtype == jnp.bfloat16
+    for a, b in zip(got[1:], plain[1:], strict=True):
+        assert a.dtype == b.dtype
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            assert np.array_equal(a, b)
+    with jax.enable_x64(True):
+        wide = autocast(lambda x: (x @ x, x.astype(jnp.float32) @ x.astype(jnp.float32)))(
+            np.float64(X)
+        )
+    assert dtypes(wide) == ("float64", "bfloat16")
+
+
+def test_rule_17_ordered_effects_keep_their_order_and_see_declared_dtypes():
+    seen = []
+
+    def f(x, w):
+        low = x @ w
+        jax.debug.callback(lambda a: seen.append(("first", a.dtype.name)), low, ordered=True)
+        jax.debug.callback(lambda a: seen.append(("second", a.dtype.name)), low * 2, ordered=True)
+        return low
+
+    jax.block_until_ready(jax.jit(autocast(f))(X, W))
+    jax.effects_barrier()
+    assert seen == [("first", "float32"), ("second", "float32")]
+
+
+def test_rule_18_a_scatter_carries_its_update_in_its_own_format():
+    def f(x, w):
+        low = x @ w
+        return low.at[0].add(low[1]), low.at[0].max(low[1]), low.at[0].mul(low[1])
+
+    found = ops(autocast(f), X, W)
+    for name in ("scatter-add", "scatter-max", "scatter-mul"):
+        (op,) = named(found, name)
+        assert op.outs == ("bfloat16",)
+        update = op.params["update_jaxpr"]
+        if update is not None:
+            assert {str(v.aval.dtype) for v in update.invars} == {"bfloat16"}
+    assert dtypes(jax.jit(autocast(f))(X, W)) == ("bfloat16",) * 3
+
+
+def test_rule_19_names_and_contexts_of_equations_are_kept_and_marks_are_not():
+    def f(x, w):
+        with jax.named_scope("layer"), half():
+            y = x @ w
+        with jax.named_scope("head"), set_xla_metadata(group="mine"):
+            return jnp.sin(y)
+
+    eqns = jax.make_jaxpr(autocast(f))(X, W).eqns
+    contraction, sine = (e for e in eqns if e.primitive.name in ("polymp_contraction", "sin"))
+    assert str(contraction.source_info.name_stack) == "layer"
+    assert str(sine.source_info.name_stack) == "head"
+    assert contraction.ctx.xla_metadata is None
+    assert sine.ctx.xla_metadata == {"group": "mine"}
+    assert "polymp" not in str(jax.make_jaxpr(autocast(f, enabled=False))(X, W)).replace(
+        "polymp_contraction", ""
+    )
+
+
+def test_rule_20_a_change_of_weakness_is_no_cast():
+    def f(x, w):
+        return lax.convert_element_type(x @ w, jnp.float32) * 2
+
+    found = ops(autocast(f), X, W)
+    assert not named(found, "convert_element_type")
+    assert autocast(f)(X, W).dtype == jnp.bfloat16
+
+
+def test_rule_21_the_products_inside_linear_algebra_are_not_the_users():
+    a = 4 * jnp.eye(4) + 0.1 * W
+
+    def f(a, x):
+        return jnp.linalg.solve(a, x), jnp.linalg.inv(a), jnp.linalg.det(a), jnp.linalg.norm(x)
+
+    found = ops(autocast(f), a, X)
+    assert not named(found, "polymp_contraction")
+    for got, plain in zip(autocast(f)(a, X), f(a, X), strict=True):
+        assert got.dtype == jnp.float32
+        assert np.array_equal(got, plain)
+
+
+def test_a_primitive_with_an_unknown_program_inside_runs_as_written_and_is_named_once():
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    p = Primitive("mystery")
+    inner = jax.make_jaxpr(lambda x: x @ x)(X)
+    run = core.jaxpr_as_fun(inner)
+    p.def_impl(lambda x, *, inner: run(x)[0])
+    p.def_abstract_eval(lambda x, *, inner: x)
+    mlir.register_lowering(p, mlir.lower_fun(lambda x, *, inner: run(x)[0], False))
+
+    def f(x):
+        return p.bind(p.bind(x @ x, inner=inner), inner=inner)
+
+    with pytest.warns(UserWarning, match="does not know") as caught:
+        out = autocast(f)(X)
+    assert [str(w.message) for w in caught] == [
+        "polymp.jax.autocast does not know the primitive 'mystery': the program inside it runs in "
+        "the formats it is written in."
+    ]
+    assert out.dtype == jnp.float32
+
+
+def test_what_has_no_program_inside_is_no_reason_to_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = autocast(lambda x: jnp.fft.fft(x @ x).real)(X)
+    assert out.dtype == jnp.float32

@@ -1,0 +1,279 @@
+"""Regions: where they hold, how they nest, and that no cache forgets them."""
+
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import polymp
+from polymp.jax import autocast
+
+X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
+half = partial(autocast, dtype=jnp.float16)
+
+
+def name(x):
+    return x.dtype.name
+
+
+@pytest.mark.parametrize("order", ["inside first", "outside first"])
+def test_a_jitted_function_is_never_reused_across_the_border(order):
+    helper = jax.jit(lambda x: x @ x)
+    inside, outside = (lambda: name(autocast(helper)(X))), (lambda: name(helper(X)))
+    if order == "inside first":
+        assert [inside(), outside(), inside()] == ["bfloat16", "float32", "bfloat16"]
+    else:
+        assert [outside(), inside(), outside()] == ["float32", "bfloat16", "float32"]
+
+
+def test_a_jitted_function_that_looks_at_the_region_is_traced_once_for_each():
+    traces = []
+
+    @jax.jit
+    def helper(x):
+        traces.append(1)
+        return x @ x
+
+    def outer(x):
+        with half():
+            low = helper(x)
+        return helper(x), low
+
+    for _ in range(2):
+        assert [*map(name, jax.jit(autocast(outer))(X))] == ["bfloat16", "float16"]
+        assert name(helper(X)) == "float32"
+    assert len(traces) == 3
+
+
+def test_regions_nest_and_the_innermost_wins():
+    @autocast
+    def f(x):
+        out = {"bf16": x @ x}
+        with autocast(enabled=False):
+            out["off"] = x @ x
+            with half():
+                out["fp16"] = x @ x
+                with autocast(enabled=False):
+                    out["off again"] = x @ x
+                out["fp16 again"] = x @ x
+            out["off at last"] = x @ x
+        out["bf16 again"] = x @ x
+        return out
+
+    assert {key: name(value) for key, value in f(X).items()} == {
+        "bf16": "bfloat16",
+        "off": "float32",
+        "fp16": "float16",
+        "off again": "float32",
+        "fp16 again": "float16",
+        "off at last": "float32",
+        "bf16 again": "bfloat16",
+    }
+
+
+@jax.custom_vjp
+def product(x):
+    return x @ x
+
+
+product.defvjp(lambda x: (x @ x, x), lambda x, ct: (ct @ x.T + x.T @ ct,))
+
+SURROUNDED = {
+    "a jitted helper": lambda x: jax.jit(lambda x: x @ x)(x),
+    "a scan body": lambda x: lax.scan(lambda c, _: (c, x @ x), 0, None, length=2)[1],
+    "a loop": lambda x: lax.fori_loop(0, 2, lambda _, c: x @ x, (x @ x)),
+    "a branch": lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x.T, x),
+    "a block to compute again": jax.checkpoint(lambda x: x @ x),
+    "a function with its own rule": product,
+    "a batch": jax.vmap(lambda v: x_at(v), in_axes=0),
+    "a derivative": lambda x: jax.grad(lambda x: (x @ x).sum())(x),
+    "another autocast function": lambda x: half(lambda x: x @ x)(x),
+    "all of it": jax.jit(jax.checkpoint(lambda x: lax.map(lambda _: product(x), jnp.arange(2)))),
+}
+
+
+def x_at(v):
+    return v @ X
+
+
+@pytest.mark.parametrize("what", SURROUNDED)
+@pytest.mark.parametrize("how", ["inside", "outside"])
+def test_a_region_holds_whatever_it_surrounds(what, how):
+    fn = SURROUNDED[what]
+
+    def f(x):
+        with half():
+            return fn(x)
+
+    wrapped = autocast(f) if how == "inside" else half(fn)
+    for run in (wrapped, jax.jit(wrapped)):
+        assert name(run(X)) == "float16"
+
+
+def test_a_region_inside_of_what_is_surrounded():
+    @jax.jit
+    def helper(x):
+        with autocast(enabled=False):
+            return x @ x
+
+    @autocast
+    def f(x):
+        return helper(x), lax.scan(lambda c, _: (c, helper(x)), 0, None, length=2)[1], x @ x
+
+    assert [*map(name, f(X))] == ["float32", "float32", "bfloat16"]
+
+
+def test_decorators():
+    @autocast
+    def plain(x):
+        return x @ x
+
+    @autocast(dtype=jnp.float16)
+    def low(x):
+        """What it says."""
+        return x @ x
+
+    @autocast(enabled=False)
+    def off(x):
+        return x @ x, plain(x)
+
+    assert name(plain(X)) == "bfloat16"
+    assert (name(low(X)), low.__name__, low.__doc__) == ("float16", "low", "What it says.")
+    assert [*map(name, off(X))] == ["float32", "bfloat16"]
+
+
+def test_one_region_object_may_be_entered_again_and_again():
+    region = half()
+
+    def f(x):
+        with region:
+            a = x @ x
+            with region:
+                b = x @ x
+            c = x @ x
+        return a, b, c, x @ x
+
+    assert [*map(name, autocast(f)(X))] == ["float16"] * 3 + ["bfloat16"]
+
+
+def test_an_exception_leaves_the_region():
+    def f(x):
+        try:
+            with half():
+                raise KeyError("mine")
+        except KeyError:
+            return x @ x
+
+    assert name(autocast(f)(X)) == "bfloat16"
+    with pytest.raises(ZeroDivisionError):
+        autocast(lambda x: 1 / 0)(X)
+    assert name(jax.jit(lambda x: x @ x)(X)) == "float32"
+
+
+def test_another_thread_is_in_no_region():
+    seen = []
+
+    def f(x):
+        thread = threading.Thread(target=lambda: seen.append(name(autocast(lambda x: x @ x)(X))))
+        thread.start()
+        thread.join()
+        return x @ x
+
+    assert name(half(f)(X)) == "float16"
+    assert seen == ["bfloat16"]  # by its own region, not by the one of the thread that waits
+
+
+def test_a_second_eager_call_does_not_trace_again():
+    traces = []
+
+    @autocast
+    def f(x, scale, flag=True):
+        traces.append(flag)
+        return x @ x * scale
+
+    f(X, 2.0), f(X + 1, 2.0), f(X, scale=2.0)
+    assert len(traces) == 2  # once by position, once by name, as under jit
+    f(X[:2, :2], 2.0), f(X, 3.0), f(X, 2.0, False), f(X.astype(jnp.bfloat16), 2.0)
+    assert len(traces) == 6
+    with jax.default_matmul_precision("highest"):
+        f(X, 2.0)
+    assert len(traces) == 7
+    jax.jit(f, static_argnums=1)(X, 2.0)
+    assert len(traces) == 7  # the trace served jit too
+
+
+def test_a_trace_over_somebody_elses_tracers_is_not_kept():
+    wrapped = {}
+
+    def loss(w):
+        fn = wrapped.setdefault("fn", autocast(lambda x: (x @ wrapped["w"]).sum()))
+        wrapped["w"] = w
+        return fn(X)
+
+    for scale in (1.0, 2.0):
+        grad = jax.grad(loss)(scale * X)
+        assert np.abs(grad - jax.grad(lambda w: (X @ w).sum())(X)).max() < 0.05
+
+
+def test_off_is_the_function_itself_bit_for_bit():
+    def f(x):
+        return jnp.tanh(x @ x) / 3, jax.hessian(lambda v: jnp.sin(v @ x).sum())(x[0])
+
+    for got, plain in zip(autocast(f, enabled=False)(X), f(X), strict=True):
+        assert np.array_equal(got, plain)
+    assert not np.array_equal(np.float32(autocast(f)(X)[0]), f(X)[0])
+
+
+def test_a_policy_of_ones_own():
+    mine = {"rules": {"dot_general": "fp32", "tanh": "lower", "exp": "fp32_keep"}}
+
+    def f(x):
+        y = x @ x
+        low = jnp.tanh(y)
+        return y, low, jnp.exp(low), jnp.log(low)
+
+    expected = ["float32", "bfloat16", "bfloat16", "bfloat16"]
+    assert [*map(name, autocast(f, policy=mine)(X))] == expected
+    with pytest.raises(polymp.ForbiddenOpError) as error:
+        autocast(f, policy={"name": "strict", "rules": {"tanh": {"rule": "forbid",
+                 "instead": "hard_tanh"}}})(X)  # fmt: skip
+    assert str(error.value) == (
+        "policy 'strict' forbids 'tanh', called here with (float32). Use hard_tanh, or give it "
+        "another rule in the policy."
+    )
+
+
+BAD = [
+    (lambda: autocast(3), TypeError, "autocast(fn) needs a function, got 3. Give the other "
+     "arguments by name: autocast(fn, dtype=...)."),
+    (lambda: autocast(dtype=jnp.float32), ValueError, "autocast(dtype=float32): the low format of "
+     "a region is bfloat16 or float16. For a region in which ops run as written, use "
+     "enabled=False."),
+    (lambda: autocast(dtype="lo"), TypeError, "dtype must be a float dtype, such as "
+     "jax.numpy.bfloat16, got 'lo'"),
+    (lambda: polymp.jax.call_in(3, jnp.float16), TypeError, "call_in(fn, dtype) needs a function, "
+     "got 3"),
+    (lambda: polymp.jax.call_in(abs, int), TypeError, "dtype must be a float dtype, such as "
+     "jax.numpy.bfloat16, got <class 'int'>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD)
+def test_bad_arguments(call, kind, message):
+    with pytest.raises(kind) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_the_with_form_needs_an_autocast_function_around_it():
+    with pytest.raises(RuntimeError) as error, autocast():
+        pass
+    assert str(error.value) == (
+        "`with autocast(...)` marks a region for the autocast function around it, and there is "
+        "none here. Wrap the function that is called from outside: polymp.jax.autocast(fn), or "
+        "autocast(fn, enabled=False) if the rest of it is to run as written."
+    )

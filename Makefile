@@ -1,4 +1,4 @@
-# make demo   trains the example model in every format and draws the picture
+# make demo   trains the example model in every format, in torch and in JAX, and compares them
 # make test   every check that CI runs
 # Both set up .venv first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
 
@@ -10,6 +10,8 @@ READY  := .venv/.ready
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
+	$(PY) examples/train_jax.py
+	$(PY) examples/compare.py
 
 test: lint types
 	POLYMP_REQUIRE=torch,jax $(PY) -m pytest

@@ -1,12 +1,13 @@
-"""The training job, whatever the framework: its arguments, its text, its batches.
+"""The training job, whatever the framework: its arguments, its text, its batches, first weights.
 
 Arguments in, numpy arrays out. A bad argument is a `BadArgument` before anything is trained.
-Nothing here knows torch or jax, so every framework trains on the same bytes in the same order.
+Nothing here knows torch or jax, so every framework trains from the same weights on the same bytes
+in the same order.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -95,15 +96,34 @@ def check_outputs(args: argparse.Namespace) -> None:
     Raises:
         BadArgument: one cannot, or would overwrite something that is needed.
     """
-    if args.out.suffix != ".png":
-        raise BadArgument(f"--out '{args.out}' does not end in .png. Give the path of a PNG file.")
+    check_png(args.out)
     args.json = args.json or args.out.with_suffix(".json")
-    taken = {args.text.resolve(): "--text"} if args.text else {}
-    for flag, path in (("--out", args.out), ("--json", args.json)):
+    inputs = {"--text": args.text} if args.text else {}
+    check_writable(inputs, {"--out": args.out, "--json": args.json})
+
+
+def check_png(path: Path) -> None:
+    """Raise a BadArgument if --out does not end like a picture."""
+    if path.suffix != ".png":
+        raise BadArgument(f"--out '{path}' does not end in .png. Give the path of a PNG file.")
+
+
+def check_writable(inputs: Mapping[str, Path], outputs: Mapping[str, Path]) -> None:
+    """See that files can be written, and leave everything as it was.
+
+    Args:
+        inputs: what must not be overwritten, by what the caller calls it.
+        outputs: what is to be written, likewise.
+
+    Raises:
+        BadArgument: one cannot, or would overwrite another.
+    """
+    taken = {path.resolve(): name for name, path in inputs.items()}
+    for name, path in outputs.items():
         if other := taken.get(path.resolve()):
-            raise BadArgument(f"{flag} '{path}' would overwrite {other}. Choose another path.")
-        taken[path.resolve()] = flag
-        _check_writable(flag, path)
+            raise BadArgument(f"{name} '{path}' would overwrite {other}. Choose another path.")
+        taken[path.resolve()] = name
+        _try_to_write(name, path)
 
 
 def read(path: Path | None, context: int) -> Text:
@@ -142,6 +162,43 @@ def read(path: Path | None, context: int) -> Text:
     chance = -np.log(counts / counts.sum())[held_out].mean()
     title = path.name if path else "pydoc_data.topics"
     return Text(title, train, held_out, len(alphabet), float(chance))
+
+
+def first_weights(alphabet: int, args: argparse.Namespace) -> dict[str, np.ndarray]:
+    """The model's parameters before the first step, by name; float32, the same in any framework.
+
+    Drawn as torch's layers draw theirs: embeddings from a normal distribution, a linear layer's
+    weight and bias evenly from within one over the root of its inputs. That weight is
+    [inputs, outputs], so that x @ weight is the layer.
+    """
+    random = np.random.default_rng([args.seed, 1])  # not the numbers that choose the batches
+    width = args.width
+    weights = {
+        "bytes.weight": random.standard_normal((alphabet, width)),
+        "places.weight": random.standard_normal((args.context, width)),
+    }
+
+    def norm(name: str) -> None:
+        weights[f"{name}.weight"] = np.ones(width)
+        weights[f"{name}.bias"] = np.zeros(width)
+
+    def linear(name: str, inputs: int, outputs: int, *, bias: bool) -> None:
+        most = inputs**-0.5
+        weights[f"{name}.weight"] = random.uniform(-most, most, (inputs, outputs))
+        if bias:
+            weights[f"{name}.bias"] = random.uniform(-most, most, outputs)
+
+    for number in range(args.layers):
+        block = f"blocks.{number}"
+        norm(f"{block}.norm1")
+        linear(f"{block}.qkv", width, 3 * width, bias=False)
+        linear(f"{block}.out", width, width, bias=False)
+        norm(f"{block}.norm2")
+        linear(f"{block}.up", width, 4 * width, bias=True)
+        linear(f"{block}.down", 4 * width, width, bias=True)
+    norm("norm")
+    linear("head", width, alphabet, bias=False)
+    return {name: values.astype(np.float32) for name, values in weights.items()}
 
 
 def batches(text: Text, args: argparse.Namespace) -> Iterator[np.ndarray]:
@@ -205,7 +262,7 @@ def _formats(given: str) -> tuple[str, ...]:
     return names
 
 
-def _check_writable(flag: str, path: Path) -> None:
+def _try_to_write(name: str, path: Path) -> None:
     existed = path.exists()
     try:
         try:
@@ -217,5 +274,5 @@ def _check_writable(flag: str, path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise BadArgument(
-            f"{flag} '{path}' cannot be written: {error.strerror}. Choose another path."
+            f"{name} '{path}' cannot be written: {error.strerror}. Choose another path."
         ) from None

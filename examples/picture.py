@@ -15,9 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from report import Run, percent_above
 
+Look = dict[str, Any]
 INK, SOFT, GRID = "#222222", "#6f7680", "#e8eaed"
 # Formats that agree draw the same line, so each is narrower than the one that it lies on.
-LOOKS: dict[str, dict[str, Any]] = {
+LOOKS: dict[str, Look] = {
     "fp32": {"color": "#b4bac2", "linewidth": 6.0, "markersize": 13},
     "bf16": {"color": "#0072b2", "linewidth": 2.8, "markersize": 8.5},
     "fp16": {"color": "#f28e2b", "linewidth": 1.0, "markersize": 4.5},
@@ -44,17 +45,21 @@ def draw(path: Path, runs: Sequence[Run], text: Text, where: str) -> None:
         _gaps(panels["gap"], runs, base)
     if "scale" in panels:
         _scales(panels["scale"], runs)
-    steps = len(runs[0].train_loss)
     for panel in panels.values():
-        panel.set_xlim(-0.015 * steps, 1.015 * steps)
-        panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        panel.set_xlabel("step", color=SOFT)
-        panel.grid(color=GRID)
-        panel.set_axisbelow(True)
-        panel.tick_params(color=GRID, labelcolor=SOFT)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(GRID)
+        finish(panel, len(runs[0].train_loss))
     figure.savefig(path)
+
+
+def finish(panel: Axes, steps: int) -> None:
+    """Give a panel its x axis, and the look of them all."""
+    panel.set_xlim(-0.015 * steps, 1.015 * steps)
+    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panel.set_xlabel("step", color=SOFT)
+    panel.grid(color=GRID)
+    panel.set_axisbelow(True)
+    panel.tick_params(color=GRID, labelcolor=SOFT)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color(GRID)
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -70,18 +75,100 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return means
 
 
+def losses(axes: Axes, run: Run, look: Look) -> list[float]:
+    """Draw training as a line and held-out text as dots; returns what is to be seen of them."""
+    early = len(run.train_loss) // 25  # cut off: the fall at the start would flatten the rest
+    smoothed = smooth(run.train_loss)
+    line(axes, smoothed, look)
+    points(axes, run.held_out, look)
+    seen = [*smoothed[early:], *(loss for step, loss in run.held_out if step >= early)]
+    return [loss for loss in seen if math.isfinite(loss)]
+
+
+def loss_limits(axes: Axes, seen: Sequence[float]) -> None:
+    """Let the panel show these losses."""
+    least, most = min(seen, default=0.0), max(seen, default=0.0)
+    margin = 0.1 * max(most - least, 0.1)
+    axes.set_ylim(least - margin, most + margin)
+
+
+def gaps(axes: Axes, pairs: Sequence[tuple[Run, Run]]) -> None:
+    """Draw how far each run's losses lie above those of the other in its pair, in percent."""
+    seen = [0.5]
+    for run, base in pairs:
+        smoothed = list(map(percent_above, smooth(run.train_loss), smooth(base.train_loss)))
+        dots = [
+            (step, percent_above(loss, other))
+            for (step, loss), (_, other) in zip(run.held_out, base.held_out, strict=True)
+        ]
+        line(axes, smoothed, LOOKS[run.format])
+        points(axes, dots, LOOKS[run.format])
+        seen += [abs(gap) for gap in (*smoothed, *(gap for _, gap in dots)) if math.isfinite(gap)]
+    axes.set_ylim(-1.15 * max(seen), 1.15 * max(seen))
+
+
+def scales(axes: Axes, runs: Sequence[Run], looks: Sequence[Look], marks: Sequence[str]) -> None:
+    """Draw the loss scale of each run, and an x of its mark's colour after every skipped step."""
+    for run, look in zip(runs, looks, strict=True):
+        values = range(len(run.scale)), run.scale
+        axes.step(*values, where="post", color=look["color"], linewidth=look["linewidth"])
+    for run, mark in zip(runs, marks, strict=True):
+        after = [run.scale[step] for step in run.skipped]
+        axes.plot(run.skipped, after, "x", color=mark, markersize=7, markeredgewidth=1.6, zorder=4)
+    positive = [scale for run in runs for scale in run.scale if scale] or [1.0]
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(min(positive) / 2.5, max(positive) * 2.5)
+
+
+def line(axes: Axes, values: Sequence[float], look: Look) -> None:
+    """Draw a value for each step, from the first."""
+    axes.plot(range(1, len(values) + 1), values, color=look["color"], linewidth=look["linewidth"])
+
+
+def points(axes: Axes, where: Sequence[tuple[int, float]], look: Look) -> None:
+    """Draw dots."""
+    axes.plot(
+        *zip(*where, strict=True),
+        "o",
+        color=look["color"],
+        markersize=look["markersize"],
+        markeredgecolor="white",
+        markeredgewidth=0.8,
+        zorder=3,
+    )
+
+
+def handle(look: Look) -> Line2D:
+    """What a legend shows of a line and its dots."""
+    return Line2D([], [], marker="o", markeredgecolor="white", markeredgewidth=0.8, **look)
+
+
+def title(axes: Axes, text: str, subtitle: str, size: int = 11, lift: int = 0) -> None:
+    """Write a title and a line of explanation over a panel, `lift` points above their place."""
+    pad = 22 + lift
+    axes.set_title(text, loc="left", color=INK, fontsize=size, fontweight="bold", pad=pad)
+    axes.annotate(
+        subtitle,
+        (0, 1),
+        (0, 7 + lift),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        color=SOFT,
+        parse_math=False,  # a file may have a $ in its name
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as in a sentence: fp32, bf16 and fp16."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def _losses(axes: Axes, runs: Sequence[Run], text: Text, where: str) -> None:
     chance = text.chance
-    early = len(runs[0].train_loss) // 25  # cut off: the fall at the start would flatten the rest
     seen = [chance]
     for run in runs:
-        line = smooth(run.train_loss)
-        _line(axes, run, line)
-        _points(axes, run, run.held_out)
-        seen += [*line[early:], *(loss for step, loss in run.held_out if step >= early)]
-    seen = [loss for loss in seen if math.isfinite(loss)]
-    margin = 0.1 * max(max(seen) - min(seen), 0.1)
-    axes.set_ylim(min(seen) - margin, max(seen) + margin)
+        seen += losses(axes, run, LOOKS[run.format])
+    loss_limits(axes, seen)
     axes.axhline(chance, color=SOFT, linewidth=1, linestyle=(0, (5, 3)))
     axes.annotate(
         f"byte frequencies alone: {chance:.3f}",
@@ -94,7 +181,7 @@ def _losses(axes: Axes, runs: Sequence[Run], text: Text, where: str) -> None:
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
     axes.legend(
-        [_handle(run) for run in runs],
+        [handle(LOOKS[run.format]) for run in runs],
         [f"{run.format}  {run.loss:.4f}" for run in runs],
         ncols=len(runs),
         loc="lower left",
@@ -114,81 +201,24 @@ def _losses(axes: Axes, runs: Sequence[Run], text: Text, where: str) -> None:
         color=SOFT,
     )
     axes.set_ylabel("loss, nats per byte", color=SOFT)
-    names = [run.format for run in runs]
-    title = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    about = f"{runs[0].parameters:,} parameters, {text.name[:40]}, {where}"
-    _title(axes, f"One language model, trained in {title}", about, size=15, lift=22)
+    title(
+        axes,
+        f"One language model, trained in {listed([run.format for run in runs])}",
+        f"{runs[0].parameters:,} parameters, {text.name[:40]}, {where}",
+        size=15,
+        lift=22,
+    )
 
 
 def _gaps(axes: Axes, runs: Sequence[Run], base: Run) -> None:
-    seen = [0.5]
     axes.axhline(0, color=LOOKS["fp32"]["color"], linewidth=LOOKS["fp32"]["linewidth"])
-    for run in runs:
-        if run is base:
-            continue
-        line = list(map(percent_above, smooth(run.train_loss), smooth(base.train_loss)))
-        points = [
-            (step, percent_above(loss, other))
-            for (step, loss), (_, other) in zip(run.held_out, base.held_out, strict=True)
-        ]
-        _line(axes, run, line)
-        _points(axes, run, points)
-        seen += [abs(gap) for gap in (*line, *(gap for _, gap in points)) if math.isfinite(gap)]
-    axes.set_ylim(-1.15 * max(seen), 1.15 * max(seen))
-    _title(axes, "Loss above that of fp32", "in percent")
+    gaps(axes, [(run, base) for run in runs if run is not base])
+    title(axes, "Loss above that of fp32", "in percent")
 
 
 def _scales(axes: Axes, runs: Sequence[Run]) -> None:
     (run,) = (run for run in runs if run.scale)
-    axes.step(
-        range(len(run.scale)),
-        run.scale,
-        where="post",
-        color=LOOKS[run.format]["color"],
-        linewidth=2,
-    )
-    after = [run.scale[step] for step in run.skipped]
-    axes.plot(run.skipped, after, "x", color=INK, markersize=7, markeredgewidth=1.6, zorder=4)
+    scales(axes, [run], [LOOKS[run.format] | {"linewidth": 2}], [INK])
     count = len(run.skipped)
     skipped = f"{count} skipped step{'s' * (count != 1)}{', marked x' * bool(count)}"
-    _title(axes, f"Loss scale of {run.format}", skipped)
-    positive = [scale for scale in run.scale if scale] or [1.0]
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(positive) / 2.5, max(positive) * 2.5)
-
-
-def _line(axes: Axes, run: Run, values: Sequence[float]) -> None:
-    look = LOOKS[run.format]
-    axes.plot(range(1, len(values) + 1), values, color=look["color"], linewidth=look["linewidth"])
-
-
-def _points(axes: Axes, run: Run, points: Sequence[tuple[int, float]]) -> None:
-    look = LOOKS[run.format]
-    axes.plot(
-        *zip(*points, strict=True),
-        "o",
-        color=look["color"],
-        markersize=look["markersize"],
-        markeredgecolor="white",
-        markeredgewidth=0.8,
-        zorder=3,
-    )
-
-
-def _handle(run: Run) -> Line2D:
-    look = LOOKS[run.format]
-    return Line2D([], [], marker="o", markeredgecolor="white", markeredgewidth=0.8, **look)
-
-
-def _title(axes: Axes, title: str, subtitle: str, size: int = 11, lift: int = 0) -> None:
-    pad = 22 + lift
-    axes.set_title(title, loc="left", color=INK, fontsize=size, fontweight="bold", pad=pad)
-    axes.annotate(
-        subtitle,
-        (0, 1),
-        (0, 7 + lift),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        color=SOFT,
-        parse_math=False,  # a file may have a $ in its name
-    )
+    title(axes, f"Loss scale of {run.format}", skipped)

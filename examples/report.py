@@ -1,15 +1,16 @@
 """What came of the training: a run's figures, the table of all runs, the file of all figures.
 
-Runs in, one for each format; text and JSON out. Nothing here knows torch or jax.
+Runs in, one for each format; text and JSON out, and the JSON in again. Nothing here knows torch or
+jax.
 """
 
 import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from job import Text
 from rich.console import Console
@@ -23,6 +24,7 @@ COLUMNS = (
     "steps skipped",
     "final scale",
 )
+SPEED = "tokens/s: in the median step, so a first step that compiles does not count"
 
 
 @dataclass
@@ -48,6 +50,19 @@ class Run:
         return args.batch * args.context / sorted(self.seconds)[len(self.seconds) // 2]
 
 
+class Figures(NamedTuple):
+    """What a training example saved, read back.
+
+    `made_by` has the framework, the device, and what the memory column counts; `text` has what the
+    file tells of it: name, train_bytes, held_out_bytes, alphabet, chance.
+    """
+
+    made_by: dict[str, str]
+    args: argparse.Namespace
+    text: argparse.Namespace
+    runs: list[Run]
+
+
 def percent_above(value: float, base: float) -> float:
     """How far value lies above base, in percent; NaN where there is no saying."""
     return 100 * (value / base - 1) if base else math.nan
@@ -63,20 +78,31 @@ def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str)
         f"each byte comes gives {text.chance:.3f}.",
         highlight=False,
     )
-    table = Table("format", caption=f"peak memory: {memory}", caption_justify="left")
+    table = Table("format", caption=f"peak memory: {memory}\n{SPEED}", caption_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for run in runs:
         table.add_row(
             run.format,
             f"{run.loss:.4f}",
-            f"{percent_above(run.loss, base.loss):+.2f} %" if base and run is not base else "-",
+            percent(run, base),
             f"{run.tokens_per_second(args):,.0f}",
             f"{run.peak_memory / 2**20:,.2f} MiB",
             f"{len(run.skipped):,}",
-            _power_of_two(run.scale[-1]) if run.scale else "-",
+            last_scale(run),
         )
     console.print(table)
+
+
+def percent(run: Run, base: Run | None) -> str:
+    """How far a run's loss lies above the base's, for a table."""
+    return f"{percent_above(run.loss, base.loss):+z.2f} %" if base and run is not base else "-"
+
+
+def last_scale(run: Run) -> str:
+    """The scale after the last step as a power of two, for a table."""
+    scale = run.scale[-1] if run.scale else None
+    return "-" if scale is None else f"2^{math.log2(scale):g}" if scale else "0"
 
 
 def save(runs: Sequence[Run], text: Text, args: argparse.Namespace, **made_by: str) -> None:
@@ -99,8 +125,31 @@ def save(runs: Sequence[Run], text: Text, args: argparse.Namespace, **made_by: s
     args.json.write_text(json.dumps(_finite(figures), allow_nan=False) + "\n")
 
 
-def _power_of_two(scale: float) -> str:
-    return f"2^{math.log2(scale):g}" if scale else "0"
+def load(path: Path) -> Figures:
+    """The figures in a file that `save` wrote, with NaN for null.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        figures = json.loads(path.read_text())
+        made_by = {name: figures[name] for name in ("framework", "device", "memory")}
+        settings, text = (argparse.Namespace(**figures[name]) for name in ("settings", "text"))
+        return Figures(made_by, settings, text, [_run(saved) for saved in figures["runs"]])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no figures: {error!r}") from None
+
+
+def _run(saved: dict[str, Any]) -> Run:
+    run = Run(**{part.name: saved[part.name] for part in fields(Run)})
+    run.train_loss = [_number(loss) for loss in run.train_loss]
+    run.held_out = [(step, _number(loss)) for step, loss in run.held_out]
+    return run
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else loss
 
 
 def _finite(value: Any) -> Any:

@@ -78,6 +78,17 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+def first_model(text: job.Text, args: argparse.Namespace) -> Transformer:
+    """A model with the job's first weights."""
+    model = Transformer(text.alphabet, args.context, args.width, args.layers, args.heads)
+    weights = job.first_weights(text.alphabet, args)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):  # torch keeps it as [outputs, inputs]
+            weights[f"{name}.weight"] = weights[f"{name}.weight"].T
+    model.load_state_dict({name: torch.tensor(values) for name, values in weights.items()})
+    return model
+
+
 def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
     """The mean loss of guessing every byte from those before it, in nats; float32 []."""
     scores = model(tokens[:, :-1])
@@ -86,8 +97,7 @@ def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def train(name: str, text: job.Text, args: argparse.Namespace, device: torch.device) -> report.Run:
     """Train in one format."""
-    torch.manual_seed(args.seed)
-    model = Transformer(text.alphabet, args.context, args.width, args.layers, args.heads).to(device)
+    model = first_model(text, args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     # The usual 2,000 good steps before the scale doubles are more than this run has.
     interval = max(1, args.steps // 10)
@@ -207,10 +217,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # More threads would mostly wait for one another: the default model's products are small.
     torch.set_num_threads(args.threads)
     runs = [train(name, text, args, device) for name in args.formats]
-    report.show(runs, text, args, MEMORY[device.type])
+    memory = MEMORY[device.type]
+    report.show(runs, text, args, memory)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     made_by = {"framework": f"torch {torch.__version__}", "device": kind}
-    report.save(runs, text, args, **made_by)
+    report.save(runs, text, args, memory=memory, **made_by)
     picture.draw(args.out, runs, text, ", ".join(made_by.values()))
     print(f"saved {job.near(args.out)} and {job.near(args.json)}")
 

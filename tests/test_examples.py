@@ -1,14 +1,10 @@
-"""The training example: a small run from end to end, its parts, and every bad argument."""
+"""The torch example: a small run from end to end, its parts, and every bad argument."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,23 +21,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.image import imread  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples"
+from tests import examples  # noqa: E402
+from tests.examples import TINY, count, falls  # noqa: E402
+
 PARTS = ("job", "report", "picture", "train_torch")
-TINY = [
-    "--steps",
-    "60",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--layers",
-    "1",
-    "--context",
-    "32",
-    "--batch",
-    "8",
-]
 COLUMNS = [
     "format",
     "loss on held-out text",
@@ -53,30 +36,20 @@ COLUMNS = [
 ]
 
 
-def run(*argv: object, python: tuple[str, ...] = ("-W", "error")) -> Any:
-    """The example as a user starts it, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *python, str(EXAMPLES / "train_torch.py"), *map(str, argv)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", "PYTHONIOENCODING": "utf-8"},
-    )
+def run(*argv: object, **how: Any) -> Any:
+    return examples.run("train_torch.py", *argv, **how)
 
 
 @pytest.fixture(scope="module")
 def parts() -> Iterator[argparse.Namespace]:
-    """The example's modules, imported as the script imports them, on one thread as there."""
-    sys.path.insert(0, str(EXAMPLES))
+    """The example's modules, on one thread as in the script."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield argparse.Namespace(**{name: importlib.import_module(name) for name in PARTS})
+        with examples.modules(*PARTS) as found:
+            yield found
     finally:
         torch.set_num_threads(threads)
-        sys.path.remove(str(EXAMPLES))
-        for name in PARTS:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +66,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
 def arguments(parts: Any, *argv: str) -> argparse.Namespace:
     flags = parts.job.parser("train_torch.py", "")
     return parts.job.arguments(flags, [*argv, "--quiet"])
-
-
-def falls(one: dict[str, Any]) -> bool:
-    """True if the held-out loss ends well below where it began."""
-    return bool(one["held_out"][-1][1] < one["held_out"][0][1] - 1)
 
 
 def test_the_loss_falls_in_every_format(trained: argparse.Namespace) -> None:
@@ -144,15 +112,14 @@ def test_low_formats_hold_fewer_bytes(trained: argparse.Namespace) -> None:
 
 
 def test_the_table_shows_what_the_file_says(trained: argparse.Namespace) -> None:
-    lines = [line for line in trained.out.splitlines() if line[:1] in "┃│"]
-    header, *rows = ([cell.strip() for cell in line[1:-1].split(line[0])] for line in lines)
+    header, *rows = examples.rows(trained.out)
     assert header == COLUMNS
     base = trained.runs["fp32"]["loss"]
     assert rows == [
         [
             name,
             f"{one['loss']:.4f}",
-            "-" if name == "fp32" else f"{100 * (one['loss'] / base - 1):+.2f} %",
+            "-" if name == "fp32" else f"{100 * (one['loss'] / base - 1):+z.2f} %",
             f"{one['tokens_per_second']:,.0f}",
             f"{one['peak_memory'] / 2**20:.2f} MiB",
             str(len(one["skipped"])),
@@ -190,12 +157,6 @@ def test_the_picture_is_a_png_with_a_line_for_each_format(
         for colour in colours:
             assert count(panel, colour) > 100
     assert count(scale, bf16) == count(pixels, "#010203") == 0
-
-
-def count(pixels: np.ndarray, colour: str) -> int:
-    """How many pixels have the colour, given as #rrggbb."""
-    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return int((pixels == wanted).all(-1).sum())
 
 
 def test_another_text_one_format_and_a_progress_bar(tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""What XLA made of a program, read from its optimised HLO; and what a program saves for backward.
+
+In: the text of `compiled.as_text()`. Out: every contraction in it with the formats of its operands
+and of its result, wherever it stands (entry, fusion, loop body), and the casts that run in every
+turn of a loop. XLA rewrites formats as it likes, so the jaxpr cannot answer this: on the CPU of
+jax 0.10 a contraction of bfloat16 with a bfloat16 result is run on float32 operands.
+`residual_bytes` reads a jaxpr instead. Nothing here knows of polymp.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+
+FORMATS = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "c64": "complex64",
+    "c128": "complex128",
+}
+LOW = {"bfloat16", "float16"}
+# Libraries that XLA calls for a contraction: cuBLAS, cuDNN, oneDNN, Eigen.
+_LIBRARY = re.compile(r"gemm|matmul|dot|conv", re.IGNORECASE)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO; format and shape are those of its first result."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+
+    def text(self, key: str) -> str:
+        """The value of a quoted attribute, or nothing."""
+        found = re.search(rf'{key}="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+Program = dict[str, dict[str, Instruction]]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A matrix product or convolution as it runs."""
+
+    kind: str  # dot, convolution, or what a library call names itself
+    operands: tuple[str, str]
+    result: str
+    shape: tuple[int, ...]
+    backward: bool
+    looped: bool
+
+    @property
+    def low(self) -> bool:
+        """Whether both operands are read in a low format."""
+        return LOW.issuperset(self.operands)
+
+    @property
+    def full(self) -> bool:
+        """Whether its sum is handed over in float32: nothing was rounded before."""
+        return self.result == "float32"
+
+
+def read(text: str) -> Program:
+    """The instructions of every computation, by name."""
+    program: Program = {}
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            program[found[1]] = current = {}
+        elif program and (found := _INSTRUCTION.match(line)):
+            current[found[1]] = _instruction(*found.groups())
+    if not program:
+        raise ValueError("Cannot read this text as HLO because no computation was found in it.")
+    return program
+
+
+def contractions(text: str) -> list[Contraction]:
+    """Every contraction of the program."""
+    program = read(text)
+    looped = _looped(program)
+    return [
+        Contraction(
+            kind=op.opcode if op.opcode != "custom-call" else op.text("custom_call_target"),
+            operands=(body[op.operands[0]].format, body[op.operands[1]].format),
+            result=op.format,
+            shape=op.shape,
+            backward="transpose(" in op.text("op_name"),
+            looped=name in looped,
+        )
+        for name, body in program.items()
+        for op in body.values()
+        if _contracts(op)
+    ]
+
+
+def summary(text: str) -> Counter[str]:
+    """How many contractions there are of each kind, as "bfloat16 x bfloat16 -> float32"."""
+    return Counter(f"{' x '.join(c.operands)} -> {c.result}" for c in contractions(text))
+
+
+def looped_casts(text: str, size: int) -> list[Instruction]:
+    """The casts of arrays of `size` elements that run again in every turn of a loop."""
+    program = read(text)
+    return [
+        op
+        for name in sorted(_looped(program))
+        for op in program[name].values()
+        if op.opcode == "convert" and prod(op.shape) == size
+    ]
+
+
+def residual_bytes(loss: Callable[..., Any], params: Any, *rest: Any) -> int:
+    """How much memory the forward pass of `loss` leaves to the backward pass.
+
+    Every array that the pullback of `jax.vjp` holds counts once. Arguments do not count, as they
+    are there anyway; a copy of an argument in another format does. Nothing is run.
+    """
+
+    def saved(params: Any, *rest: Any) -> list[Any]:
+        _, pullback = jax.vjp(lambda p: loss(p, *rest), params)
+        return jax.tree.leaves(pullback)
+
+    jaxpr = jax.make_jaxpr(saved)(params, *rest).jaxpr
+    held = {v for v in jaxpr.outvars if isinstance(v, Var)} - set(jaxpr.invars)
+    return sum(prod(v.aval.shape) * v.aval.dtype.itemsize for v in held)
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    # A tuple's type holds spaces, and layouts such as {1,0:T(8,128)} hold brackets.
+    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+    array = _ARRAY.search(text[:end])
+    format, shape = array.groups() if array else ("", "")
+    call = text[end:].lstrip()
+    opcode, _, arguments = call.partition("(")
+    close = _closing("(" + arguments)
+    return Instruction(
+        name=name,
+        format=FORMATS.get(format, format),
+        shape=tuple(int(n.strip("<=")) for n in shape.split(",") if n),
+        opcode=opcode,
+        operands=tuple(_NAME.findall(arguments[: close - 1])),
+        rest=arguments[close:],
+    )
+
+
+def _closing(text: str) -> int:
+    """Where the bracket that opens `text` is closed."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"Cannot read this HLO because a bracket is not closed: {text[:80]}")
+
+
+def _contracts(op: Instruction) -> bool:
+    if op.opcode == "custom-call":
+        return bool(_LIBRARY.search(op.text("custom_call_target")))
+    return op.opcode in ("dot", "convolution", "ragged-dot", "scaled-dot")
+
+
+def _calls(op: Instruction, program: Program) -> Iterator[str]:
+    return (name for name in _NAME.findall(op.rest) if name in program)
+
+
+def _looped(program: Program) -> set[str]:
+    """The computations that run inside a loop."""
+    ops = [op for body in program.values() for op in body.values() if op.opcode == "while"]
+    todo = [name for op in ops for name in _calls(op, program)]
+    found: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [n for op in program[name].values() for n in _calls(op, program)]
+    return found

@@ -65,8 +65,9 @@ def _lowered_default(*operands: Any, of: Any, params: Any, run: str, out: str) -
 
 
 def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
-    if run != "bfloat16" or of.name != "dot_general":
-        # XLA's CPU kernels for these take float32; products of low values are exact in it.
+    if run != "bfloat16" or of.name != "dot_general" or any(map(_is_explicit, operands[:2])):
+        # XLA's CPU kernels for these take float32; products of low values are exact in it. And
+        # where shardings are part of types, no dimension may be moved that the program did not.
         lhs, rhs, *rest = operands
         wide = [
             lax.convert_element_type(lax.convert_element_type(x, run), "float32")
@@ -96,6 +97,11 @@ def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> An
     made = lax.dot_general(lhs, rhs, dims, preferred_element_type=np.dtype("float32"))
     made = lax.optimization_barrier(made) if out == "float32" else made
     return lax.convert_element_type(lax.reshape(made, shape), out)
+
+
+def _is_explicit(x: Any) -> bool:
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
@@ -263,6 +269,8 @@ def _swapped(eqn: Any, after: Any) -> Any:
     if eqn.primitive.name != "dot_general" or after is None:
         return None
     if after.primitive.name != "transpose" or after.invars[0] is not eqn.outvars[0]:
+        return None
+    if eqn.params.get("out_sharding") is not None:
         return None
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = (v.aval.ndim for v in eqn.invars)

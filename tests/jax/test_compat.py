@@ -2,7 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from polymp.backends.jax import compat
@@ -22,3 +26,149 @@ def test_varying_axes(check):
     jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check)(x, x)
     assert seen == [frozenset(), frozenset({"d"} if check else ())]
     assert compat.varying_axes(x) == frozenset()
+
+
+def traced(fn, *args):
+    return jax.make_jaxpr(fn)(*args)
+
+
+X = jnp.ones((2, 2))
+
+
+def test_trace_context_tells_configurations_apart():
+    here = compat.trace_context()
+    assert here == compat.trace_context()
+    assert hash(here) is not None
+    for setting in (jax.enable_x64(True), jax.default_matmul_precision("highest")):
+        with setting:
+            assert compat.trace_context() != here
+
+
+@pytest.mark.parametrize("name", ["highest", "high", "default", "float32", "bfloat16"])
+def test_default_precision_is_what_an_equation_holds(name):
+    assert compat.default_precision() is None
+    with jax.default_matmul_precision(name):
+        (eqn,) = traced(jnp.dot, X, X).eqns
+        assert eqn.params["precision"] == compat.default_precision()
+
+
+def test_default_precision_may_be_an_algorithm():
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        (eqn,) = traced(jnp.dot, X, X).eqns
+        assert eqn.params["precision"] == compat.default_precision()
+
+
+def test_the_context_of_an_equation_is_one_object():
+    (eqn,) = traced(jnp.sin, X).eqns
+    assert eqn.ctx is compat.equation_context()
+    with set_xla_metadata(a="b"):
+        assert eqn.ctx is not compat.equation_context()
+
+
+def test_binders_and_constants_of_a_closed_jaxpr():
+    table = jnp.arange(4.0)
+    closed = traced(lambda x: x @ table[:2] + table[2:], X)
+    constvars, invars = compat.binders(closed)
+    _, consts = compat.opened(closed)
+    assert [v.aval.shape for v in invars] == [(2, 2)]
+    assert [v.aval.shape for v in constvars] == [c.shape for c in consts] == [(4,)]
+    jaxpr, lifted = compat.lifted(closed)
+    out = core.jaxpr_as_fun(compat.close(jaxpr))(*lifted, X)
+    assert np.array_equal(out[0], [3, 4])
+
+
+def test_an_open_jaxpr_can_be_closed():
+    (eqn,) = traced(jax.checkpoint(jnp.sin), X).eqns
+    closed = compat.close(eqn.params["jaxpr"])
+    assert compat.close(closed) is closed
+    assert np.array_equal(core.jaxpr_as_fun(closed)(X)[0], jnp.sin(X))
+
+
+def test_scan_sizes():
+    def f(x, w):
+        return lax.scan(lambda c, y: ((c[0] @ w + y, 2 * c[1]), y), (x, 1.0), jnp.stack([x, x]))
+
+    (*_, eqn) = traced(f, X, X).eqns
+    assert eqn.primitive.name == "scan"
+    assert compat.scan_sizes(eqn.params) == (1, 2)
+
+
+def test_only_arrays():
+    assert compat.only_arrays(traced(jnp.sin, X))
+
+    def writes(ref):
+        ref[...] = ref[...] * 2
+
+    ref = jax.new_ref(X)
+    (*_, eqn) = traced(lambda: jax.jit(writes)(ref)).eqns
+    assert not compat.only_arrays(eqn.params["jaxpr"])
+
+
+def test_has_program():
+    (*_, eqn) = traced(lambda x: lax.custom_linear_solve(lambda v: x @ v, x[0],
+                       lambda m, b: b, lambda m, b: b), X).eqns  # fmt: skip
+    assert compat.has_program(eqn.params)
+    (eqn,) = traced(jnp.sin, X).eqns
+    assert not compat.has_program(eqn.params)
+
+
+def test_scopes_can_be_taken_out_of_a_name_stack():
+    def f(x):
+        with jax.named_scope("keep"), jax.named_scope("drop"):
+            return jax.vmap(jnp.sin)(x)
+
+    (eqn,) = traced(jax.grad(lambda x: f(x).sum()), X).eqns[:1]
+    stack = eqn.source_info.name_stack
+    assert str(stack) == "jvp(keep)/drop/vmap()"
+    assert str(compat.without_scopes(stack, "drop".__eq__)) == "jvp(keep)/vmap()"
+
+
+def test_a_librarys_function_is_told_from_a_users_of_the_same_name():
+    @jax.jit
+    def log_softmax(x):
+        return x
+
+    jaxprs = [traced(fn, X).eqns[0].params["jaxpr"] for fn in (jax.nn.log_softmax, log_softmax)]
+    assert [compat.function_name(j) for j in jaxprs] == ["log_softmax"] * 2
+    assert [compat.library_name(j) for j in jaxprs] == ["log_softmax", None]
+
+
+def test_answers_of_rematerialisation_policies():
+    policies = jax.checkpoint_policies
+    assert compat.remat_case(True) == "save"
+    assert compat.remat_case(False) == "recompute"
+    offload = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    (eqn,) = traced(jnp.dot, X, X).eqns
+    answer = offload(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    there, back = compat.remat_case(answer)
+    assert (there, back) == (jax.memory.Space.Host, jax.memory.Space.Device)
+    assert eqn.primitive not in compat.remat_rules  # else policies would not be asked about it
+
+
+def test_equations_and_parameters_that_the_rewrite_reads():
+    """Names in equations are no API: this is where a change of one shows first."""
+
+    def names(fn, *args):
+        return {eqn.primitive.name: eqn.params for eqn in traced(fn, *args).eqns}
+
+    assert "jaxpr" in names(jax.jit(jnp.sin), X)["jit"]
+    remat = names(jax.checkpoint(jnp.sin), X)
+    assert {"jaxpr", "policy"} <= remat.get("remat2", remat.get("checkpoint")).keys()
+    loop = names(lambda x: lax.while_loop(lambda c: c[0, 0] < 1, lambda c: c + 1, x), X)["while"]
+    assert {"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"} <= loop.keys()
+    branch = names(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X)["cond"]
+    assert len(branch["branches"]) == 2
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    keys = {"jaxpr", "mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"}
+    assert keys <= names(mapped, X)["shard_map"].keys()
+    assert "call_jaxpr" in names(jax.nn.relu, X)["custom_jvp_call"]
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    held = names(rule, X)["custom_vjp_call"]
+    assert {"call_jaxpr", "num_consts", "symbolic_zeros"} <= held.keys()
+    dot = names(jnp.dot, X, X)["dot_general"]
+    keys = {"dimension_numbers", "precision", "preferred_element_type", "out_sharding"}
+    assert dot.keys() == keys
+    cast = names(lambda x: x.astype(jnp.bfloat16), X)["convert_element_type"]
+    assert cast.keys() == {"new_dtype", "weak_type", "sharding"}

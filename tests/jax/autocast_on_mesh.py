@@ -1,0 +1,140 @@
+"""What `test_sharding` runs on eight devices: gradients of one loss, sharded in every way.
+
+Run as a module with eight CPU devices; prints one line of JSON: for each way the gradients' error
+against float32 on one device, their dtypes and shardings, and the formats of the products.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from polymp.jax import autocast
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+PARAMS = {
+    "w": jax.random.normal(jax.random.key(1), (8, 16)) / 3,
+    "b": jnp.ones(16),
+    "v": jax.random.normal(jax.random.key(2), (16, 8)) / 4,
+}
+
+
+def loss(params: Any, x: Any, out_sharding: Any = None) -> Any:
+    h = jax.nn.relu(x @ params["w"] + params["b"])
+    out = jnp.einsum("bi,ij->bj", h, params["v"], out_sharding=out_sharding)
+    return (jax.nn.log_softmax(out) ** 2).mean()
+
+
+def looped(params: Any, x: Any) -> Any:
+    """A scan, a branch and a block to compute again."""
+
+    def block(x: Any) -> Any:
+        return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
+
+    x = lax.scan(lambda c, _: (jax.checkpoint(block)(c), None), x, None, length=2)[0]
+    x = lax.cond(params["b"][0] > 0, block, lambda x: 2 * block(x), x)
+    return (x**2).mean()
+
+
+def products(jaxpr: Any) -> set[str]:
+    found = set()
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == "polymp_contraction":
+            found.add(eqn.params["run"])
+        elif eqn.primitive.name == "dot_general":
+            found.add("as written")
+        for inner in core.jaxprs_in_params(eqn.params):
+            found |= products(inner)
+    return found
+
+
+def seen(grad: Callable[..., Any], plain: Any, *args: Any) -> dict[str, Any]:
+    grads = grad(*args)
+    errors = [
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())
+        for a, b in zip(*map(jax.tree.leaves, (grads, plain)), strict=True)
+    ]
+    return {
+        "error": max(errors),
+        "dtypes": sorted({leaf.dtype.name for leaf in jax.tree.leaves(grads)}),
+        "shardings": {
+            name: str(getattr(leaf.sharding, "spec", None)) for name, leaf in grads.items()
+        },
+        "products": sorted(products(jax.make_jaxpr(grad)(*args))),
+    }
+
+
+def in_shard_map(fn: Callable[..., Any], mesh: Any, **settings: Any) -> Callable[..., Any]:
+    def mapped(params: Any, x: Any) -> Any:
+        def body(params: Any, x: Any) -> Any:
+            return lax.pmean(fn(params, x).astype(jnp.float32), "data")
+
+        specs = (P(), P("data"))
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), **settings)(params, x)
+
+    return mapped
+
+
+def main() -> None:
+    found = {}
+    plain = jax.grad(loss)(PARAMS, X)
+    plain_looped = jax.grad(looped)(PARAMS, X)
+    grad = jax.grad(autocast(loss))
+
+    flat = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    for check in (True, False):
+        settings = {"check_vma": check}
+        inside = jax.grad(in_shard_map(autocast(loss), flat, **settings))
+        outside = jax.grad(autocast(in_shard_map(loss, flat, **settings)))
+        found[f"shard_map-{check}-inside"] = seen(jax.jit(inside), plain, PARAMS, X)
+        found[f"shard_map-{check}-outside"] = seen(jax.jit(outside), plain, PARAMS, X)
+        looping = jax.grad(autocast(in_shard_map(looped, flat, **settings)))
+        found[f"shard_map-{check}-looped"] = seen(jax.jit(looping), plain_looped, PARAMS, X)
+    found["shard_map-eager"] = seen(outside, plain, PARAMS, X)
+
+    square = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    partly = jax.grad(autocast(in_shard_map(loss, square, axis_names={"data"})))
+    found["shard_map-partly"] = seen(jax.jit(partly), plain, PARAMS, X)
+
+    def mean_of_pmap(params: Any, x: Any) -> Any:
+        each = jax.pmap(loss, in_axes=(None, 0), axis_name="data")
+        return each(params, x.reshape(8, 2, 8)).mean()
+
+    found["pmap"] = seen(jax.grad(autocast(mean_of_pmap)), plain, PARAMS, X)
+
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+        specs = {"w": P(None, "model"), "b": P("model"), "v": P("model", None)}
+        explicit = kind is AxisType.Explicit
+        wrapped = partial(loss, out_sharding=P("data", None)) if explicit else loss
+        grad = jax.grad(autocast(wrapped))
+        with jax.set_mesh(mesh):
+            params = {
+                n: jax.device_put(p, NamedSharding(mesh, specs[n])) for n, p in PARAMS.items()
+            }
+            x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+            name = f"mesh-{kind.name}"
+            found[name] = seen(jax.jit(grad), plain, params, x)
+            found[f"{name}-eager"] = seen(grad, plain, params, x)
+            remat = jax.checkpoint(wrapped, policy=jax.checkpoint_policies.dots_saveable)
+            found[f"{name}-remat"] = seen(jax.jit(jax.grad(autocast(remat))), plain, params, x)
+            donated = jax.jit(grad, donate_argnums=0)
+            copies = jax.tree.map(jnp.copy, params)
+            found[f"{name}-donated"] = seen(jax.jit(grad), plain, params, x)
+            donated(copies, x)
+            found[f"{name}-donated"]["deleted"] = all(
+                leaf.is_deleted() for leaf in jax.tree.leaves(copies)
+            )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/torch_overhead.py
+	$(PY) benchmarks/jax_overhead.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv

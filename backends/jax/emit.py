@@ -45,7 +45,10 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
     outer = source_info_util.current_name_stack()
     here = compat.equation_context()
-    for step, drop in zip(plan.steps, plan.drops, strict=True):
+    # Eagerly, an array is freed after its last reader. A tracer holds none.
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.consts, *args))
+    drops = [()] * len(plan.steps) if traced else plan.drops
+    for step, drop in zip(plan.steps, drops, strict=True):
         eqn = step.eqn
         stack = outer + step.stack if outer.stack else step.stack
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
@@ -57,10 +60,8 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in drop:
             env.pop(var, None)
-            if casts:
-                casts.pop((var, "float32"), None)
-                casts.pop((var, "bfloat16"), None)
-                casts.pop((var, "float16"), None)
+            for format in _DTYPES if casts else ():
+                casts.pop((var, format), None)
     return [read(o) for o in plan.results]
 
 

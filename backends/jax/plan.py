@@ -7,7 +7,10 @@ each equation; emission then follows it. How an equation becomes a step is `prog
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat, regions
 from polymp.backends.jax.values import Known
@@ -52,7 +55,7 @@ class Step(NamedTuple):
 
     eqn: Any
     how: Any
-    operands: tuple[Operand, ...]
+    operands: Sequence[Operand]
     params: Any
     writes: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
@@ -72,7 +75,6 @@ class Plan:
         steps: in the order of the equations.
         results: how each output is read.
         outs: what is known of the outputs.
-        drops: for each step, the variables that nobody reads after it.
         as_written: True if it is the traced program, cast for cast.
         made: what emission keeps for this plan, such as its rewritten jaxpr.
     """
@@ -84,9 +86,21 @@ class Plan:
     steps: list[Step]
     results: tuple[Operand, ...]
     outs: tuple[Known, ...]
-    drops: list[list[Any]]
     as_written: bool
     made: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def drops(self) -> list[list[Any]]:
+        """For each step, the variables that nobody reads after it."""
+        results = self.jaxpr.jaxpr.outvars
+        kept = {atom for atom in results if not isinstance(atom, Literal)}
+        drops = []
+        for step in reversed(self.steps):
+            atoms = step.eqn.invars
+            last = [a for a in atoms if not isinstance(a, Literal) and a not in kept]
+            kept.update(last)
+            drops.append(last)
+        return drops[::-1]
 
 
 class Planner:

@@ -93,6 +93,7 @@ class Program:
         self.wanted = results
         self.env: dict[Any, Known] = {}
         self.steps: list[Step] = []
+        self.stack: Any = None  # of the equation at hand
 
     def plan(self) -> Plan:
         env = self.env
@@ -102,7 +103,7 @@ class Program:
         env.update(zip(invars, self.inputs, strict=True))
         place, region = self.planner.place, self.region
         for eqn in self.jaxpr.eqns:
-            here, stack = place(eqn.source_info.name_stack, region)
+            here, self.stack = place(eqn.source_info.name_stack, region)
             name = eqn.primitive.name
             if name in self.control:
                 step, outs = self.control[name](self, eqn, here)
@@ -120,7 +121,7 @@ class Program:
                 step, outs = self.as_written(eqn)
                 if name not in primitives.OPAQUE and compat.has_program(eqn.params):
                     self.planner.warn(name)
-            self.steps.append(step._replace(stack=stack))
+            self.steps.append(step)
             for var, known in zip(eqn.outvars, outs, strict=True):
                 env[var] = known
         self.pull_up()
@@ -160,8 +161,11 @@ class Program:
         returns: tuple[str | None, ...] | None = None,
         parts: tuple[Any, ...] = (),
     ) -> Step:
-        operands = tuple(map(self.read, eqn.invars, reads))
-        return Step(eqn, how, operands, params or eqn.params, tuple(writes), returns, parts, None)
+        operands = list(map(self.read, eqn.invars, reads))
+        if operands == eqn.invars:
+            operands = eqn.invars  # one list less for each equation that reads as written
+        params = params or eqn.params
+        return Step(eqn, how, operands, params, tuple(writes), returns, parts, self.stack)
 
     # One method for each way to run an equation
 
@@ -365,8 +369,8 @@ class Program:
             ):
                 env[var] = env[var]._replace(format="float32", product=False)
                 reads = ["float32" if self.known(a).format else None for a in step.eqn.invars]
-                again = self.step(step.eqn, reads, ("float32",), params=step.params)
-                step = steps[at] = again._replace(stack=step.stack)
+                self.stack = step.stack
+                step = steps[at] = self.step(step.eqn, reads, ("float32",), params=step.params)
                 pulled = True
             for operand in step.operands:
                 if type(operand) is not Cast:
@@ -379,10 +383,10 @@ class Program:
 
     def settled(self, step: Step) -> Step:
         if any(type(o) is Cast and self._has(o.atom, o.format) for o in step.operands):
-            operands = tuple(
+            operands = [
                 o.atom if type(o) is Cast and self._has(o.atom, o.format) else o
                 for o in step.operands
-            )
+            ]
             return step._replace(operands=operands)
         return step
 
@@ -405,13 +409,6 @@ class Program:
             and all(map(_is_as_written, self.steps))
             and not any(type(read) is Cast for read in reads)
         )
-        kept = {a for a in self.jaxpr.outvars if not isinstance(a, core.Literal)}
-        drops: list[list[Any]] = []
-        for step in reversed(self.steps):
-            last = [v for v in step.eqn.invars if not isinstance(v, core.Literal) and v not in kept]
-            kept.update(last)
-            drops.append(last)
-        drops.reverse()
         return Plan(
             self.closed,
             self.consts,
@@ -420,7 +417,6 @@ class Program:
             self.steps,
             reads,
             tuple(outs),
-            drops,
             as_written,
         )
 

@@ -10,7 +10,6 @@ the next call with the same types.
 
 import functools
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -97,7 +96,6 @@ class Autocast:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._open: list[ExitStack] = []
 
     def __call__(self, fn: F) -> F:
         """The transformed function."""
@@ -112,9 +110,7 @@ class Autocast:
                 "polymp.jax.autocast(fn), or autocast(fn, enabled=False) if the rest of it is to "
                 "run as written."
             )
-        stack = ExitStack()
-        stack.enter_context(regions.entered(self.region))
-        self._open.append(stack)
+        regions.enter(self.region)
         return self
 
     def __exit__(
@@ -123,7 +119,7 @@ class Autocast:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._open.pop().close()
+        regions.leave()
 
     def __repr__(self) -> str:
         region = self.region
@@ -287,12 +283,9 @@ _ARRAY = _Array()
 
 
 def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, jax.Array):
-        return True
     if isinstance(leaf, (np.ndarray, np.generic)):
-        dtype = leaf.dtype
-        return dtype.kind not in "OSUMmV" or jax.numpy.issubdtype(dtype, np.generic)
-    return False
+        return leaf.dtype == np.bool_ or bool(jax.numpy.issubdtype(leaf.dtype, np.number))
+    return isinstance(leaf, jax.Array)
 
 
 def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:

@@ -62,6 +62,8 @@ class _Rules:
         self.floats = [_is_float(var) for var in eqn.invars]
         self.float_outs = [_is_float(var) for var in eqn.outvars]
         self.name = compat.function_name(plan.jaxpr)
+        # Not the plan's: two functions may share a body and differ in their rules.
+        self.made: dict[Any, Any] = {}
 
     def original(self, *args: Any) -> Any:
         """The equation as a function, at its declared formats."""
@@ -84,7 +86,7 @@ class _Forward(_Rules):
     """The rule of a `jax.custom_jvp` function."""
 
     def call(self, values: Sequence[Any]) -> Sequence[Any]:
-        made = self.plan.made
+        made = self.made
         if "function" not in made:  # one object, so that JAX's caches know it again
             made["function"] = function = jax.custom_jvp(_named(self.primal, self.name))
             function.defjvp(self.rule)
@@ -99,7 +101,7 @@ class _Forward(_Rules):
         return tuple(flat[:count]), tuple(_refill(flat[count:], self.float_outs, self.eqn.outvars))
 
     def planned(self) -> Plan:
-        made = self.plan.made
+        made = self.made
         if "jvp" not in made:
             avals = [var.aval for var in self.eqn.invars]
 
@@ -133,7 +135,7 @@ class _Reverse(_Rules):
 
     def call(self, values: Sequence[Any]) -> Sequence[Any]:
         consts, args = values[: self.num_consts], values[self.num_consts :]
-        made = self.plan.made
+        made = self.made
         function = made.get("function") or self.function(consts)
         if not consts:
             made["function"] = function
@@ -167,7 +169,7 @@ class _Reverse(_Rules):
 
     def planned(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
         """The forward and the backward half, when these arguments are differentiated."""
-        made = self.plan.made
+        made = self.made
         if ("vjp", moving) not in made:
             made["vjp", moving] = self.both(moving)
         plans: tuple[Plan, Plan] = made["vjp", moving]

@@ -9,7 +9,7 @@ rewrite knows the region of each. Nothing here casts.
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
@@ -47,6 +47,28 @@ def entered(region: Region) -> Iterator[None]:
     """Run Python in the region, and mark what is traced meanwhile."""
     with AMBIENT(region), jax.named_scope(_MARKS.name(region)):
         yield
+
+
+class _Open(threading.local):
+    """The regions that `with` has opened in this thread, oldest first."""
+
+    def __init__(self) -> None:
+        self.stacks: list[AbstractContextManager[None]] = []
+
+
+_OPEN = _Open()
+
+
+def enter(region: Region) -> None:
+    """Open a region; `leave` closes the one that was opened last in this thread."""
+    scope = entered(region)
+    scope.__enter__()
+    _OPEN.stacks.append(scope)
+
+
+def leave() -> None:
+    """Close the region that was opened last in this thread."""
+    _OPEN.stacks.pop().__exit__(None, None, None)
 
 
 def innermost(stack: Any) -> Region | None:

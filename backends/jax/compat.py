@@ -40,6 +40,15 @@ def varying_axes(x: Any) -> frozenset[str]:
     return axes
 
 
+def varying_alike(*operands: Any) -> Sequence[Any]:
+    """The operands, each varying over the manual axes that any of them varies over.
+
+    What functions of `jax.lax` do before they bind a primitive. Since jax 0.10.
+    """
+    operands_alike: Sequence[Any] = _core.auto_insert_reshard(*operands)
+    return operands_alike
+
+
 def trace_context() -> Any:
     """Everything of jax's configuration that a trace depends on, as a key. Since jax 0.4.
 

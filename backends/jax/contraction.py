@@ -10,7 +10,6 @@ The transposes and batched forms of JAX's own primitive are traced at one dtype,
 contraction in them is replaced; no rule of JAX's is repeated here.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -42,7 +41,8 @@ def contract(
         out: format of the result, `run` or "float32".
     """
     kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
-    return contraction_p.bind(lhs, rhs, *rest, of=of, params=kept, run=run, out=out)
+    operands = compat.varying_alike(lhs, rhs, *rest)
+    return contraction_p.bind(*operands, of=of, params=kept, run=run, out=out)
 
 
 def _plain(
@@ -65,9 +65,8 @@ def _lowered_default(*operands: Any, of: Any, params: Any, run: str, out: str) -
 
 
 def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
-    if run != "bfloat16" or of.name != "dot_general" or any(map(_is_explicit, operands[:2])):
-        # XLA's CPU kernels for these take float32; products of low values are exact in it. And
-        # where shardings are part of types, no dimension may be moved that the program did not.
+    if run != "bfloat16" or of.name != "dot_general":
+        # XLA's CPU kernels for these take float32; products of low values are exact in it.
         lhs, rhs, *rest = operands
         wide = [
             lax.convert_element_type(lax.convert_element_type(x, run), "float32")
@@ -75,33 +74,39 @@ def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> An
         ]
         made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
         return lax.convert_element_type(made, out)
+    # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
+    # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
+    # and is computed in float32; a unit dimension, put in after the transpose, sets that right. The
+    # barriers keep XLA from folding a transpose into the product afterwards: it would then run a
+    # slower kernel, or have none and raise.
     lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
-    (lc, rc), (lb, rb) = dict(params)["dimension_numbers"]
+    own = dict(params)
+    (lc, rc), (lb, rb) = own["dimension_numbers"]
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
-    rf = [d for d in range(rhs.ndim) if d not in (*rc, *rb)]
-    shape = [lhs.shape[d] for d in (*lb, *lf)] + [rhs.shape[d] for d in rf]
-
-    def size(x: Any, dims: Sequence[int]) -> int:
-        return math.prod(x.shape[d] for d in dims)
-
-    batch, m, k, n = size(lhs, lb), size(lhs, lf), size(lhs, lc), size(rhs, rf)
-    lhs = lax.transpose(lhs, (*lb, *lf, *lc))
-    last = (*rb, *rf, *rc) == tuple(range(rhs.ndim))  # the contracted dimensions of rhs
-    rhs = lax.transpose(rhs, (*rb, *rf, *rc) if last else (*rb, *rc, *rf))
-    leading = (batch,) if batch > 1 else ()
-    lhs = lax.reshape(lhs, (*leading, m, k))
-    rhs = lax.reshape(rhs, (*leading, n, k) if last else (*leading, k, n))
+    at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
+    lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
+    rhs = lax.expand_dims(rhs, (0,))
     lhs, rhs = lax.optimization_barrier((lhs, rhs))
-    at = len(leading)
-    dims = (((at + 1,), (at + last,)), (tuple(range(at)),) * 2)
-    made = lax.dot_general(lhs, rhs, dims, preferred_element_type=np.dtype("float32"))
+    dims = (
+        (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
+        (tuple(range(at)), tuple(d + 1 for d in rb)),
+    )
+    sharding = own["out_sharding"]
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
+        spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
+        spec = spec[: after + rhs.ndim - len(rc) - len(rb)]
+        sharding = sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
+    made = lax.dot_general(
+        lhs,
+        rhs,
+        dims,
+        precision=own["precision"],
+        preferred_element_type=np.dtype("float32"),
+        out_sharding=sharding,
+    )
     made = lax.optimization_barrier(made) if out == "float32" else made
-    return lax.convert_element_type(lax.reshape(made, shape), out)
-
-
-def _is_explicit(x: Any) -> bool:
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.sharding.AxisType.Explicit in mesh.axis_types
+    return lax.convert_element_type(lax.squeeze(made, (at, after)), out)
 
 
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
@@ -243,7 +248,7 @@ def _mold(closed: Any, args: Sequence[Any], run: str, out: str) -> Any:
             after = jaxpr.eqns[at + 1] if at + 1 < len(jaxpr.eqns) else None
             params = eqn.params
             if swapped := _swapped(eqn, after):
-                params, values = {**params, "dimension_numbers": swapped}, values[::-1]
+                params, values = {**params, **swapped}, values[::-1]
                 turned[eqn.outvars[0]] = True
             outs = [contract(eqn.primitive, *values, params=params, run=run, out=out)]
         elif name == "transpose" and eqn.invars[0] in turned:
@@ -261,7 +266,7 @@ def _mold(closed: Any, args: Sequence[Any], run: str, out: str) -> Any:
 
 
 def _swapped(eqn: Any, after: Any) -> Any:
-    """The dimensions of a product whose operands change places, if only a transpose follows it.
+    """The parameters of a product whose operands change places, if only a transpose follows it.
 
     The transpose of a product is the product of its operands the other way round. XLA on CPU would
     find that out late, and then has no kernel for what it made.
@@ -270,16 +275,20 @@ def _swapped(eqn: Any, after: Any) -> Any:
         return None
     if after.primitive.name != "transpose" or after.invars[0] is not eqn.outvars[0]:
         return None
-    if eqn.params.get("out_sharding") is not None:
-        return None
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = (v.aval.ndim for v in eqn.invars)
     batch = len(lb)
     of_lhs, of_rhs = lhs - batch - len(lc), rhs - batch - len(rc)
     turned = (*range(batch), *range(batch + of_lhs, batch + of_lhs + of_rhs))
-    if after.params["permutation"] != (*turned, *range(batch, batch + of_lhs)):
+    order = (*turned, *range(batch, batch + of_lhs))
+    if after.params["permutation"] != order:
         return None
-    return (rc, lc), (rb, lb)
+    sharding = eqn.params["out_sharding"]
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * len(order)]
+        spec = sharding.spec.update(partitions=tuple(spec[d] for d in order))
+        sharding = sharding.update(spec=spec)
+    return {"dimension_numbers": ((rc, lc), (rb, lb)), "out_sharding": sharding}
 
 
 contraction_p.def_impl(_run)

@@ -28,6 +28,19 @@ def test_varying_axes(check):
     assert compat.varying_axes(x) == frozenset()
 
 
+def test_varying_alike():
+    seen = []
+
+    def body(whole, part):
+        seen.extend(map(compat.varying_axes, compat.varying_alike(whole, part)))
+        return whole
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (PartitionSpec(), PartitionSpec("d"))
+    jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0])(jnp.ones(1), jnp.ones(1))
+    assert seen == [frozenset({"d"})] * 2
+
+
 def traced(fn, *args):
     return jax.make_jaxpr(fn)(*args)
 

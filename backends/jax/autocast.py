@@ -22,8 +22,8 @@ from polymp.backends.jax import compat, nnx, regions
 from polymp.backends.jax.control import planner
 from polymp.backends.jax.emit import run
 from polymp.backends.jax.plan import Plan
-from polymp.backends.jax.program import LOWER, UPPER
-from polymp.backends.jax.values import LOW, declared, given
+from polymp.backends.jax.program import LOWER, UPPER, given
+from polymp.backends.jax.values import LOW
 from polymp.region import Region
 from polymp.rules import Policy
 
@@ -318,7 +318,6 @@ def _trace(
     flat.__name__ = getattr(fn, "__name__", "function")
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     invars = compat.binders(jaxpr)[1]
-    known = [given(var.aval, declared(var)) for var in invars]
-    plan = planner().plan(jaxpr, known, region)
+    plan = planner().plan(jaxpr, map(given, invars), region)
     out_tree, statics_out = found
     return _Traced(plan, out_tree, statics_out)

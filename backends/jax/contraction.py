@@ -114,6 +114,11 @@ def _run(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
     return contraction_p.bind(*operands, of=of, params=params, run=run, out=out)
 
 
+def _eagerly(*operands: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # as for jax's own primitives: one kernel, not what it is made of
+        return _run(*operands, **params)
+
+
 def _abstract(*avals: Any, of: Any, params: Any, run: str, out: str) -> Any:
     lhs, rhs, *rest = avals
     low = [aval.update(dtype=np.dtype(run), weak_type=False) for aval in (lhs, rhs)]
@@ -291,7 +296,7 @@ def _swapped(eqn: Any, after: Any) -> Any:
     return {"dimension_numbers": ((rc, lc), (rb, lb)), "out_sharding": sharding}
 
 
-contraction_p.def_impl(_run)
+contraction_p.def_impl(_eagerly)
 contraction_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[contraction_p] = _jvp
 ad.primitive_transposes[contraction_p] = _transpose

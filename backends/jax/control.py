@@ -75,7 +75,7 @@ def _plan_scan(program: Program, eqn: Any, region: Region) -> Planned:
     num_consts, num_carry = compat.scan_sizes(eqn.params)
     first = num_consts + num_carry
     consts, init, xs = known[:num_consts], known[num_consts:first], known[first:]
-    slices = [_slice(k, var) for k, var in zip(xs, compat.binders(inner)[1][first:], strict=True)]
+    slices = [k._replace(product=False) for k in xs]
     carry = [k.format for k in init]
 
     def body(results: Sequence[str | None] | None) -> Plan:
@@ -89,12 +89,6 @@ def _plan_scan(program: Program, eqn: Any, region: Region) -> Planned:
     reads = [*[None] * num_consts, *carry, *[None] * len(xs)]
     outs = [Known(k.format) for k in plan.outs]
     return program.step(eqn, reads, [k.format for k in outs], _scan, parts=(plan,)), outs
-
-
-def _slice(known: Known, var: Any) -> Known:
-    if known.origin is Origin.GIVEN and not var.aval.shape:
-        return Known(known.format, Origin.LITERAL)
-    return known._replace(product=False)
 
 
 def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None]:

@@ -112,7 +112,8 @@ class _Forward(_Rules):
 
             jaxpr = self.trace(pair, avals, _where(avals, self.floats))
             known = list(self.plan.known)
-            moving = [Known(k.format) for k in _where(known, self.floats)]
+            # A parameter's tangent counts as one, so that its cotangent is not rounded either.
+            moving = [k._replace(product=False) for k in _where(known, self.floats)]
             outs = [k.format for k in self.plan.outs]
             results = [*outs, *_where(outs, self.float_outs)]
             made["jvp"] = self.planner.plan(jaxpr, [*known, *moving], self.plan.region, results)
@@ -209,7 +210,7 @@ class _Reverse(_Rules):
         before = [k._replace(number=None) for k in first.outs[count:]]
         cotangents = [Known(f) for f in _where(outs, self.float_outs)]
         wanted = [k.format for k in _where(known[skip:], moving)]
-        return first, planner.plan(jaxpr, [*before, *cotangents], region, wanted)
+        return first, planner.plan(jaxpr, [*before, *cotangents], region, wanted, gradients=True)
 
 
 @jax.tree_util.register_pytree_node_class

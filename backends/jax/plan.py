@@ -123,6 +123,7 @@ class Planner:
         known: Iterable[Known],
         region: Region,
         results: Sequence[str | None] | None = None,
+        gradients: bool = False,
     ) -> Plan:
         """The plan of a closed jaxpr.
 
@@ -131,11 +132,12 @@ class Planner:
             known: of its inputs.
             region: that holds where no mark says otherwise.
             results: formats that the outputs must have; None leaves those as they come.
+            gradients: True if the outputs are gradients.
         """
         known = tuple(known)
-        key = (id(jaxpr), known, region, None if results is None else tuple(results))
+        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
         if key not in self.plans:
-            self.plans[key] = self.one(self, jaxpr, known, region, results)
+            self.plans[key] = self.one(self, jaxpr, known, region, results, gradients)
         return self.plans[key]
 
     def place(self, stack: Any, outer: Region) -> tuple[Region, Any]:

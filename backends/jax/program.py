@@ -24,7 +24,6 @@ from polymp.backends.jax.values import (
     Origin,
     declared,
     fits,
-    given,
     in_format,
     literal,
     name_of,
@@ -73,6 +72,8 @@ class Program:
         known: of its inputs.
         region: that holds where no mark says otherwise.
         results: formats that the outputs must have; None leaves those as they come.
+        gradients: True if the outputs are gradients: a contraction that makes one of a float32
+            value then does not round it.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class Program:
         known: tuple[Known, ...],
         region: Region,
         results: Sequence[str | None] | None,
+        gradients: bool,
     ) -> None:
         self.planner = planner
         self.control = control
+        self.gradients = gradients
         self.closed = jaxpr
         self.jaxpr, self.consts = compat.opened(jaxpr)
         self.inputs = known
@@ -98,8 +101,7 @@ class Program:
     def plan(self) -> Plan:
         env = self.env
         constvars, invars = compat.binders(self.closed)
-        for var, value in zip(constvars, self.consts, strict=True):
-            env[var] = given(value, declared(var))
+        env.update({var: given(var) for var in constvars})
         env.update(zip(invars, self.inputs, strict=True))
         place, region = self.planner.place, self.region
         for eqn in self.jaxpr.eqns:
@@ -186,6 +188,8 @@ class Program:
             origin = Origin.LITERAL
         elif old is None and getattr(atom.aval, "dtype", None) == np.bool_:
             origin = Origin.MASK
+        elif known.origin is Origin.GIVEN and not atom.aval.shape:
+            origin = Origin.GIVEN
         number = known.number if new is not None and origin is Origin.LITERAL else None
         return self.step(eqn, [None], [new]), [Known(new, origin, number=number)]
 
@@ -212,7 +216,7 @@ class Program:
             id(region),
             *known,
             *[(atom.aval.dtype, not atom.aval.shape) for atom in atoms],
-            *[var.aval.dtype for var in eqn.outvars],
+            *[(var.aval.dtype, not var.aval.shape) for var in eqn.outvars],
         )
         ways = self.planner.ways
         if signature not in ways:  # a program asks the same few questions over and over
@@ -239,8 +243,11 @@ class Program:
         reads = [groups[f] if f else None for f in formats]
         writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
         finals = [decision.out or f if f else None for f in writes]
+        if decision.run is None and op in primitives.ELEMENTWISE and self.meets_scalar(eqn, known):
+            # The scalar may be anything: it is not rounded, the result is.
+            reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
         returns = tuple(finals) if finals != writes else None
-        origin, number = self.origin(op, known)
+        origin, number = self.origin(eqn, op, known)
         adds = op in ("add", "add_any") and all(
             k.product or k.origin is not Origin.COMPUTED for k in known
         )
@@ -255,7 +262,7 @@ class Program:
         if any(_fixed(atom) for atom in eqn.invars):
             return ()
         pairs = list(zip(known, eqn.invars, strict=True))
-        hard = tuple(k.format for k, atom in pairs if k.format and not _soft(k, atom, op))
+        hard = tuple(k.format for k, atom in pairs if k.format and not _soft(k, atom, eqn, op))
         return hard or tuple(k.format for k in known if k.format)
 
     def decision(self, op: str, formats: tuple[str, ...], region: Region) -> Decision:
@@ -277,7 +284,7 @@ class Program:
                 for k, a, f in zip(known, atoms, formats, strict=True)
                 if f == one and k.format
             ]
-            hard = [k for k, a in members if not _soft(k, a, op)]
+            hard = [k for k, a in members if not _soft(k, a, eqn, op)]
             if op in ("add", "add_any") and _is_bias(hard):
                 hard = [k for k in hard if k.product]
             run = widest(k.format for k in hard or [k for k, _ in members] if k.format)
@@ -289,13 +296,27 @@ class Program:
             groups[one] = run
         return groups
 
-    def origin(self, op: str, known: list[Known]) -> tuple[Origin, Any]:
-        floats = [k for k in known if k.format]
+    def origin(self, eqn: Any, op: str, operands: list[Known]) -> tuple[Origin, Any]:
+        floats = [k for k in operands if k.format]
         if op in primitives.LAYOUT:
-            return floats[0].origin, floats[0].number
-        if all(k.origin in (Origin.LITERAL, Origin.MASK) for k in floats):
+            (known, *_) = floats
+            spread = not eqn.invars[0].aval.shape and eqn.outvars[0].aval.shape
+            if known.origin is Origin.GIVEN and spread:
+                return Origin.LITERAL, None  # what jnp.where makes of a scalar
+            return known.origin, known.number
+        origins = {k.origin for k in floats}
+        if origins <= {Origin.LITERAL, Origin.MASK}:
             return Origin.LITERAL, None
+        if Origin.COMPUTED not in origins and not any(v.aval.shape for v in eqn.outvars):
+            return Origin.GIVEN, None
         return Origin.COMPUTED, None
+
+    def meets_scalar(self, eqn: Any, known: list[Known]) -> bool:
+        """True if a float32 scalar of unknown size takes the low format of an array."""
+        return any(
+            k.format == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
+            for k, atom in zip(known, eqn.invars, strict=True)
+        ) and any(k.format in LOW for k in known)
 
     def contraction(self, eqn: Any, known: list[Known], region: Region) -> Planned:
         hard = self.hard(eqn, eqn.primitive.name, known)
@@ -351,8 +372,12 @@ class Program:
     def pull_up(self) -> None:
         """Compute in float32 what float32 ops alone consume: no rounding in between."""
         env, steps = self.env, self.steps
-        other: set[Any] = {a for a in self.jaxpr.outvars if not isinstance(a, core.Literal)}
-        upper: set[Any] = set()
+        other: set[Any] = set()  # what is read in its own format
+        upper: set[Any] = set()  # what is read in float32
+        outvars = self.jaxpr.outvars
+        for atom, want in zip(outvars, self.wanted or [None] * len(outvars), strict=True):
+            if not isinstance(atom, core.Literal):
+                (upper if self.gradients and want == "float32" else other).add(atom)
         pulled = False
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
@@ -361,17 +386,19 @@ class Program:
                 var in upper
                 and var not in other
                 and not more
-                and step.how == "bind"
-                and step.eqn.primitive.name in _PULLED
                 and step.returns is None
                 and step.writes[0] in LOW
                 and declared(var) == "float32"
+                and self.can_widen(step)
             ):
+                pulled = True
                 env[var] = env[var]._replace(format="float32", product=False)
+                if step.how == "contract":
+                    steps[at] = step._replace(writes=("float32",))
+                    continue
                 reads = ["float32" if self.known(a).format else None for a in step.eqn.invars]
                 self.stack = step.stack
                 step = steps[at] = self.step(step.eqn, reads, ("float32",), params=step.params)
-                pulled = True
             for operand in step.operands:
                 if type(operand) is not Cast:
                     if type(operand) is not core.Literal:
@@ -380,6 +407,11 @@ class Program:
                     (upper if operand.format == "float32" else other).add(operand.atom)
         if pulled:  # what was read with a cast may now come as float32 already
             self.steps = [self.settled(step) for step in steps]
+
+    def can_widen(self, step: Step) -> bool:
+        if step.how == "contract":
+            return self.gradients
+        return step.how == "bind" and step.eqn.primitive.name in _PULLED
 
     def settled(self, step: Step) -> Step:
         if any(type(o) is Cast and self._has(o.atom, o.format) for o in step.operands):
@@ -441,6 +473,12 @@ def _is_as_written(step: Step) -> bool:
     )
 
 
+def given(var: Any) -> Known:
+    """What is known of an argument or constant; a scalar of Python's is a number."""
+    weak = not var.aval.shape and getattr(var.aval, "weak_type", False)
+    return Known(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
+
+
 def _forbidden(policy: Policy, op: str, formats: Sequence[str]) -> ForbiddenOpError:
     instead = policy.table[op].instead if op in policy.table else ""
     return ForbiddenOpError(
@@ -465,11 +503,16 @@ def _fixed(atom: Any) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
 
 
-def _soft(known: Known, atom: Any, op: str) -> bool:
-    """True if the operand takes the format of the others, as Python's numbers do."""
-    if known.origin is Origin.MASK:
-        return True
-    return known.origin is Origin.LITERAL and (not atom.aval.shape or op in primitives.CHOICES)
+def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
+    """True if the operand takes the format of the others, as Python's numbers do in torch."""
+    match known.origin:
+        case Origin.MASK:
+            return True
+        case Origin.LITERAL:
+            return not atom.aval.shape or op in primitives.CHOICES
+        case Origin.GIVEN:  # a scalar tensor, among tensors with dimensions
+            return not atom.aval.shape and any(v.aval.shape for v in eqn.outvars)
+    return False
 
 
 def _is_parameter(known: Known) -> bool:

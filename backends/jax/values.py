@@ -22,7 +22,7 @@ class Origin(Enum):
 
     COMPUTED  from anything else
     GIVEN     an argument or constant, or a layout of one: a parameter, as a rule
-    LITERAL   a number in the program, or a scalar argument
+    LITERAL   a number in the program
     MASK      a bool, converted: zeros and ones are exact in every format
     """
 
@@ -58,11 +58,6 @@ def name_of(dtype: Any) -> str | None:
 def declared(atom: Any) -> str | None:
     """The declared format of a variable or literal, if autocast may touch it."""
     return name_of(getattr(atom.aval, "dtype", None))
-
-
-def given(value: Any, format: str | None) -> Known:
-    """What is known of an argument or constant."""
-    return Known(format, Origin.GIVEN if np.ndim(value) else Origin.LITERAL)
 
 
 def fits(number: Any, format: str) -> bool:

@@ -6,6 +6,8 @@ exact in float16, so that what the format costs can be bounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,19 +34,33 @@ def problem() -> tuple[Any, Any, Any]:
     return tuple(jnp.asarray(a, jnp.float32) for a in (x, t, np.zeros(8)))
 
 
-def loss(w: Any, x: Any, t: Any, dtype: Any) -> Any:
+def cast_loss(w: Any, x: Any, t: Any, dtype: Any) -> Any:
     residual = x.astype(dtype) @ w.astype(dtype) - t.astype(dtype)
     return SMALL * (residual.astype(jnp.float32) ** 2).mean()
 
 
+def plain_loss(w: Any, x: Any, t: Any) -> Any:
+    """The same without a cast, for `autocast` to insert; there the difference is float32."""
+    return SMALL * ((x @ w - t) ** 2).mean()
+
+
 def train_step(
-    w: Any, state: Any, scaler: GradScaler, x: Any, t: Any, dtype: Any = jnp.float16
+    w: Any,
+    state: Any,
+    scaler: GradScaler,
+    x: Any,
+    t: Any,
+    dtype: Any = jnp.float16,
+    loss: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any, GradScaler, Any]:
+    """One step; a `loss` of one's own takes the place of the one with casts to `dtype`."""
+    cost = loss or partial(cast_loss, dtype=dtype)
+
     def update(grads: Any, w: Any, state: Any) -> tuple[Any, Any]:
         updates, state = optimizer.update(grads, state, w)
         return optax.apply_updates(w, updates), state
 
-    grads = jax.grad(lambda w: scaler.scale(loss(w, x, t, dtype)))(w)
+    grads = jax.grad(lambda w: scaler.scale(cost(w, x, t)))(w)
     (w, state), scaler, finite = scaler.step(grads, update, w, state)
     return w, state, scaler, finite
 

@@ -104,6 +104,19 @@ def test_rule_2_a_number_that_float16_cannot_hold_promotes_instead(number):
     assert autocast(lambda x, w: (x @ w) * number)(X, W).dtype == jnp.bfloat16
 
 
+def test_rule_2_a_scalar_argument_never_promotes_an_array_and_is_not_rounded():
+    def f(x, w, s):
+        low = x @ w
+        return low * s, low[0, 0] * s, low * (2 * s), jnp.where(x > 0, low, s)
+
+    out = half(f)(X, W, jnp.float32(1e-6))
+    assert dtypes(out) == ("float16", "float32", "float16", "float16")
+    # float16 holds 1e-6 as 9.54e-7: the product is rounded, the scalar before it is not.
+    low = np.float32(half(jnp.matmul)(X, W))
+    assert np.array_equal(out[0], (low * np.float32(1e-6)).astype(np.float16))
+    assert np.isfinite(half(lambda x, w, s: x @ w * s / s)(X, W, jnp.float32(2.0**16))).all()
+
+
 def test_rule_3_an_accumulator_that_was_asked_for_stays_and_the_one_jnp_fills_in_does_not():
     def f(x, w):
         low = x.astype(jnp.bfloat16)
@@ -248,6 +261,55 @@ def test_rule_9_custom_rules_are_kept():
         assert np.abs(grad(X) / true - factor).max() < 0.05
         assert named(ops(grad, X), "polymp_contraction")
         assert not named(ops(grad, X), "dot_general")
+
+
+def test_rule_9_two_functions_may_share_a_body_and_not_a_rule():
+    def twice(x):
+        return 2 * x
+
+    ten, hundred = jax.custom_jvp(twice), jax.custom_jvp(twice)
+    ten.defjvp(lambda p, t: (twice(*p), 10 * t[0]))
+    hundred.defjvp(lambda p, t: (twice(*p), 100 * t[0]))
+    grad = jax.grad(autocast(lambda x: (ten(x) + hundred(x)).sum()))
+    assert np.array_equal(grad(X), np.full((4, 4), 110))
+
+
+def test_rule_9_a_rule_that_asked_hears_what_is_differentiated():
+    seen = []
+
+    @jax.custom_vjp
+    def product(x, y):
+        return x @ y
+
+    def forward(x, y):
+        seen.append((x.perturbed, y.perturbed))
+        return x.value @ y.value, (x.value, y.value)
+
+    product.defvjp(forward, lambda r, ct: (ct @ r[1].T, r[0].T @ ct), symbolic_zeros=True)
+    for argnums, perturbed in ((0, (True, False)), (1, (False, True)), ((0, 1), (True, True))):
+        seen.clear()
+        jax.grad(lambda x, w: autocast(product)(x, w).sum(), argnums)(X, W)
+        assert seen[-1] == perturbed
+
+
+def test_rule_9_a_parameters_gradient_is_not_rounded_by_a_rule_either():
+    @jax.custom_jvp
+    def forward(x, w):
+        return x @ w
+
+    @forward.defjvp
+    def _(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return x @ w, dx @ w + x @ dw
+
+    @jax.custom_vjp
+    def reverse(x, w):
+        return x @ w
+
+    reverse.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].T, r[0].T @ ct))
+    for fn in (jnp.matmul, forward, reverse):
+        grad = jax.grad(lambda w, fn=fn: jnp.sin(autocast(fn)(X, w)).sum())(W)
+        assert not np.array_equal(grad, grad.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def test_rule_9_a_rule_runs_in_the_region_of_the_call():

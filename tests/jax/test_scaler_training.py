@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 from polymp.backends.jax.scaler import GradScaler
+from polymp.jax import autocast
 from tests.jax.scaler_problem import (
     STEPS,
     bound,
@@ -25,19 +26,22 @@ from tests.jax.scaler_problem import (
     least,
     mean_square,
     optimizer,
+    plain_loss,
     problem,
     train_step,
 )
 
 
-def trained(scaler: GradScaler, dtype: Any) -> tuple[np.ndarray, GradScaler, np.ndarray]:
+def trained(
+    scaler: GradScaler, dtype: Any, loss: Any = None
+) -> tuple[np.ndarray, GradScaler, np.ndarray]:
     """Weights, scaler and what was found in each step, all in one scan."""
     x, t, w = problem()
 
     @jax.jit
     def run(w, scaler):
         def body(carry, _):
-            w, state, scaler, finite = train_step(*carry, x, t, dtype)
+            w, state, scaler, finite = train_step(*carry, x, t, dtype, loss)
             return (w, state, scaler), (finite, scaler.state.scale)
 
         carry, seen = jax.lax.scan(body, (w, optimizer.init(w), scaler), None, length=STEPS)
@@ -57,6 +61,51 @@ def test_float16_reaches_the_loss_of_float32():
     assert not np.array_equal(w16, w32)  # float16 did take part
     assert 3 < (~finite16).sum() < STEPS / 2  # the scale grew until it was too large, and came back
     assert scaler.state.scale > 2.0**30
+
+
+def test_autocast_in_float16_reaches_it_too():
+    loss = autocast(plain_loss, dtype=jnp.float16)
+    w16, scaler, finite16 = trained(GradScaler(growth_interval=2), None, loss)
+    w32, _, _ = trained(GradScaler(enabled=False), None, plain_loss)
+    assert 0 <= excess(w16) <= bound()  # its difference is float32's: fewer roundings than there
+    assert not np.array_equal(w16, w32)
+    assert 3 < (~finite16).sum() < STEPS / 2
+    assert scaler.state.scale > 2.0**30
+
+
+def test_autocast_in_float16_without_a_scaler():
+    w, _, _ = trained(GradScaler(enabled=False), None, autocast(plain_loss, dtype=jnp.float16))
+    assert not w.any()
+
+
+@pytest.mark.parametrize("given", ["closed over", "argument"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_float16_loss_scaled_inside_an_autocast_function(given, jit):
+    x = jnp.asarray([1.5, -2.0, 0.25, 4.0], jnp.float32)
+    w = jnp.asarray([3.0, 1.0, 8.0, -0.5], jnp.float32)
+    scaler = GradScaler()  # 2**16 is Inf in float16, and so is any loss above 1 times it
+
+    def losses(scaler: GradScaler, w: Any) -> tuple[Any, Any]:
+        loss = x @ w
+        return scaler.scale(loss), loss
+
+    low = autocast(losses, dtype=jnp.float16)
+    if given == "closed over":
+        low = autocast(lambda _, w: losses(scaler, w), dtype=jnp.float16)
+    run = jax.jit(low) if jit else low
+    scaled, loss = run(scaler, w)
+    assert (loss.dtype, float(loss)) == (jnp.float16, 2.5)
+    assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.5 * 2.0**16)
+    grads = jax.grad(lambda w: low(scaler, w)[0])(w)
+    assert grads.dtype == jnp.float32
+    # The cotangent of a float16 loss is float16, and the scale has no place in it.
+    (true, finite) = scaler.unscale(grads)
+    assert not finite
+    smaller = GradScaler(2.0**15)
+    grads = jax.grad(lambda w: autocast(losses, dtype=jnp.float16)(smaller, w)[0])(w)
+    true, finite = smaller.unscale(grads)
+    assert finite
+    assert np.array_equal(true, x)
 
 
 def test_without_a_scaler_every_gradient_vanishes():

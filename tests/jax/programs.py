@@ -1,0 +1,423 @@
+"""Random programs: a small grammar, drawn by Hypothesis, read as plain JAX functions.
+
+A program is data: steps on rows (3, 4) or (4,), matrices (4, 4), a vector, a scalar and an index,
+inside and outside of jit, vmap, scan, loops, branches, remat, functions with derivative rules of
+their own, and regions. `plain` reads it as the float32 function that a user would write; another
+reading, with casts by hand, is `programs_by_hand`'s. Every name is given once in a program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+Env = dict[str, Any]
+Formula = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the table below."""
+
+    target: str
+    name: str
+    args: tuple[str, ...]
+    number: float = 0.0
+
+    def __str__(self) -> str:
+        number = f", {self.number:g}" if self.name in NUMBERS else ""
+        return f"{self.target} = {self.name}({', '.join(self.args)}{number})"
+
+
+@dataclass(frozen=True)
+class Do:
+    """A construct with programs inside it; what they read from outside is closed over."""
+
+    targets: tuple[str, ...]
+    kind: str
+    args: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    option: Any = None
+
+    def __str__(self) -> str:
+        option = "" if self.option is None else f" {self.option}"
+        inside = "\n".join(str(block) for block in self.blocks)
+        head = f"{', '.join(self.targets)} = {self.kind}({', '.join(self.args)}){option}"
+        return head + "\n" + "\n".join("    " + line for line in inside.split("\n"))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps, and the names that they are given and hand on."""
+
+    params: tuple[str, ...]
+    steps: tuple[Op | Do, ...]
+    results: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"({', '.join(self.params)}):", *map(str, self.steps)]
+        return "\n".join([*lines, f"return {', '.join(self.results)}"])
+
+
+@dataclass(frozen=True)
+class Program:
+    """A block that is read in a region of a low format, and the seed of its arguments."""
+
+    block: Block
+    low: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"in {self.low}, arguments {self.seed}\n{self.block}"
+
+    def counts(self) -> Counter[str]:
+        return Counter(s.kind if isinstance(s, Do) else s.name for s in every(self.block))
+
+
+def every(block: Block) -> Iterator[Op | Do]:
+    """The steps at every depth."""
+    for step in block.steps:
+        yield step
+        if isinstance(step, Do):
+            for inner in step.blocks:
+                yield from every(inner)
+
+
+def free(*blocks: Block) -> tuple[str, ...]:
+    """The names that blocks read from outside."""
+    found: dict[str, None] = {}
+    for block in blocks:
+        known = set(block.params)
+        for step in block.steps:
+            inner = step.blocks if isinstance(step, Do) else ()
+            own = OWN.get(step.kind, ()) if isinstance(step, Do) else ()
+            read = (*step.args, *own, *free(*inner))
+            found.update(dict.fromkeys(name for name in read if name not in known))
+            known.update(step.targets if isinstance(step, Do) else (step.target,))
+        found.update(dict.fromkeys(n for n in block.results if n not in known))
+    return tuple(found)
+
+
+# The ops. Rows are r, matrices m, the vector v, the scalar s; the first letter of a name tells.
+
+KEEP_HALF = np.array([True, False, False, True])
+INDEX, LAYERS = "k0", "layers"
+OWN = {"switch": (INDEX,), "scan": (LAYERS,)}  # what constructs read besides their arguments
+
+
+def _select(x: Any, y: Any) -> Any:
+    return lax.select(jnp.broadcast_to(KEEP_HALF, x.shape), x, y)
+
+
+def _inner(x: Any, y: Any) -> Any:
+    return jnp.broadcast_to(jnp.einsum("...i,...i->...", x, y)[..., None], x.shape)
+
+
+def _norm(x: Any) -> Any:
+    return lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1.0) + jnp.zeros_like(x)
+
+
+ROWS: dict[str, tuple[str, Formula]] = {
+    "tanh": ("r", jnp.tanh),
+    "sin": ("r", jnp.sin),
+    "neg": ("r", jnp.negative),
+    "relu": ("r", lambda x: jnp.maximum(x, 0.0)),
+    "shift": ("r", lambda x: x - jnp.max(x, -1, keepdims=True)),
+    "rev": ("r", lambda x: lax.rev(x, (x.ndim - 1,))),
+    "masked": ("r", lambda x: (x > 0).astype(x.dtype) * x),
+    "times": ("r", lambda x, number: x * number),
+    "plus": ("r", lambda x, number: x + number),
+    "clip": ("r", lambda x, number: jnp.maximum(x, number)),
+    "scaled": ("rs", lambda x, s: x * s),
+    "add": ("rr", jnp.add),
+    "sub": ("rr", jnp.subtract),
+    "mul": ("rr", jnp.multiply),
+    "max": ("rr", jnp.maximum),
+    "select": ("rr", _select),
+    "where": ("rr", lambda x, y: jnp.where(KEEP_HALF, x, y)),
+    "bias": ("rv", jnp.add),
+    "gain": ("rv", jnp.multiply),
+    "dot": ("rm", jnp.matmul),
+    "inner": ("rr", _inner),
+    "decay": ("r", lambda x: jnp.exp(-jnp.abs(x))),
+    "log": ("r", lambda x: jnp.log(1.0 + x * x)),
+    "inverse": ("r", lambda x: 1.0 / (1.5 + x * x)),
+    "norm": ("r", _norm),
+    "softmax": ("r", lambda x: jax.nn.softmax(x)),
+    "log_softmax": ("r", lambda x: jax.nn.log_softmax(x)),
+    "standardize": ("r", lambda x: jax.nn.standardize(x, epsilon=0.1)),
+    "cumsum": ("r", lambda x: jnp.cumsum(x, -1)),
+    "upper": ("r", None),  # type: ignore[dict-item]  # markers, see `plain`
+    "lower": ("r", None),  # type: ignore[dict-item]
+    "explicit": ("r", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)),
+}
+MATRICES: dict[str, tuple[str, Formula]] = {
+    "turn": ("m", lambda m: m.T),
+    "tame": ("m", jnp.tanh),
+    "compose": ("mm", jnp.matmul),
+}
+FORMULAS = {name: formula for name, (_, formula) in {**ROWS, **MATRICES}.items()}
+NUMBERS = {"times": (0.5, -0.7978846, 1.7), "plus": (0.3, -1.1, 1e-12), "clip": (-1e30, -2.0)}
+POLICIES = {
+    "none": None,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("kept"),
+}
+OFTEN = (*ROWS, *["dot"] * 6, *["bias"] * 2)  # a region is about products
+REGIONS = ("off", "bfloat16", "float16", "nested")
+CONSTRUCTS = ("jit", "remat", "custom_jvp", "custom_vjp", "scan", "fori", "while", "switch", "vmap")
+
+
+def apply(name: str, number: float, args: list[Any]) -> Any:
+    """An op's formula on arrays of one dtype."""
+    return FORMULAS[name](*args, number) if name in NUMBERS else FORMULAS[name](*args)
+
+
+def arguments(program: Program) -> Env:
+    """Arrays for a program's free names."""
+    rng = np.random.default_rng(program.seed)
+
+    def normal(*shape: int, size: float = 0.5) -> Any:
+        return jnp.asarray(size * rng.normal(size=shape), jnp.float32)
+
+    return {
+        "r0": normal(3, 4, size=1.0),
+        "r1": normal(3, 4, size=1.0),
+        "m0": normal(4, 4),
+        "m1": normal(4, 4),
+        LAYERS: normal(2, 4, 4),
+        "v0": normal(4),
+        "s0": normal(),
+        INDEX: jnp.asarray(rng.integers(0, 3), jnp.int32),
+    }
+
+
+# Read as a plain function
+
+
+def plain(program: Program, polymp: Any = None) -> Callable[[Env], list[Any]]:
+    """The function as a user writes it, in float32.
+
+    Args:
+        program: to read.
+        polymp: the module with `autocast`, `upper` and `lower`; None leaves regions and markers
+            out.
+    """
+
+    def run(env: Env) -> list[Any]:
+        return _run(program.block, env, polymp)
+
+    return run
+
+
+def _run(block: Block, env: Env, polymp: Any) -> list[Any]:
+    env = dict(env)
+    for step in block.steps:
+        if isinstance(step, Op):
+            args = [env[a] for a in step.args]
+            if step.name in ("upper", "lower"):
+                env[step.target] = getattr(polymp, step.name)(args[0]) if polymp else args[0]
+            else:
+                env[step.target] = apply(step.name, step.number, args)
+        else:
+            env.update(zip(step.targets, _do(step, env, polymp), strict=True))
+    return [env[name] for name in block.results]
+
+
+def _do(step: Do, env: Env, polymp: Any) -> Any:
+    args = [env[a] for a in step.args]
+    block = step.blocks[0]
+    if step.kind == "while":  # no derivative goes backward through it, so none goes in
+        env = {**env, **{name: lax.stop_gradient(env[name]) for name in free(block)}}
+        args = [lax.stop_gradient(x) for x in args]
+
+    def body(*given: Any) -> list[Any]:
+        return _run(block, {**env, **dict(zip(block.params, given, strict=True))}, polymp)
+
+    def with_rule(*read: Any) -> list[Any]:
+        return _run(block, dict(zip(free(block), read, strict=True)), polymp)
+
+    if step.kind in REGIONS:
+        if polymp is None:
+            return body(*args)
+        if step.kind == "nested":
+            return polymp.autocast(body, dtype=step.option)(*args)
+        off = step.kind == "off"
+        with polymp.autocast(enabled=False) if off else polymp.autocast(dtype=step.kind):
+            return body(*args)
+    if step.kind == "vmap":
+        return jax.vmap(body)(*args)
+    if step.kind == "switch":
+        branches = [lambda b=b: tuple(_run(b, env, polymp)) for b in step.blocks]
+        return lax.switch(env[INDEX], branches)
+    reads = [env[name] for name in free(block)]
+    if step.kind in WITH_RULES:
+        return WITH_RULES[step.kind](with_rule)(*reads)
+    return (
+        LOOPS[step.kind](step, args, env, body)
+        if step.kind in LOOPS
+        else (CALLS[step.kind](step, with_rule)(*reads))
+    )
+
+
+def halved_jvp(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a rule that gives half of its derivative."""
+    ruled = jax.custom_jvp(function)
+
+    @ruled.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        outs, moved = jax.jvp(function, primals, tangents)
+        return outs, [0.5 * t for t in moved]
+
+    return ruled
+
+
+def halved_vjp(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a rule that gives half of its gradient."""
+    ruled = jax.custom_vjp(function)
+
+    def forward(*args: Any) -> Any:
+        return function(*args), args
+
+    def backward(args: Any, cotangents: Any) -> Any:
+        grads = jax.vjp(function, *args)[1](cotangents)
+        return tuple(g if g.dtype == jax.dtypes.float0 else 0.5 * g for g in grads)
+
+    ruled.defvjp(forward, backward)
+    return ruled
+
+
+def _call(step: Do, function: Callable[..., Any]) -> Callable[..., Any]:
+    if step.kind == "jit":
+        return jax.jit(function)
+    return jax.checkpoint(function, policy=POLICIES[step.option])
+
+
+def _scan(step: Do, args: list[Any], env: Env, body: Callable[..., Any]) -> list[Any]:
+    def one(carry: Any, layer: Any) -> Any:
+        *after, made = body(*carry, layer)
+        return tuple(after), made
+
+    last, made = lax.scan(one, tuple(args), env[LAYERS], reverse=step.option == "reverse")
+    return [*last, lax.index_in_dim(made, 1, keepdims=False)]
+
+
+def _fori(step: Do, args: list[Any], env: Env, body: Callable[..., Any]) -> Any:
+    return lax.fori_loop(0, 2, lambda _, carry: tuple(body(*carry)), tuple(args))
+
+
+def _while(step: Do, args: list[Any], env: Env, body: Callable[..., Any]) -> Any:
+    def one(state: Any) -> Any:
+        return state[0] + 1, tuple(body(*state[1]))
+
+    return lax.while_loop(lambda state: state[0] < 2, one, (0, tuple(args)))[1]
+
+
+WITH_RULES = {"custom_jvp": halved_jvp, "custom_vjp": halved_vjp}
+CALLS = {"jit": _call, "remat": _call}
+LOOPS = {"scan": _scan, "fori": _fori, "while": _while}
+
+
+# Drawn
+
+
+class _Drawing:
+    """One drawing: what Hypothesis decides, and the names that are taken."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+        self.taken: Counter[str] = Counter(r=2, m=2)
+
+    def name(self, kind: str) -> str:
+        self.taken[kind] += 1
+        return f"{kind}{self.taken[kind] - 1}"
+
+    def one(self, names: Any) -> Any:
+        return self.draw(st.sampled_from(list(names)))
+
+    def of(self, kind: str, scope: list[str]) -> str:
+        """A name of a kind; the latest ones first, so that steps build on one another."""
+        names = [name for name in scope if name[0] == kind and name != LAYERS][::-1]
+        return self.one(names[:4] if self.draw(st.booleans()) else names)
+
+    def op(self, scope: list[str]) -> Op:
+        rare = self.draw(st.integers(0, 9)) == 9
+        name = self.one(MATRICES if rare else OFTEN)
+        kinds = MATRICES[name][0] if rare else ROWS[name][0]
+        args = tuple(self.of(kind, scope) for kind in kinds)
+        number = self.one(NUMBERS[name]) if name in NUMBERS else 0.0
+        return Op(self.name("m" if rare else "r"), name, args, number)
+
+    def block(self, scope: list[str], params: tuple[str, ...], count: int, **how: Any) -> Block:
+        """Some steps; `count` results are rows that they have made."""
+        scope = [*scope, *params]
+        steps: list[Op | Do] = []
+        size = self.draw(st.integers(1, 3))
+        inner = how["depth"] > 0 and self.draw(st.booleans())
+        for at in range(size):
+            step = self.do(scope, **how) if inner and at == size // 2 else self.op(scope)
+            scope.extend(step.targets if isinstance(step, Do) else (step.target,))
+            steps.append(step)
+        made = [n for s in steps for n in (s.targets if isinstance(s, Do) else (s.target,))]
+        made = [name for name in made if name[0] == "r"]
+        if not made:
+            steps.append(Op(self.name("r"), "tanh", (self.of("r", scope),)))
+            made = [steps[-1].target]  # type: ignore[union-attr]
+        return Block(params, tuple(steps), tuple(made[-1 - i % len(made)] for i in range(count)))
+
+    def do(self, scope: list[str], depth: int, flat: bool, kind: str | None = None) -> Do:
+        """A construct. Where rows are `flat` vectors, there is nothing to map over."""
+        rest = CONSTRUCTS[:-1] if flat else CONSTRUCTS
+        kind = kind or self.one(rest + REGIONS)
+        how = {"depth": depth - 1, "flat": flat}
+        count, option, args = self.draw(st.integers(1, 2)), None, ()
+        if kind in LOOPS or kind == "vmap":
+            args = tuple(self.of("r", scope) for _ in range(count))
+        params = tuple(self.name("r") for _ in args)
+        results = count
+        if kind == "vmap":  # rows of the outside do not fit the rows of the inside
+            scope, how["flat"] = [n for n in scope if n[0] != "r"], True
+        if kind == "scan":
+            option = self.one(("forward", "reverse"))
+            params, results = (*params, self.name("m")), count + 1
+        if kind == "remat":
+            option = self.one(POLICIES)
+        if kind == "nested":
+            option = self.one(("bfloat16", "float16"))
+        number = 2 + self.draw(st.booleans()) if kind == "switch" else 1
+        blocks = tuple(self.block(scope, params, results, **how) for _ in range(number))
+        return Do(tuple(self.name("r") for _ in range(results)), kind, args, blocks, option)
+
+
+@st.composite
+def programs(draw: Any, first: str | None = None) -> Program:
+    """Programs with several constructs each, one inside another at times; `first` is among them."""
+    drawing = _Drawing(draw)
+    scope = ["r0", "r1", "m0", "m1", "v0", "s0"]
+    steps: list[Op | Do] = []
+    shuffled = Random(draw(st.integers(0, 2**32)))  # Hypothesis alone would repeat itself
+    kinds = shuffled.sample(CONSTRUCTS + REGIONS, draw(st.integers(2, 3)))
+    for kind in (*([first] if first else []), *kinds):
+        for _ in range(draw(st.integers(0, 1))):
+            steps.append(drawing.op(scope))
+            scope.append(steps[-1].target)  # type: ignore[union-attr]
+        steps.append(drawing.do(scope, depth=1, flat=False, kind=kind))
+        scope.extend(steps[-1].targets)  # type: ignore[union-attr]
+    steps.append(drawing.op(scope))
+    made = [n for s in steps for n in (s.targets if isinstance(s, Do) else (s.target,))]
+    made = [name for name in made if name[0] == "r"]
+    low = draw(st.sampled_from(("bfloat16", "float16")))
+    seed = draw(st.integers(0, 2**16))
+    return Program(Block((), tuple(steps), tuple(made[-3:])), low, seed)

@@ -8,9 +8,12 @@ import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
+
+from tests import frameworks
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
 # Random programs take as long as they take, and are the same ones in every run.
@@ -53,3 +56,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_report_header() -> str:
     found = ", ".join(filter(_has, FRAMEWORKS)) or "none"
     return f"frameworks: {found}; required: {', '.join(sorted(REQUIRED)) or 'none'}"
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def fw(request: pytest.FixtureRequest) -> ModuleType:
+    """The verbs of each framework in turn: see tests/frameworks."""
+    need(request.param)
+    return frameworks.load(request.param)

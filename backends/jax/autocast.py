@@ -8,6 +8,7 @@ runs the program again in those formats under the caller's own trace. Trace and 
 the next call with the same types.
 """
 
+import difflib
 import functools
 from collections.abc import Callable, Hashable
 from types import TracebackType
@@ -18,12 +19,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from polymp import rules
-from polymp.backends.jax import compat, nnx, regions
+from polymp.backends.jax import compat, nnx, primitives, regions
 from polymp.backends.jax.control import planner
 from polymp.backends.jax.emit import run
 from polymp.backends.jax.plan import Plan
 from polymp.backends.jax.program import LOWER, UPPER, given
 from polymp.backends.jax.values import LOW
+from polymp.errors import PolicyError
 from polymp.region import Region
 from polymp.rules import Policy
 
@@ -47,7 +49,7 @@ def autocast(
 
 def autocast(
     fn: Any = None,
-    *,
+    *others: Any,
     dtype: Any = "bfloat16",
     policy: PolicyLike = None,
     enabled: bool = True,
@@ -64,6 +66,7 @@ def autocast(
     Args:
         fn: any function of arrays and other values; arrays are found in any pytree, and what is
             not an array is passed as it is. None for a region or a decorator.
+        others: none; what torch's spelling would put here is answered with a sentence.
         dtype: the low format, bfloat16 or float16.
         policy: the table that decides: a policy, the name of one, a dict or a path; None for "amp".
         enabled: False runs the ops in the formats they are written in.
@@ -72,19 +75,18 @@ def autocast(
         A function with `fn`'s signature, or an object that is a decorator and a context manager.
 
     Raises:
-        TypeError: `fn` is not callable or `dtype` is no dtype.
+        TypeError: `fn` is no function, `dtype` no dtype or `enabled` no bool, or an argument after
+            `fn` came without its name.
         ValueError: `dtype` is not a low format.
-        PolicyError: `policy` names none, or is wrong.
+        PolicyError: `policy` names none, is wrong, or has a row that jax cannot follow.
     """
-    region = _region(dtype, policy, enabled)
-    if fn is None:
-        return Autocast(region)
-    if not callable(fn):
+    if others:
         raise TypeError(
-            f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
-            "autocast(fn, dtype=...)."
+            f"autocast takes one function and nothing else without a name, and no device; got "
+            f"{', '.join(map(repr, (fn, *others)))}. Write autocast(fn, dtype=...)."
         )
-    return _transformed(fn, region)
+    region = _region(dtype, policy, enabled)
+    return Autocast(region) if fn is None else _transformed(fn, region)
 
 
 class Autocast:
@@ -206,22 +208,42 @@ def _off(region: Region) -> Region:
 
 def _region(dtype: Any, policy: PolicyLike, enabled: bool) -> Region:
     format = _float_dtype(dtype).name
+    if not isinstance(enabled, (bool, np.bool_)):
+        raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
     if enabled and format not in LOW:
         raise ValueError(
             f"autocast(dtype={format}): the low format of a region is bfloat16 or float16. "
             "For a region in which ops run as written, use enabled=False."
         )
     table: Policy = rules.load("amp" if policy is None else policy)
+    _check(table)
     return Region("jax", "any", bool(enabled), format, True, table)
+
+
+@functools.cache
+def _check(policy: Policy) -> None:
+    """Refuse a policy with a row that would never be asked."""
+    known = (primitives.FREE - primitives.INDEPENDENT) | rules.load("amp").table.keys()
+    for op in sorted(policy.table.keys() - known):
+        close = difflib.get_close_matches(op, known, n=3)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise PolicyError(
+            f"policy {policy.name!r}: jax has no op {op!r} whose format a policy may choose.{hint} "
+            "Rows for jax name its primitives, such as dot_general for every matrix product; see "
+            "policies/amp.toml. The torch tables name torch's ops."
+        )
 
 
 def _float_dtype(dtype: Any) -> Any:
     try:
-        found = jax.numpy.dtype(dtype)
+        found = None if dtype is None else jax.numpy.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jax.numpy.issubdtype(found, jax.numpy.floating):
-        raise TypeError(f"dtype must be a float dtype, such as jax.numpy.bfloat16, got {dtype!r}")
+        raise TypeError(
+            "dtype must be a float dtype of jax or numpy, such as jax.numpy.bfloat16, got "
+            f"{dtype!r}"
+        )
     return found
 
 
@@ -237,6 +259,11 @@ class _Traced(NamedTuple):
 
 
 def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
+        raise TypeError(
+            f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
+            "autocast(fn, dtype=...)."
+        )
     kept: dict[Hashable, _Traced] = {}
 
     @functools.wraps(fn)

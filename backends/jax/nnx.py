@@ -57,6 +57,18 @@ def call(
     return out
 
 
+def write_back(old: Any, new: Any) -> None:
+    """Give the modules in a pytree the state of those that stand in their places in another."""
+    if not among(old):
+        return
+    from flax import nnx
+
+    pairs = zip(*(jax.tree.leaves(t, is_leaf=_is_leaf) for t in (old, new)), strict=True)
+    for before, after in pairs:
+        if _is_node(before):
+            nnx.update(before, nnx.state(after))
+
+
 @dataclass(frozen=True)
 class _Pure:
     """A function of modules as one of their state; equal for equal graphs, so that traces keep."""

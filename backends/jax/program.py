@@ -251,7 +251,9 @@ class Program:
         adds = op in ("add", "add_any") and all(
             k.product or k.origin is not Origin.COMPUTED for k in known
         )
-        product = (adds or op in primitives.LAYOUT) and any(k.product for k in known)
+        # Spread over more elements, a product is no longer what a bias is added to.
+        moved = op in primitives.LAYOUT and op != "broadcast_in_dim"
+        product = (adds or moved) and any(k.product for k in known)
         outs = [
             Known(f, origin, product and f in LOW, number) if f else Known(None) for f in finals
         ]

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from polymp import scaling
-from polymp.backends.jax import scaled
+from polymp.backends.jax import nnx, scaled
 from polymp.dtypes import FORMATS
 from polymp.scaling import ScaleRule, ScaleState
 
@@ -100,7 +100,15 @@ class GradScaler:
 
         Products are float32, or wider where the factor is: a float16 loss cannot overflow here.
         Complex numbers are multiplied part by part. What is not a float array or number passes.
+
+        Raises:
+            TypeError: `tree` is a function.
         """
+        if callable(tree) and jax.tree.leaves(tree) == [tree]:
+            raise TypeError(
+                f"scale takes the loss, not the function that computes it, got {tree!r}. Write "
+                "jax.grad(lambda params: scaler.scale(loss(params)))."
+            )
         if not self.enabled:
             return tree
         return scaled.multiplied(tree, self._one_scale())
@@ -158,7 +166,8 @@ class GradScaler:
                 the same structure, shapes and dtypes: one tree for one, a tuple for several.
                 Clipping belongs into it. Traced code calls it in a branch of `lax.cond`.
             state: pytrees, such as parameters and optimizer state. Leaves that are no arrays, such
-                as activation functions, stay as they are.
+                as activation functions, stay as they are. Flax nnx modules among them get the new
+                state, too, as nnx has it.
             axis_names: see `unscale`.
 
         Returns:
@@ -166,8 +175,13 @@ class GradScaler:
             the step was skipped.
 
         Raises:
-            TypeError: `update` changed the structure, a shape, a dtype, or what is no array.
+            TypeError: `update` is no function, or changed the structure, a shape, a dtype, or what
+                is no array.
         """
+        if not callable(update):
+            raise TypeError(
+                f"step(grads, update, *state) needs a function for update, got {type(update)}."
+            )
         leaves, structure = jax.tree.flatten(state)
 
         def replaced(grads: Any) -> list[Any]:
@@ -197,6 +211,7 @@ class GradScaler:
         new = iter(arrays)
         after = [next(new) if scaled.is_array(x) else x for x in leaves]
         after = jax.tree.unflatten(structure, after)
+        nnx.write_back(state, after)
         return after[0] if len(state) == 1 else after, self.update(finite), finite
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,6 +239,8 @@ class GradScaler:
         """
         if not self.enabled:
             return self
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict needs a dictionary, got {state_dict!r}.")
         if len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved "
@@ -312,6 +329,12 @@ def _check_replaces(old: Any, new: Any) -> None:
     """Raise if the new state is not of the old one's structure, shapes and dtypes."""
     given: Any = jax.tree.structure(old)
     returned: Any = jax.tree.structure(new)
+    if not isinstance(new, tuple) or len(new) != len(old):
+        got = f"a tuple of {len(new)}" if isinstance(new, tuple) else f"{type(new)}"
+        raise TypeError(
+            f"update must return a tuple of what replaces the {len(old)} parts of the state, in "
+            f"their order; it returned {got}."
+        )
     if given != returned:
         raise TypeError(
             f"update must return the state in the structure that it came in, {given}; "
@@ -349,6 +372,12 @@ def _checked(rule: ScaleRule) -> ScaleRule:
 
 
 def _number(name: str, value: Any) -> float:
+    if (
+        isinstance(value, jax.Array)
+        and value.shape == ()
+        and not isinstance(value, jax.core.Tracer)
+    ):
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     return float(value)

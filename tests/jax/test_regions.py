@@ -247,19 +247,45 @@ def test_a_policy_of_ones_own():
     )
 
 
+NO_FUNCTION = (
+    "autocast(fn) needs a function, got {}. Give the other arguments by name: "
+    "autocast(fn, dtype=...)."
+)
+NO_DTYPE = "dtype must be a float dtype of jax or numpy, such as jax.numpy.bfloat16, got {}"
+BY_NAME = (
+    "autocast takes one function and nothing else without a name, and no device; got {}. "
+    "Write autocast(fn, dtype=...)."
+)
+NO_LOW = (
+    "autocast(dtype=float32): the low format of a region is bfloat16 or float16. For a region in "
+    "which ops run as written, use enabled=False."
+)
+NO_OP = (
+    "policy 'unnamed': jax has no op 'dot_genral' whose format a policy may choose. Did you mean "
+    "dot_general, ragged_dot_general? Rows for jax name its primitives, such as dot_general for "
+    "every matrix product; see policies/amp.toml. The torch tables name torch's ops."
+)
 BAD = [
-    (lambda: autocast(3), TypeError, "autocast(fn) needs a function, got 3. Give the other "
-     "arguments by name: autocast(fn, dtype=...)."),
-    (lambda: autocast(dtype=jnp.float32), ValueError, "autocast(dtype=float32): the low format of "
-     "a region is bfloat16 or float16. For a region in which ops run as written, use "
-     "enabled=False."),
-    (lambda: autocast(dtype="lo"), TypeError, "dtype must be a float dtype, such as "
-     "jax.numpy.bfloat16, got 'lo'"),
-    (lambda: polymp.jax.call_in(3, jnp.float16), TypeError, "call_in(fn, dtype) needs a function, "
-     "got 3"),
-    (lambda: polymp.jax.call_in(abs, int), TypeError, "dtype must be a float dtype, such as "
-     "jax.numpy.bfloat16, got <class 'int'>"),
-]  # fmt: skip
+    (lambda: autocast(3), TypeError, NO_FUNCTION.format(3)),
+    (lambda: autocast(dtype=jnp.float16)("cuda"), TypeError, NO_FUNCTION.format("'cuda'")),
+    (lambda: autocast(np.float16), TypeError, NO_FUNCTION.format(np.float16)),
+    (lambda: autocast("cuda", jnp.float16), TypeError, BY_NAME.format(f"'cuda', {jnp.float16!r}")),
+    (lambda: autocast(dtype=jnp.float32), ValueError, NO_LOW),
+    (lambda: autocast(dtype="lo"), TypeError, NO_DTYPE.format("'lo'")),
+    (lambda: autocast(dtype=None), TypeError, NO_DTYPE.format(None)),
+    (lambda: autocast(enabled="no"), TypeError, "autocast(enabled=...) is True or False, got 'no'"),
+    (
+        lambda: autocast(policy={"rules": {"dot_genral": "lower"}}),
+        polymp.PolicyError,
+        NO_OP,
+    ),
+    (
+        lambda: polymp.jax.call_in(3, jnp.float16),
+        TypeError,
+        "call_in(fn, dtype) needs a function, got 3",
+    ),
+    (lambda: polymp.jax.call_in(abs, int), TypeError, NO_DTYPE.format(int)),
+]
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), BAD)
@@ -267,6 +293,12 @@ def test_bad_arguments(call, kind, message):
     with pytest.raises(kind) as error:
         call()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["torch-cpu", "torch-cuda"])
+def test_torchs_tables_are_refused(name):
+    with pytest.raises(polymp.PolicyError, match="The torch tables name torch's ops"):
+        autocast(policy=name)
 
 
 def test_the_with_form_needs_an_autocast_function_around_it():

@@ -10,8 +10,9 @@ the next call with the same types.
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Hashable
-from types import TracebackType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
@@ -198,7 +199,7 @@ _CAST = frozenset({"float32", "bfloat16", "float16"})
 
 def _marked(leaf: Any, name: str) -> Any:
     if _is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
-        return checkpoint_name(leaf, name)
+        return checkpoint_name(jax.numpy.asarray(leaf), name)
     return leaf
 
 
@@ -264,6 +265,12 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
             f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
             "autocast(fn, dtype=...)."
         )
+    for kind in ("generator", "coroutine", "asyncgen"):
+        if getattr(inspect, f"is{kind}function")(fn):
+            raise TypeError(
+                f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
+                "is traced. Wrap the functions that it calls."
+            )
     kept: dict[Hashable, _Traced] = {}
 
     @functools.wraps(fn)
@@ -286,13 +293,14 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
             if key is not None and not any(
                 isinstance(c, jax.core.Tracer) for c in traced.plan.consts
             ):
-                while len(kept) >= _KEPT:
-                    kept.pop(next(iter(kept)))
+                for oldest in list(kept)[: len(kept) + 1 - _KEPT]:
+                    kept.pop(oldest, None)
                 kept[key] = traced
         if traced.plan.as_written and not region.enabled:  # then what is written is what runs
             with regions.AMBIENT(region):
                 return fn(*args, **kwargs)
-        outs = iter(run(traced.plan, arrays))
+        # A constant comes as numpy's; what fn would have returned is an array of jax's.
+        outs = map(jax.numpy.asarray, run(traced.plan, arrays))
         leaves = [next(outs) if leaf is _ARRAY else leaf for leaf in traced.statics]
         return jax.tree.unflatten(traced.tree, leaves)
 
@@ -317,7 +325,11 @@ def _is_array(leaf: Any) -> bool:
 
 def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:
     """What a trace depends on; None if it cannot be told."""
-    types = tuple((type(leaf), leaf) for leaf in statics if leaf is not _ARRAY)
+    others = [leaf for leaf in statics if leaf is not _ARRAY]
+    if any(map(_may_change, (fn, *others))):
+        return None
+    # By its digits, for 0.0 == -0.0; by its type, for 1 == 1.0 == True.
+    types = tuple((type(x), repr(x) if isinstance(x, float) else x) for x in others)
     places = tuple(leaf is _ARRAY for leaf in statics)
     key = (fn, tree, places, types, tuple(map(jax.typeof, arrays)), compat.trace_context())
     try:
@@ -325,6 +337,17 @@ def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:
     except TypeError:
         return None
     return key
+
+
+def _may_change(x: Any) -> bool:
+    """True for an object that says nothing of its state: equal to itself, whatever it holds."""
+    if isinstance(x, MethodType):
+        return _may_change(x.__self__)
+    if isinstance(x, type) or isinstance(x, ModuleType) or hasattr(x, "__wrapped__"):
+        return False
+    functions = (FunctionType, BuiltinFunctionType, np.ufunc)
+    by_identity: Any = object.__hash__
+    return type(x).__hash__ is by_identity and not isinstance(x, functions)
 
 
 def _trace(

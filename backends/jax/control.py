@@ -193,7 +193,11 @@ def _shard_map(step: Step, values: Sequence[Any]) -> Sequence[Any]:
 
 def _as_written(program: Program, eqn: Any) -> Planned:
     """For a body that takes references or tokens, whose types no cast can follow."""
-    program.planner.warn(eqn.primitive.name)
+    program.planner.warn(
+        eqn.primitive.name,
+        "polymp.jax.autocast leaves this {!r} as it is written: its body takes references or "
+        "tokens, whose types no cast can follow.",
+    )
     return program.as_written(eqn)
 
 

@@ -103,6 +103,12 @@ class Plan:
         return drops[::-1]
 
 
+_UNKNOWN = (
+    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
+    "formats it is written in."
+)
+
+
 class Planner:
     """Plans one traced program with everything inside it, each part once.
 
@@ -150,12 +156,8 @@ class Planner:
         _, marked, plain = kept
         return marked or outer, plain
 
-    def warn(self, name: str) -> None:
+    def warn(self, name: str, message: str = _UNKNOWN) -> None:
         """Name a primitive whose inner program stays as written; once."""
         if name not in self.unknown:
             self.unknown.add(name)
-            warnings.warn(
-                f"polymp.jax.autocast does not know the primitive {name!r}: the program inside it "
-                "runs in the formats it is written in.",
-                stacklevel=2,
-            )
+            warnings.warn(message.format(name), stacklevel=2)

@@ -101,7 +101,7 @@ class Program:
     def plan(self) -> Plan:
         env = self.env
         constvars, invars = compat.binders(self.closed)
-        env.update({var: given(var) for var in constvars})
+        env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         env.update(zip(invars, self.inputs, strict=True))
         place, region = self.planner.place, self.region
         for eqn in self.jaxpr.eqns:
@@ -213,7 +213,7 @@ class Program:
             return self.contraction(eqn, known, region)
         signature = (
             op,
-            id(region),
+            id(region),  # a region that was planned for stays in its plan
             *known,
             *[(atom.aval.dtype, not atom.aval.shape) for atom in atoms],
             *[(var.aval.dtype, not var.aval.shape) for var in eqn.outvars],
@@ -306,11 +306,9 @@ class Program:
             if known.origin is Origin.GIVEN and spread:
                 return Origin.LITERAL, None  # what jnp.where makes of a scalar
             return known.origin, known.number
-        origins = {k.origin for k in floats}
-        if origins <= {Origin.LITERAL, Origin.MASK}:
-            return Origin.LITERAL, None
-        if Origin.COMPUTED not in origins and not any(v.aval.shape for v in eqn.outvars):
-            return Origin.GIVEN, None
+        scalar = not any(v.aval.shape for v in eqn.outvars)
+        if scalar and all(k.origin is not Origin.COMPUTED for k in floats):
+            return Origin.GIVEN, None  # of unknown size
         return Origin.COMPUTED, None
 
     def meets_scalar(self, eqn: Any, known: list[Known]) -> bool:
@@ -331,21 +329,22 @@ class Program:
             return self.as_written(eqn)
         if not _precision_is_default(eqn.params.get("precision")):
             return self.as_written(eqn)
+        if any(declared(atom) is None for atom in eqn.invars[:2]):
+            return self.as_written(eqn)
         run = decision.run or widest(hard)
         plain = asked is None or asked == widest(wide)  # jnp always fills it in
+        out = run if plain else asked
+        final = decision.out or out
         if run not in LOW:
-            out = run if plain else asked
             params = {**eqn.params, "preferred_element_type": np.dtype(out)}
             reads = [run if k.format else None for k in known]
-            step = self.step(eqn, reads, [out], params=params)
-            return step, [Known(out)]
-        out = run if plain else asked
+            returns = (final,) if final != out else None
+            return self.step(eqn, reads, [out], "bind", params, returns), [Known(final)]
         # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
         reads = [run if k.format and not _is_parameter(k) else None for k in known]
         made = out if out == run else "float32"
-        returns = tuple([decision.out or out]) if (decision.out or out) != made else None
+        returns = (final,) if final != made else None
         step = self.step(eqn, reads, [made], "contract", returns=returns, parts=(run,))
-        final = decision.out or out
         return step, [Known(final, product=final in LOW)]
 
     def call(self, inner: Any, known: list[Known], region: Region) -> Call:
@@ -479,6 +478,13 @@ def given(var: Any) -> Known:
     """What is known of an argument or constant; a scalar of Python's is a number."""
     weak = not var.aval.shape and getattr(var.aval, "weak_type", False)
     return Known(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
+
+
+def _constant(var: Any, value: Any) -> Known:
+    """What is known of a constant; a scalar that is there already is a number."""
+    if var.aval.shape or declared(var) is None or isinstance(value, jax.core.Tracer):
+        return given(var)
+    return literal(declared(var), number_of(value))
 
 
 def _forbidden(policy: Policy, op: str, formats: Sequence[str]) -> ForbiddenOpError:

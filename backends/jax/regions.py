@@ -73,10 +73,10 @@ def leave() -> None:
 
 def innermost(stack: Any) -> Region | None:
     """The region of an equation: that of the last mark on its name stack; None without a mark."""
-    marks = _MARK.findall(str(stack))
+    marks = [name for name in _MARK.findall(str(stack)) if is_mark(name)]
     return _MARKS.regions[marks[-1]] if marks else None
 
 
 def is_mark(name: str) -> bool:
     """True for the name of a scope that `entered` opened."""
-    return _MARK.fullmatch(name) is not None
+    return name in _MARKS.regions

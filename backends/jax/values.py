@@ -68,11 +68,12 @@ def fits(number: Any, format: str) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """The number of a scalar literal; None if it is no real number."""
+    """The number of a scalar literal; None if it is no real number, or one that equals another."""
     try:
-        return float(value)
+        number = float(value)
     except TypeError:
         return None
+    return None if number == 0 and np.signbit(number) else number  # 0.0 == -0.0
 
 
 @cache

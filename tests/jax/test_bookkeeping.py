@@ -117,6 +117,30 @@ def test_rule_2_a_scalar_argument_never_promotes_an_array_and_is_not_rounded():
     assert np.isfinite(half(lambda x, w, s: x @ w * s / s)(X, W, jnp.float32(2.0**16))).all()
 
 
+@pytest.mark.parametrize("small", [np.float32(1e-12), jnp.float32(1e-12), 1e-12])
+def test_rule_2_a_constant_counts_as_the_number_it_is(small):
+    zero = jnp.zeros((4, 4))
+    out = half(lambda x, w: (x @ w) / (x @ w + small))(zero, W)
+    assert np.array_equal(out, zero)
+    spread = half(lambda x, w: jnp.where(x > 2, x @ w, jnp.full((4, 4), -6e4) * 2))(X, W)
+    assert np.array_equal(spread, np.full((4, 4), -12e4))
+
+
+def test_rule_1_integers_in_a_product_are_left_alone():
+    many = jnp.full((4, 4), 1001)
+    dims = (((1,), (0,)), ((), ()))
+    out = autocast(lambda n, x: lax.dot_general(n, x, dims, preferred_element_type=jnp.float32))
+    assert np.array_equal(out(many, jnp.ones((4, 4))), np.full((4, 4), 4004, np.float32))
+
+
+def test_rule_1_fp32_keep_holds_for_products_too():
+    keep = {"rules": {"dot_general": "fp32_keep"}}
+    low = X.astype(jnp.bfloat16)
+    assert autocast(jnp.matmul, policy=keep)(low, low).dtype == jnp.bfloat16
+    found = ops(autocast(jnp.matmul, policy=keep), low, low)
+    assert named(found, "dot_general")[0].ins == ("float32", "float32")
+
+
 def test_rule_3_an_accumulator_that_was_asked_for_stays_and_the_one_jnp_fills_in_does_not():
     def f(x, w):
         low = x.astype(jnp.bfloat16)

@@ -219,6 +219,54 @@ def test_a_trace_over_somebody_elses_tracers_is_not_kept():
         assert np.abs(grad - jax.grad(lambda w: (X @ w).sum())(X)).max() < 0.05
 
 
+class Holder:
+    """An object that says nothing of what it holds."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x):
+        return x @ self.w
+
+    @autocast
+    def method(self, x):
+        return x @ self.w
+
+
+def test_an_object_that_may_change_is_read_at_every_call():
+    holder = Holder(X)
+    calls = [autocast(holder), autocast(holder.__call__), holder.method]
+    calls.append(partial(autocast(lambda h, x: h(x)), holder))
+    for w in (X, 2 * X):
+        holder.w = w
+        for call in calls:
+            assert np.array_equal(call(X), autocast(jnp.matmul)(X, w))
+
+
+def test_numbers_that_are_equal_and_not_the_same():
+    f = autocast(lambda x, s: (x @ x, jnp.full((), s)))
+    assert [str(f(X, s)[1]) for s in (0.0, -0.0, 0, 1, 1.0)] == ["0.0", "-0.0", "0", "1", "1.0"]
+    g = autocast(lambda x: jnp.where(x > 2, x @ x, -0.0))
+    assert np.signbit(np.float32(g(X))).all()
+    assert not np.signbit(np.float32(autocast(lambda x: jnp.where(x > 2, x @ x, 0.0))(X))).any()
+
+
+def test_constants_come_as_arrays_of_jax():
+    out = autocast(lambda x: (x @ x, jnp.zeros(()), jnp.asarray([1.0, 2.0]), np.ones(2)))(X)
+    assert all(isinstance(leaf, jax.Array) for leaf in out)
+    assert isinstance(polymp.jax.upper(np.ones(2)), jax.Array)
+
+
+def test_a_scope_of_the_users_is_no_mark():
+    def f(x):
+        with jax.named_scope("polymp:mine"):
+            return x @ x
+
+    assert name(autocast(f)(X)) == "bfloat16"
+    (eqn,) = jax.make_jaxpr(autocast(f))(X).eqns
+    assert str(eqn.source_info.name_stack) == "polymp:mine"
+
+
 def test_off_is_the_function_itself_bit_for_bit():
     def f(x):
         return jnp.tanh(x @ x) / 3, jax.hessian(lambda v: jnp.sin(v @ x).sum())(x[0])
@@ -260,6 +308,20 @@ NO_LOW = (
     "autocast(dtype=float32): the low format of a region is bfloat16 or float16. For a region in "
     "which ops run as written, use enabled=False."
 )
+NO_GENERATOR = (
+    "autocast(fn): {} is a {} function, whose body runs after the call that is traced. Wrap the "
+    "functions that it calls."
+)
+
+
+def yields(x):
+    yield x
+
+
+async def waits(x):
+    return x
+
+
 NO_OP = (
     "policy 'unnamed': jax has no op 'dot_genral' whose format a policy may choose. Did you mean "
     "dot_general, ragged_dot_general? Rows for jax name its primitives, such as dot_general for "
@@ -285,6 +347,8 @@ BAD = [
         "call_in(fn, dtype) needs a function, got 3",
     ),
     (lambda: polymp.jax.call_in(abs, int), TypeError, NO_DTYPE.format(int)),
+    (lambda: autocast(yields), TypeError, NO_GENERATOR.format(yields, "generator")),
+    (lambda: autocast(waits), TypeError, NO_GENERATOR.format(waits, "coroutine")),
 ]
 
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from polymp import rules
 from polymp.backends.jax import compat, nnx, primitives, regions
 from polymp.backends.jax.control import planner
-from polymp.backends.jax.emit import run
+from polymp.backends.jax.emit import collector_paused, run
 from polymp.backends.jax.plan import Plan
 from polymp.backends.jax.program import LOWER, UPPER, given
 from polymp.backends.jax.values import LOW
@@ -299,8 +299,13 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
         if traced.plan.as_written and not region.enabled:  # then what is written is what runs
             with regions.AMBIENT(region):
                 return fn(*args, **kwargs)
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            with collector_paused():
+                found = run(traced.plan, arrays)
+        else:
+            found = run(traced.plan, arrays)
         # A constant comes as numpy's; what fn would have returned is an array of jax's.
-        outs = map(jax.numpy.asarray, run(traced.plan, arrays))
+        outs = map(jax.numpy.asarray, found)
         leaves = [next(outs) if leaf is _ARRAY else leaf for leaf in traced.statics]
         return jax.tree.unflatten(traced.tree, leaves)
 
@@ -368,6 +373,7 @@ def _trace(
     flat.__name__ = getattr(fn, "__name__", "function")
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     invars = compat.binders(jaxpr)[1]
-    plan = planner().plan(jaxpr, map(given, invars), region)
+    with collector_paused():
+        plan = planner().plan(jaxpr, map(given, invars), region)
     out_tree, statics_out = found
     return _Traced(plan, out_tree, statics_out)

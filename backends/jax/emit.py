@@ -5,7 +5,9 @@ computes. Every equation keeps its name stack, its traceback and its context, so
 messages and meshes are those of the original.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +20,23 @@ from jax.extend.core import Literal, Var
 from polymp.backends.jax import compat
 from polymp.backends.jax.contraction import contract
 from polymp.backends.jax.plan import Plan, Step
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cycle collector, off while a program is planned or traced again.
+
+    Nothing in either dies before it ends, and the collector would look through all of it again and
+    again: large programs paid more for that than for their plan.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def run(plan: Plan, args: Sequence[Any]) -> list[Any]:

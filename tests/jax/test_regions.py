@@ -1,5 +1,6 @@
 """Regions: where they hold, how they nest, and that no cache forgets them."""
 
+import gc
 import threading
 from functools import partial
 
@@ -265,6 +266,20 @@ def test_a_scope_of_the_users_is_no_mark():
     assert name(autocast(f)(X)) == "bfloat16"
     (eqn,) = jax.make_jaxpr(autocast(f))(X).eqns
     assert str(eqn.source_info.name_stack) == "polymp:mine"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_cycle_collector_is_left_as_it_was(on):
+    was = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    try:
+        jax.jit(autocast(lambda x: x @ x))(X)
+        assert gc.isenabled() == on
+        with pytest.raises(polymp.ForbiddenOpError):
+            autocast(jnp.tanh, policy={"rules": {"tanh": "forbid"}})(X)
+        assert gc.isenabled() == on
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_off_is_the_function_itself_bit_for_bit():

@@ -100,7 +100,7 @@ def test_load_takes_a_name_a_path_data_or_a_policy(tmp_path):
 
 
 def test_every_shipped_policy_loads_under_its_name():
-    assert rules.shipped() == ("torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
+    assert rules.shipped() == ("amp", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
     for name in rules.shipped():
         assert rules.load(name).name == name
 
@@ -160,7 +160,7 @@ def test_a_missing_file_and_a_missing_name(tmp_path):
         rules.load("torch-cdua")
     assert str(error.value) == (
         "no policy 'torch-cdua'. Did you mean torch-cuda, torch-cpu, torch-xpu? "
-        "Shipped: torch-cpu, torch-cuda, torch-mps, torch-xpu; a file's name ends in .toml."
+        "Shipped: amp, torch-cpu, torch-cuda, torch-mps, torch-xpu; a file's name ends in .toml."
     )
 
 

@@ -302,8 +302,7 @@ UNSHARED: dict[str, dict[str, str]] = {
         "igammac": "as igamma",
         "igamma_grad_a": "a derivative",
         "regularized_incomplete_beta": "not in torch",
-        "normalize": "not a function of jax.nn in this version",
-        **dict.fromkeys(("ragged_dot", "ragged_dot_general"), "not in torch"),
+        "ragged_dot_general": "not in torch",
     },
 }  # fmt: skip
 

@@ -36,11 +36,11 @@ def _plan_jit(program: Program, eqn: Any, region: Region) -> Planned:
     if not compat.only_arrays(inner):
         return _as_written(program, eqn)
     call = program.call(inner, known, region)
-    step = program.step(eqn, call.reads, call.writes, _jit, None, call.returns, (call.plan,))
+    step = program.step(eqn, call.reads, call.writes, _rebound, None, call.returns, (call.plan,))
     return step, call.outs
 
 
-def _jit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+def _rebound(step: Step, values: Sequence[Any]) -> Sequence[Any]:
     (plan,) = step.parts
     return bind(step, values, jaxpr=closed(plan))
 
@@ -88,7 +88,7 @@ def _plan_scan(program: Program, eqn: Any, region: Region) -> Planned:
     plan = body([*carry, *[None] * num_ys])
     reads = [*[None] * num_consts, *carry, *[None] * len(xs)]
     outs = [Known(k.format) for k in plan.outs]
-    return program.step(eqn, reads, [k.format for k in outs], _scan, parts=(plan,)), outs
+    return program.step(eqn, reads, [k.format for k in outs], _rebound, parts=(plan,)), outs
 
 
 def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None]:
@@ -96,11 +96,6 @@ def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None
         widest((have, out.format)) if have and out.format else have
         for have, out in zip(carry, outs, strict=True)
     ]
-
-
-def _scan(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    (plan,) = step.parts
-    return bind(step, values, jaxpr=closed(plan))
 
 
 def _plan_while(program: Program, eqn: Any, region: Region) -> Planned:

@@ -56,9 +56,8 @@ CHOICES = frozenset("clamp concatenate max min pad select_n stack".split())
 # Hold a program of their own that is not the user's to rewrite: run as written, without a word.
 OPAQUE = frozenset(
     """
-    argmin argmax composite custom_linear_solve custom_partitioning custom_vmap_call ffi_call
-    io_callback linear_call mpmd_map pallas_call pure_callback debug_callback debug_print
-    reduce reduce_window run_state core_map scatter scatter-add scatter-max scatter-min scatter-mul
-    scatter-sub select_and_scatter select_and_scatter_add tpu_custom_call triton_kernel_call
+    composite core_map custom_linear_solve custom_partitioning custom_vmap_call debug_callback
+    debug_print ffi_call io_callback linear_call mpmd_map pallas_call pure_callback reduce
+    reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )

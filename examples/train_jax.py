@@ -78,7 +78,7 @@ class Transformer(nnx.Module):
         self.head = nnx.Linear(width, alphabet, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        x = self.bytes(x) + self.places.embedding[: x.shape[1]]
+        x = self.bytes(x) + self.places(jnp.arange(x.shape[1]))
         return self.head(self.norm(self.blocks(x)))
 
 

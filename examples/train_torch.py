@@ -74,7 +74,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, alphabet, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.bytes(x) + self.places.weight[: x.shape[1]]
+        places = torch.arange(x.shape[1], device=x.device)
+        x = self.bytes(x) + self.places(places)
         return self.head(self.norm(self.blocks(x)))
 
 

@@ -25,6 +25,7 @@ class Region:
         format: the low format, by full name.
         cache: True if the casts of parameters may be kept until the region ends.
         policy: the table that decides; None for the backend's own table of that device.
+        scope: path of the module that the region is in, names joined by dots.
     """
 
     backend: str
@@ -33,6 +34,7 @@ class Region:
     format: str
     cache: bool
     policy: Policy | None = None
+    scope: str = ""
 
 
 class Stack(threading.local, Generic[F]):

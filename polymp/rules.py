@@ -1,29 +1,33 @@
 """A policy: a table that says, op by op, in which float format to compute.
 
-Data in, decision out. `load` reads a table; `Policy.decide` answers the one question that a
-backend asks. Nothing here knows what a tensor is.
+    rows -> at(scope) -> winner(op, format) -> decide(op, formats, region)
+
+Data in, decision out. Rows speak of an op, of a class of ops, or of one framework's spelling; the
+most specific one that speaks of an op wins. Reading tables is `loading`'s part; nothing here knows
+what a tensor is.
 """
 
-import difflib
-import os
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache, cached_property
-from importlib import resources
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from polymp import scopes
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
+from polymp.vocabulary import vocabulary
 
 if TYPE_CHECKING:
     from polymp.region import Region
+    from polymp.report import Report
 
 
 E = TypeVar("E", bound=StrEnum)
+
+# The low formats, for which a row may speak alone.
+LOW = ("float16", "bfloat16")
 
 
 class Rule(StrEnum):
@@ -33,8 +37,9 @@ class Rule(StrEnum):
     fp32       in float32
     fp32_keep  in float32, and the result returns to the widest input format
     widest     in the widest of the inputs' formats and the region's
-    keep       in whatever comes in
+    keep       in whatever comes in, with all that it is made of
     forbid     not at all: an error that names another op
+    parts      has no rule of its own: what it is made of follows its own rules
     """
 
     LOWER = "lower"
@@ -43,6 +48,7 @@ class Rule(StrEnum):
     WIDEST = "widest"
     KEEP = "keep"
     FORBID = "forbid"
+    PARTS = "parts"
 
 
 class Apply(StrEnum):
@@ -60,24 +66,69 @@ class Apply(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Row:
-    """One line of a table: an op, its rule, and what some rules need besides.
+    """One line of a table: what it speaks of, its rule, and what some rules need besides.
 
     Attributes:
-        op: torch's overload name without "aten::", such as "mm" or "softmax.int".
+        of: an op of the vocabulary ("softmax"), a class ("class:softmax"), one framework's
+            spelling ("aten:softmax.int", "jax:exp"), "all" for every op that computes, or "default"
+            for those that no other row speaks of. "all" replaces what holds outside of its scope,
+            or in the policy that is extended.
         rule: how it runs.
-        apply: how fp32 is brought about.
+        format: the region format it speaks for, "" for any.
+        scope: a pattern of module paths it speaks for, "" for everywhere.
+        apply: how torch brings fp32 about; None for the way of the device's own table.
         instead: for forbid, the op to use instead.
+        source: the policy or file that the row was written in; rows are equal without it.
     """
 
-    op: str
+    of: str
     rule: Rule
-    apply: Apply = Apply.CAST
+    format: str = ""
+    scope: str = ""
+    apply: Apply | None = None
     instead: str = ""
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        where, of_op = "a policy's row", f"for op {self.op!r}"
-        object.__setattr__(self, "rule", _member(Rule, self.rule, "rule", where, of_op))
-        object.__setattr__(self, "apply", _member(Apply, self.apply, "apply", where, of_op))
+        where, of_op = self.source or "a policy's row", f"for op {self.of!r}"
+        object.__setattr__(self, "rule", member(Rule, self.rule, "rule", where, of_op))
+        if self.apply is not None:
+            object.__setattr__(self, "apply", member(Apply, self.apply, "apply", where, of_op))
+        if self.apply not in (None, Apply.CAST) and self.rule is not Rule.FP32:
+            raise PolicyError(
+                f"{where}: apply {self.apply!s} {of_op} needs rule fp32, not {self.rule!s}."
+            )
+        if self.instead and self.rule is not Rule.FORBID:
+            raise PolicyError(
+                f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
+            )
+        if self.format and self.format not in LOW:
+            raise PolicyError(
+                f"{where}: format {self.format!r} {of_op} is not one of {', '.join(LOW)}."
+            )
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What no two rows of a policy share."""
+        return self.scope, self.of, self.format
+
+    def left_by(self, others: Iterable["Row"]) -> tuple["Row", ...]:
+        """What remains of this row where others speak instead: for a format, or nothing."""
+        mine = {self.format} if self.format else set(LOW)
+        taken = {low for row in others for low in ((row.format,) if row.format else LOW)}
+        if not mine & taken:
+            return (self,)
+        return tuple(replace(self, format=low) for low in sorted(mine - taken))
+
+    @property
+    def where(self) -> str:
+        """The format and the scope that the row speaks for, as words."""
+        at = f" in {self.scope!r}" if self.scope else ""
+        return f"{f' ({self.format})' if self.format else ''}{at}"
+
+    def __str__(self) -> str:
+        by = f", {self.source}" if self.source else ""
+        return f"{self.of}{self.where} = {self.rule}{by}"
 
 
 class Decision(NamedTuple):
@@ -94,33 +145,73 @@ class Decision(NamedTuple):
     out: str | None = None
 
 
+_PARTS = Decision(Rule.PARTS)
 _KEEP = Decision(Rule.KEEP)
 _FORBID = Decision(Rule.FORBID)
+
+
+class Why(NamedTuple):
+    """The row that won for an op; as text, a sentence.
+
+    Attributes:
+        op: as asked.
+        format: of the region, as asked.
+        scope: as asked.
+        row: the winner, None if no row speaks of the op.
+        policy: the policy's name.
+    """
+
+    op: str
+    format: str
+    scope: str
+    row: Row | None
+    policy: str
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that the op runs by."""
+        return self.row.rule if self.row else Rule.PARTS
+
+    def __str__(self) -> str:
+        at = f" at {self.scope!r}" if self.scope else ""
+        if self.row is None:
+            return f"{self.op} in {self.format}{at}: no row of policy {self.policy!r} speaks of it"
+        return f"{self.op} in {self.format}{at}: {self.row.rule}, by the row {self.row}"
 
 
 @dataclass(frozen=True)
 class Policy:
     """A named table of rules. Frozen, hashable, equal by value.
 
+    The most specific row wins: one with a scope over one without, for the same op; a spelling over
+    its op, an op over its class, a class over "all" and that over "default"; among those, one for
+    the region's format. A class in a scope does not win over an op without; "all" in a scope does.
+
     Attributes:
         name: what messages call it.
-        rows: at most one for an op; the order does not matter.
+        rows: at most one for each op or class, format and scope; the order does not matter.
         halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
             "raise" forbids the call, as torch.amp does.
+        inside: True for what `at` returns: the rows that have a scope hold.
     """
 
     name: str
     rows: tuple[Row, ...]
     halves: str = "widen"
+    inside: bool = False
 
     def __post_init__(self) -> None:
-        rows = tuple(sorted(self.rows))
-        for one, other in pairwise(rows):
-            if one.op == other.op:
+        rows = tuple(sorted(self.rows, key=lambda row: row.key))
+        for other, row in pairwise(rows):
+            if other.key == row.key:
                 raise PolicyError(
-                    f"policy {self.name!r} gives op {one.op!r} two rules: "
-                    f"{one.rule} and {other.rule}. Keep one."
+                    f"policy {self.name!r} gives {row.of!r}{row.where} two rules: "
+                    f"{other.rule} and {row.rule}. Keep one."
                 )
+        for row in rows:
+            vocabulary().check(row.of, f"policy {self.name!r}")
+            if row.scope:
+                scopes.check(row.scope, f"policy {self.name!r}")
         if self.halves not in ("widen", "raise"):
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
@@ -131,31 +222,136 @@ class Policy:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.rows, self.halves)  # a hash holds for one process
+        fields = self.name, self.rows, self.halves, self.inside
+        return type(self), fields  # a hash holds for one process
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.halves))
+        return hash((self.name, self.rows, self.halves, self.inside))
 
     @cached_property
-    def table(self) -> Mapping[str, Row]:
-        """The rows by op."""
-        return {row.op: row for row in self.rows}
+    def _in_force(self) -> Mapping[tuple[str, str], Row]:
+        return {(row.of, row.format): row for row in self.rows if self.inside or not row.scope}
 
-    def decide(self, op: str, formats: Sequence[str], region: "Region") -> Decision:
+    @cached_property
+    def scopes(self) -> tuple[str, ...]:
+        """The patterns that rows wait for, sorted."""
+        return tuple(sorted({row.scope for row in self.rows if row.scope and not self.inside}))
+
+    @cached_property
+    def _at(self) -> dict[tuple[Any, ...], "Policy"]:
+        return {}
+
+    def at(self, scope: str) -> "Policy":
+        """The policy inside the module at a path, where rows with a matching pattern hold.
+
+        Args:
+            scope: names of modules from the outermost inwards, joined by dots.
+
+        Raises:
+            PolicyError: two patterns match the same module, neither says more than the other, and
+                they differ.
+        """
+        if not self.scopes:
+            return self
+        found = scopes.ranked(self.scopes, scope)
+        if found not in self._at:
+            self._at[found] = self._folded(found, scope)
+        return self._at[found]
+
+    def _folded(self, found: Sequence[tuple[Any, str]], scope: str) -> "Policy":
+        rows = tuple(row for row in self.rows if not row.scope)
+        tied: list[tuple[Row, Row]] = []
+        for _, alike in groupby(found, lambda ranked: ranked[0]):
+            patterns = [pattern for _, pattern in alike]
+            own: dict[tuple[str, str], Row] = {}
+            for row in [row for row in self.rows if row.scope in patterns]:
+                other = own.setdefault((row.of, row.format), row)
+                if other.rule is not row.rule:
+                    tied.append((other, row))
+            rows = (*_without(rows, own.values(), _holds_in_scope), *own.values())
+        for one, other in tied:
+            if one in rows:  # else a stronger pattern has settled it
+                raise PolicyError(
+                    f"policy {self.name!r} at {scope!r}: {one.scope!r} gives {one.of!r} "
+                    f"{one.rule} and {other.scope!r} gives it {other.rule}, and neither pattern "
+                    "is the more exact. Make one of them longer."
+                )
+        return Policy(self.name, rows, self.halves, inside=True)
+
+    @cached_property
+    def _winners(self) -> dict[tuple[str, str, str], Row | None]:
+        return {}
+
+    def winner(self, op: str, format: str, spelling: str = "") -> Row | None:
+        """The row that rules an op, outside of scopes (see `at`).
+
+        Args:
+            op: of the vocabulary; "" for a spelling that it lacks.
+            format: of the region.
+            spelling: the framework's own name, with its prefix: "aten:softmax.int", "jax:exp".
+
+        Returns:
+            The row, also where it says "parts"; None if none speaks of the op.
+        """
+        asked = op, format, spelling
+        if asked not in self._winners:
+            self._winners[asked] = self._winner(*asked)
+        return self._winners[asked]
+
+    def _winner(self, op: str, format: str, spelling: str) -> Row | None:
+        known = vocabulary().ops.get(op)
+        computes = known is not None and known.kind not in vocabulary().moving
+        names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
+        for name in filter(None, names):
+            for low in (format, ""):
+                if row := self._in_force.get((name, low)):
+                    return row
+        if known and known.rule:
+            return Row(op, Rule(known.rule), source="register_op")
+        for low in (format, "") if computes else ():
+            if row := self._in_force.get(("default", low)):
+                return row
+        return None
+
+    def why(self, op: str, format: str, scope: str = "") -> Why:
+        """Which row rules an op, and so in which format it runs.
+
+        Args:
+            op: of the vocabulary, or a spelling: "softmax", "aten:softmax.int".
+            format: of the region, "float16" or "bfloat16".
+            scope: the path of the module that the op is called in.
+
+        Raises:
+            PolicyError: no such op or format; the message has the nearest names.
+        """
+        if format not in LOW:
+            raise PolicyError(f"why(): format {format!r} is not one of {', '.join(LOW)}.")
+        known = vocabulary().op_of(op)
+        if known is None:
+            vocabulary().check(op, "why()")
+        spelling = op if known is None or ":" in op else ""
+        row = self.at(scope).winner(known.name if known else "", format, spelling)
+        return Why(op, format, scope, row, self.name)
+
+    def decide(
+        self, op: str, formats: Sequence[str], region: "Region", spelling: str = ""
+    ) -> Decision:
         """In which format `op` runs, and what comes out.
 
             lower      run = region format     out = as computed
             fp32       run = float32           out = as computed
             fp32_keep  run = float32           out = widest input
             widest     run = widest input      out = as computed
-            keep, no row, region disabled      nothing is cast
+            keep       nothing is cast, in the op and in what it is made of
+            parts, no row, region disabled     nothing is cast
 
         Args:
-            op: overload name, as in `Row.op`.
+            op: of the vocabulary; "" for a spelling that it lacks.
             formats: formats of the inputs that the rule consults, in order: float inputs on the
                 region's device. float64 and formats that `dtypes` lacks count for nothing.
             region: the region the op is called in.
+            spelling: the framework's own name of the op, with its prefix.
 
         Returns:
             The decision. `forbid` is returned, not raised: the backend knows the caller's words.
@@ -163,26 +359,31 @@ class Policy:
         Source:
             torch v2.13 aten/src/ATen/autocast_mode.h: `prioritize` (widest), `is_eligible`.
         """
-        row = self.table.get(op)
-        if row is None or not region.enabled:
-            return _KEEP
+        if not region.enabled:
+            return _PARTS
+        row = self.at(region.scope).winner(op, region.format, spelling)
+        return _PARTS if row is None else self.apply(row, formats, region.format)
+
+    def apply(self, row: Row, formats: Sequence[str], format: str) -> Decision:
+        """What a row decides: the formats of the inputs, and the region's, are as in `decide`."""
         match row.rule:
             case Rule.LOWER:
-                return Decision(row.rule, region.format)
+                return Decision(row.rule, format)
             case Rule.FP32:
                 return Decision(row.rule, "float32")
             case Rule.FP32_KEEP:
                 kept = [f for f in formats if f in FORMATS and f != "float64"]
                 return Decision(row.rule, "float32", widest(kept) if kept else None)
             case Rule.WIDEST:
-                return self._widest(formats, region)
+                return self._widest(formats, format)
             case Rule.KEEP:
                 return _KEEP
             case Rule.FORBID:
                 return _FORBID
+            case Rule.PARTS:
+                return _PARTS
 
-    def _widest(self, formats: Sequence[str], region: "Region") -> Decision:
-        run = region.format
+    def _widest(self, formats: Sequence[str], run: str) -> Decision:
         for f in formats:
             if f == "float64" or run == "float32":
                 continue  # once float32, it stays: a third format after it changes nothing
@@ -192,121 +393,100 @@ class Policy:
                 run = widest((run, f))
         return Decision(Rule.WIDEST, run)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], name: str = "", where: str = "") -> Self:
-        """Build a policy from plain data.
+    def override(
+        self,
+        *,
+        name: str = "",
+        lower: Sequence[str] = (),
+        fp32: Sequence[str] = (),
+        fp32_keep: Sequence[str] = (),
+        widest: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        parts: Sequence[str] = (),
+        rules: Mapping[str, Any] | None = None,
+        scopes: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> "Policy":
+        """This policy with some rows replaced.
+
+            policy.override(fp32=["softmax"], lower=["class:fft"],
+                            rules={"exp": {"float16": "fp32"}},
+                            scopes={"*.lm_head": {"linear": "fp32"}})
+
+        What is said of a class replaces what was said of its ops.
 
         Args:
-            data: `rules` maps an op to a rule, or to a table with `rule`, and `apply` or `instead`;
-                `name`, `halves` and `summary` may stand beside it.
-            name: used where `data` has no name.
-            where: the file that the data came from, for messages.
+            name: of the result; this policy's with "*" appended, if left out.
+            lower: ops, or classes as "class:NAME", that are to have this rule. So for the others.
+            fp32: as `lower`.
+            fp32_keep: as `lower`.
+            widest: as `lower`.
+            keep: as `lower`.
+            parts: as `lower`.
+            rules: any rows, as the `[rules]` of a TOML file has them.
+            scopes: rows by pattern of module paths, as `[scopes]` has them.
 
         Raises:
-            PolicyError: an unknown key, rule or way of applying; names file, op and value.
+            PolicyError: an unknown op, class or rule, or two rules for one op.
         """
-        name = str(data.get("name", name or "unnamed"))
-        where = where or f"policy {name!r}"
-        _only(data, ("name", "summary", "halves", "rules"), where)
-        rules = data.get("rules", {})
-        if not isinstance(rules, Mapping):
-            raise PolicyError(f"{where}: rules must be a table from op to rule, got {rules!r}.")
-        rows = tuple(_row(op, value, where) for op, value in rules.items())
-        return cls(name, rows, str(data.get("halves", "widen")))
+        from polymp import loading  # which builds policies
+
+        lists = {"lower": lower, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
+        lists |= {"keep": keep, "parts": parts}
+        name = name or self.name.rstrip("*") + "*"
+        return loading.override(self, name, lists, rules or {}, scopes or {})
+
+    def over(self, base: "Policy") -> "Policy":
+        """This policy, with the rows of `base` that it does not speak of.
+
+        A row replaces what it inherits on all that it speaks of in its scope: one for a class also
+        the rows for the ops of the class.
+        """
+        kept = _without(base.rows, self.rows, _holds_instead)
+        return Policy(self.name, (*kept, *self.rows), self.halves)
+
+    def unused(self, report: "Report") -> tuple[Row, ...]:
+        """The rows that ruled no op of a run; what a typo in a scope looks like.
+
+        Args:
+            report: of a run under this policy, made by `polymp.recording`.
+        """
+        used = report.rows()
+        return tuple(row for row in self.rows if row not in used)
 
 
-def load(source: "str | os.PathLike[str] | Mapping[str, Any] | Policy") -> Policy:
-    """A policy from wherever it is.
+def _without(
+    rows: Sequence[Row], own: Iterable[Row], speaks: Callable[[Row, Row], bool]
+) -> tuple[Row, ...]:
+    """What remains of rows where others of one's own speak instead."""
+    keys = {row.key for row in rows}
+    return tuple(
+        left
+        for row in rows
+        for left in row.left_by([one for one in own if speaks(one, row)])
+        if left is row or left.key not in keys
+    )
 
-    Args:
-        source: a policy, returned as it is; plain data, as `Policy.from_dict` takes; the path of
-            a TOML file (a `Path`, or a string that ends in .toml); or a shipped policy's name.
+
+def _holds_instead(own: Row, other: Row) -> bool:
+    """True if a row replaces one that it inherits."""
+    return own.scope == other.scope and vocabulary().within(other.of, own.of)
+
+
+def _holds_in_scope(own: Row, other: Row) -> bool:
+    """True if a row with a scope speaks where `other` does; a class does not win over an op."""
+    if own.of in (other.of, "all"):
+        return True
+    return not own.of.startswith("class:") and vocabulary().within(other.of, own.of)
+
+
+def member(kind: type[E], value: Any, key: str, where: str, of_op: str) -> E:
+    """The member of an enumeration that has a value.
 
     Raises:
-        PolicyError: no such policy or file, not TOML, or wrong content.
+        PolicyError: none has; the message says where, and which there are.
     """
-    if isinstance(source, Policy):
-        return source
-    if isinstance(source, Mapping):
-        return Policy.from_dict(source)
-    if not isinstance(source, (str, os.PathLike)):
-        raise PolicyError(
-            f"a policy is a Policy, a name, the path of a TOML file or a dict, not {source!r}."
-        )
-    if isinstance(source, os.PathLike) or source.endswith(".toml"):
-        path = Path(source)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise PolicyError(f"cannot read policy file {str(path)!r}: {error.strerror}.") from None
-        except UnicodeError:
-            raise PolicyError(f"cannot read policy file {str(path)!r}: it is not UTF-8.") from None
-        return _parse(text, path.stem, str(path))
-    return _shipped(source)
-
-
-@cache
-def _shipped(source: str) -> Policy:
-    if source not in shipped():
-        raise PolicyError(
-            f"no policy {source!r}.{_nearest(source, shipped())} "
-            f"Shipped: {', '.join(shipped())}; a file's name ends in .toml."
-        )
-    text = (resources.files("polymp.policies") / f"{source}.toml").read_text(encoding="utf-8")
-    return _parse(text, source, f"policies/{source}.toml")
-
-
-def shipped() -> tuple[str, ...]:
-    """The names of the policies that come with polymp, sorted."""
-    files = resources.files("polymp.policies").iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
-
-
-def _parse(text: str, name: str, where: str) -> Policy:
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{where} is not TOML: {error}.") from None
-    return Policy.from_dict(data, name, where)
-
-
-def _row(op: str, value: Any, where: str) -> Row:
-    if isinstance(value, str):
-        value = {"rule": value}
-    if not isinstance(value, Mapping):
-        raise PolicyError(f"{where}: op {op!r} has {value!r}, which is neither a rule nor a table.")
-    of_op = f"for op {op!r}"
-    keys = ("rule", "apply", "instead")
-    for key, rule in value.items():
-        if rule in tuple(Rule) and not difflib.get_close_matches(key, keys, cutoff=0.7):
-            # softmax.int = "fp32" is a table in TOML.
-            raise PolicyError(f'{where}: quote the name of the op: "{op}.{key}" = "{rule}".')
-    _only(value, keys, where, of_op)
-    rule = _member(Rule, value.get("rule"), "rule", where, of_op)
-    apply = _member(Apply, value.get("apply", Apply.CAST), "apply", where, of_op)
-    if apply is not Apply.CAST and rule is not Rule.FP32:
-        raise PolicyError(f"{where}: apply {apply!s} {of_op} needs rule fp32, not {rule!s}.")
-    return Row(op, rule, apply, str(value.get("instead", "")))
-
-
-def _member(kind: type[E], value: Any, key: str, where: str, of_op: str) -> E:
     try:
         return kind(value)
     except ValueError:
         names = ", ".join(kind)
         raise PolicyError(f"{where}: {key} {value!r} {of_op} is not one of {names}.") from None
-
-
-def _only(data: Mapping[str, Any], known: Sequence[str], where: str, of_op: str = "") -> None:
-    for key in data:
-        if key not in known:
-            place = f" {of_op}" if of_op else ""
-            raise PolicyError(
-                f"{where}: unknown key {key!r}{place}.{_nearest(key, known)} "
-                f"Known: {', '.join(known)}."
-            )
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    return f" Did you mean {', '.join(close)}?" if close else ""

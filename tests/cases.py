@@ -25,7 +25,9 @@ OTHER = {"bfloat16": "float16", "float16": "bfloat16"}
 LOWER = "lower"  # in the region's format
 FP32 = "fp32"  # in float32
 KEEP = "keep"  # in its inputs' formats, the widest where they differ
-WIDEST = "widest"  # as KEEP, but torch refuses the half format that is not the region's
+WIDEST = (
+    "widest"  # in the widest of its inputs' formats and the region's; torch refuses the other half
+)
 BOOL = "bool"  # in its inputs' formats; truth values come out
 INT = "int"  # in its inputs' formats; integers come out
 NO_LOW = "no low"  # in its inputs' formats, of which it refuses the low ones
@@ -148,9 +150,9 @@ ELEMENTWISE = "elementwise in JAX, where products that are not contractions keep
 CONTRACTION = "one dot_general in JAX, as every matrix product is"
 WHOLE = "a product in JAX: whole powers keep their format"
 IS_SUM = "a sum in JAX, and sums have a row"
-IN_FP32 = "made of ops with float32 rows in JAX; torch has a kernel without a row"
-SPECIAL = "a series in JAX, with a row; torch has a kernel without one"
-LINALG = "torch has no row and no low kernel; JAX's table has a row"
+ORDER = "its order is an array in JAX, and one of ones is float32 as written"
+NO_KERNEL = "torch has no low kernel of it"
+LINALG = "torch has no row and no low kernel; JAX runs linear algebra as written"
 CASTS_BACK = "jax.numpy casts back to the format it was given: an explicit cast counts"
 PROMOTES = "jax.numpy promotes what is declared, 0-d arrays too, before autocast sees it"
 AS_WRITTEN = "a region that is off runs what is written, and float32 is: torch keeps what it finds"
@@ -224,15 +226,15 @@ OPS: tuple[Op, ...] = (
     Op("rms_norm", (X, V), FP32),
     Op("group_norm", (grid(2, 4, 3), V, V), FP32),
     Op("renorm", (X,), FP32),
-    Back("cdist", (X, grid(2, 4)), FP32),
-    Back("pdist", (X,), FP32),
-    Back("dist", PAIR, FP32),
+    Op("cdist", (X, grid(2, 4)), FP32),
+    Op("pdist", (X,), FP32),
+    Op("dist", PAIR, FP32),
     Back("cosine_similarity", PAIR, FP32),
-    Back("norm", (X,), FP32),
-    Back("norm of rows", (X,), FP32),
-    Back("linalg_matrix_norm", (X,), FP32),
-    Back("linalg_matrix_norm of order 1", (X,), FP32),
-    Back("linalg_vector_norm", (X,), FP32),
+    Op("norm", (X,), FP32),
+    Op("norm of rows", (X,), FP32),
+    Op("linalg_matrix_norm", (X,), FP32),
+    Op("linalg_matrix_norm of order 1", (X,), FP32),
+    Op("linalg_vector_norm", (X,), FP32),
     # Losses
     *(Back(name, PAIR, FP32) for name in ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")),
     Back("nll_loss", (X, index(4, 3)), FP32),
@@ -257,20 +259,20 @@ OPS: tuple[Op, ...] = (
     Back("prod of rows", (X,), FP32),
     Op("cumsum", (X,), FP32),
     Op("cumprod", (X,), FP32),
-    Op("logcumsumexp", (X,), KEEP, FP32, IN_FP32),
+    Op("logcumsumexp", (X,), KEEP),
     Back("mean", (X,), KEEP, FP32, IS_SUM),
     Back("var", (X,), KEEP, FP32, IS_SUM),
     Back("std", (X,), KEEP, FP32, IS_SUM),
     # Several inputs that must agree
-    Op("addcdiv", (*PAIR, positive(3, 4)), WIDEST, roundings=8, low_inside=JAX),
-    Op("addcmul", (*PAIR, grid(3, 4)), WIDEST, roundings=2, low_inside=JAX),
+    Op("addcdiv", (*PAIR, positive(3, 4)), WIDEST, KEEP, roundings=8, low_inside=JAX),
+    Op("addcmul", (*PAIR, grid(3, 4)), WIDEST, KEEP, roundings=2, low_inside=JAX),
     Op("atan2", PAIR, WIDEST),
     Op("bilinear", (X, grid(3, 2), grid(5, 4, 2)), WIDEST, LOWER, CONTRACTION, roundings=16),
     Op("cross", (grid(3, 3), grid(3, 3)), WIDEST, roundings=4),
     Op("dot", (V, grid(4)), WIDEST, LOWER, CONTRACTION, roundings=4),
     Op("vdot", (V, grid(4)), WIDEST, LOWER, CONTRACTION, roundings=4),
     Op("tensordot", (X, grid(4, 5)), WIDEST, LOWER, CONTRACTION),
-    Op("index_put", (grid(5, 4), grid(3, 4), index(5, 3)), WIDEST, only=NO_MIX),
+    Op("index_put", (grid(5, 4), grid(3, 4), index(5, 3)), WIDEST, KEEP, only=NO_MIX),
     Op("scatter_add", (grid(5, 4), grid(3, 4), index(5, 3, 4)), WIDEST, roundings=3, only=NO_MIX),
     # Interpolation
     Op("upsample_nearest2d", (grid(1, 2, 3, 3),), FP32, KEEP, "moves numbers in JAX"),
@@ -299,15 +301,16 @@ OPS: tuple[Op, ...] = (
     *(Op(name, (X,), KEEP, roundings=4) for name in ("sigmoid", "relu", "relu6", "leaky_relu")),
     *(Op(name, (X,), KEEP, roundings=8) for name in ("gelu", "gelu by tanh", "silu", "hardtanh")),
     *(Op(name, (X,), KEEP, roundings=4) for name in ("hardswish", "softsign", "glu")),
-    *(Op(name, (X,), KEEP, FP32, IN_FP32) for name in ("elu", "mish", "logsigmoid")),
-    *(Op(name, PAIR, KEEP, FP32, IN_FP32) for name in ("logaddexp", "logaddexp2")),
-    Op("exp2", (X,), KEEP, FP32, "JAX's table has a row for it, torch's has none"),
+    *(Op(name, (X,), KEEP) for name in ("elu", "mish", "logsigmoid")),
+    *(Op(name, PAIR, KEEP) for name in ("logaddexp", "logaddexp2")),
+    Op("exp2", (X,), KEEP),
     *(
-        Op(name, (positive(3, 4),), KEEP, FP32, SPECIAL)
-        for name in ("lgamma", "digamma", "polygamma", "i0e", "i1e")
+        Op(name, (positive(3, 4),), KEEP)
+        for name in ("lgamma", "digamma", "i0e", "i1e")
     ),
-    Op("gammainc", (positive(3, 4), positive(3, 4)), KEEP, FP32, SPECIAL),
-    Op("zeta", (large(3, 4), positive(3, 4)), NO_LOW, FP32, SPECIAL, only=ALIKE),
+    Op("polygamma", (positive(3, 4),), KEEP, WRITTEN, ORDER),
+    Op("gammainc", (positive(3, 4), positive(3, 4)), KEEP),
+    Op("zeta", (large(3, 4), positive(3, 4)), NO_LOW, KEEP, NO_KERNEL, only=ALIKE),
     *(Op(name, (X,), KEEP) for name in ("max", "min", "amax of rows", "clamp")),
     Op("argmax", (X,), INT),
     Op("masked to the lowest", (X, mask(3, 4)), KEEP),
@@ -319,10 +322,10 @@ OPS: tuple[Op, ...] = (
     Op("embedding", (grid(5, 4), index(5, 3)), KEEP),
     *(Op(name, (X,), KEEP) for name in ("sort", "topk")),
     Op("max_pool1d", (grid(2, 3, 6),), KEEP),
-    Op("avg_pool1d", (grid(2, 3, 6),), KEEP, FP32, IS_SUM),
+    Op("avg_pool1d", (grid(2, 3, 6),), KEEP, roundings=2),
     # Linear algebra
     *(
-        Op(name, args, NO_LOW, FP32, LINALG, given=RAISES, only=NO_MIX)
+        Op(name, args, NO_LOW, WRITTEN, LINALG, given=RAISES, only=NO_MIX)
         for name, args in (
             ("inv", (regular(3),)),
             ("slogdet", (regular(3),)),
@@ -333,15 +336,11 @@ OPS: tuple[Op, ...] = (
             ("lu_solve", (regular(3), grid(3, 2))),
         )
     ),
-    *(
-        Op(name, args, NO_LOW, FP32, LINALG, given=KEEP, only=ALIKE)
-        for name, args in (
-            ("solve_triangular", (regular(3), grid(3, 2))),
-            ("cholesky_solve", (grid(3, 2), regular(3))),
-        )
-    ),
-    Op("det", (regular(3),), NO_LOW, FP32, LINALG),
-    Op("pinv", (regular(3),), LOWER, FP32, "made of products in torch, which run low",
+    Op("solve_triangular", (regular(3), grid(3, 2)), NO_LOW, WRITTEN, LINALG, only=ALIKE),
+    Op("cholesky_solve", (grid(3, 2), regular(3)), NO_LOW, WRITTEN, LINALG, only=ALIKE),
+    Op("det", (regular(3),), NO_LOW, WRITTEN, LINALG),
+    Op("pinv", (regular(3),), LOWER, WRITTEN,
+       "made of products in torch, which run low; JAX runs linear algebra as written",
        roundings=16, only=("float32", "float64")),
 )  # fmt: skip
 BY_NAME = {op.name: op for op in OPS}
@@ -455,6 +454,8 @@ def _run(way: str, formats: Sequence[str], case: Case) -> str:
         return "float64"
     if case.regions[-1] == OFF:
         return widest(formats)
+    if way == WIDEST:
+        return widest((*formats, case.low))
     if way == STATE:
         return widest((formats[STATES[case.op]], case.low))
     return {LOWER: case.low, FP32: "float32"}.get(way) or widest(formats)
@@ -487,10 +488,10 @@ def _in_jax(case: Case) -> str:
     way = op.jax or op.torch
     before = tuple(f for f, arg in zip(case.formats, op.args, strict=True) if arg.is_float)
     made = any(case.made)
-    if case.regions[-1] == OFF or way == WRITTEN:  # what was made low is float32 as written
-        return _run(way, before, case)
-    if op.given and not made and widest(before) in LOW:
+    if op.given and not made and widest(before) in LOW and case.regions[-1] != OFF:
         way = op.given
+    elif case.regions[-1] == OFF or way == WRITTEN:  # what was made low is float32 as written
+        return _run(way, before, case)
     elif op.name == "add" and made:
         formats = case.regions[:1]
     elif op.name == "x + 0-d array" and made:

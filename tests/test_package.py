@@ -27,7 +27,13 @@ HEAVY = {"torch", "jax", "numpy", "ml_dtypes", "matplotlib"}
 
 @pytest.mark.parametrize(
     "statement",
-    ["import polymp", "import polymp; polymp.policy('torch-cuda')", "import polymp.backends"],
+    [
+        "import polymp",
+        "import polymp; polymp.policy('torch-cuda')",
+        "from polymp import loading; [loading.load(name) for name in loading.shipped()]",
+        "import polymp; polymp.policy('amp').override(fp32=['gelu']).why('gelu', 'float16')",
+        "import polymp.backends",
+    ],
 )
 def test_the_core_imports_no_framework(statement):
     assert not loaded_after(statement) & HEAVY

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.region import Region, Stack
+from polymp.rules import Policy, Row, Rule
 
 
 def make(device, low):
@@ -36,6 +37,23 @@ def test_devices_do_not_mix():
     stack.frames += [(A, "cpu outside"), (C, "cuda outside")]
     assert stack.pull(A) == (A, "cpu outside")
     assert stack.pull(C) == (C, "cuda outside")
+
+
+def test_regions_of_another_policy_or_scope_are_others():
+    fp32, low = (Policy("p", (Row("mm", rule),)) for rule in (Rule.FP32, Rule.LOWER))
+    plain, other, inner = (
+        Region("torch", "cpu", True, "float16", True, policy, scope)
+        for policy, scope in ((fp32, ""), (low, ""), (fp32, "head"))
+    )
+    stack: Stack[tuple[Region, str]] = Stack()
+    stack.frames += [(plain, "outside"), (other, "plain"), (inner, "other")]
+    again = Region("torch", "cpu", True, "float16", True, Policy("p", low.rows))
+    assert stack.pull(again) is None, "the second one was left, the third stays in force"
+    assert stack.frames == [(plain, "outside"), (inner, "plain")]
+    with pytest.raises(RuntimeError, match="it is not open in this thread"):
+        stack.pull(other)
+    assert stack.pull(inner) == (inner, "plain")
+    assert stack.pull(plain) == (plain, "outside")
 
 
 def test_leaving_what_is_not_open():

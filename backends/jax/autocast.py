@@ -8,7 +8,6 @@ runs the program again in those formats under the caller's own trace. Trace and 
 the next call with the same types.
 """
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Hashable
@@ -19,16 +18,18 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from polymp import rules
-from polymp.backends.jax import compat, nnx, primitives, regions
+from polymp import loading, report
+from polymp.backends.jax import compat, nnx, regions
+from polymp.backends.jax.checks import check
 from polymp.backends.jax.control import planner
 from polymp.backends.jax.emit import collector_paused, run
+from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Plan
 from polymp.backends.jax.program import LOWER, UPPER, given
 from polymp.backends.jax.values import LOW
-from polymp.errors import PolicyError
 from polymp.region import Region
 from polymp.rules import Policy
+from polymp.vocabulary import vocabulary
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -216,23 +217,9 @@ def _region(dtype: Any, policy: PolicyLike, enabled: bool) -> Region:
             f"autocast(dtype={format}): the low format of a region is bfloat16 or float16. "
             "For a region in which ops run as written, use enabled=False."
         )
-    table: Policy = rules.load("amp" if policy is None else policy)
-    _check(table)
+    table: Policy = loading.load("amp" if policy is None else policy)
+    check(table)
     return Region("jax", "any", bool(enabled), format, True, table)
-
-
-@functools.cache
-def _check(policy: Policy) -> None:
-    """Refuse a policy with a row that would never be asked."""
-    known = (primitives.FREE - primitives.INDEPENDENT) | rules.load("amp").table.keys()
-    for op in sorted(policy.table.keys() - known):
-        close = difflib.get_close_matches(op, known, n=3)
-        hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise PolicyError(
-            f"policy {policy.name!r}: jax has no op {op!r} whose format a policy may choose.{hint} "
-            "Rows for jax name its primitives, such as dot_general for every matrix product; see "
-            "policies/amp.toml. The torch tables name torch's ops."
-        )
 
 
 def _float_dtype(dtype: Any) -> Any:
@@ -278,8 +265,10 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
         if regions.AMBIENT.value is not None:  # the autocast around this one does the work
             with regions.entered(region):
                 return fn(*args, **kwargs)
-        if nnx.among((args, kwargs)):
-            return nnx.call(through, fn, args, kwargs)
+        function, given = nnx.owned(fn, args)
+        if nnx.among((given, kwargs)):
+            named = region.policy is not None and bool(region.policy.scopes)
+            return nnx.call(through, function, given, kwargs, named)
         return through(fn, args, kwargs)
 
     def through(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -287,7 +276,8 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         statics = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
         key = _key(fn, tree, statics, arrays)
-        traced = kept.get(key) if key is not None else None
+        recorded = report.current() is not None  # then it is decided anew
+        traced = kept.get(key) if key is not None and not recorded else None
         if traced is None:
             traced = _trace(fn, region, tree, statics, arrays)
             if key is not None and not any(
@@ -336,7 +326,8 @@ def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:
     # By its digits, for 0.0 == -0.0; by its type, for 1 == 1.0 == True.
     types = tuple((type(x), repr(x) if isinstance(x, float) else x) for x in others)
     places = tuple(leaf is _ARRAY for leaf in statics)
-    key = (fn, tree, places, types, tuple(map(jax.typeof, arrays)), compat.trace_context())
+    avals, registered = tuple(map(jax.typeof, arrays)), len(vocabulary().registered)
+    key = (fn, tree, places, types, avals, compat.trace_context(), registered)
     try:
         hash(key)
     except TypeError:
@@ -370,6 +361,7 @@ def _trace(
         found.extend((out_tree, [_ARRAY if _is_array(leaf) else leaf for leaf in leaves]))
         return [leaf for leaf in leaves if _is_array(leaf)]
 
+    FUNCTIONS.border(flat)
     flat.__name__ = getattr(fn, "__name__", "function")
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     invars = compat.binders(jaxpr)[1]

@@ -5,12 +5,13 @@ when one changes. Supported: jax 0.10 and 0.11.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core
 
@@ -136,18 +137,54 @@ def without_scopes(stack: Any, drop: Callable[[str], bool]) -> Any:
     return type(stack)(tuple(kept))
 
 
+def no_scopes() -> Any:
+    """The empty name stack. Since jax 0.4."""
+    return _source_info.NameStack()
+
+
+def scope_names(stack: Any) -> list[str]:
+    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
+    return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
+
+
+def formats_out(eqn: Any, formats: Sequence[str | None]) -> tuple[str | None, ...]:
+    """The formats of an equation's results if its operands had these; None: as declared.
+
+    Asks the primitive's own shape rule, `abstract_eval`. Since jax 0.4.
+    """
+    avals = [
+        var.aval if format is None else var.aval.update(dtype=np.dtype(format), weak_type=False)
+        for var, format in zip(eqn.invars, formats, strict=True)
+    ]
+    out, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
+    outs = out if eqn.primitive.multiple_results else [out]
+    return tuple(aval.dtype.name if hasattr(aval, "dtype") else None for aval in outs)
+
+
+class Frames(NamedTuple):
+    """The Python frames of a traceback, innermost first.
+
+    Attributes:
+        codes: the code object of each.
+        places: where in it the frame was: offsets of instructions.
+    """
+
+    codes: Sequence[Any]
+    places: Sequence[int]
+
+
+def frames(traceback: Any) -> Frames:
+    """The frames of an equation's traceback, cheaply. `raw_frames` since jaxlib 0.4."""
+    return Frames((), ()) if traceback is None else Frames(*traceback.raw_frames())
+
+
 def function_name(closed: Any) -> str:
     """The name of the function that a jaxpr was traced from. Since jax 0.4."""
     name: str = opened(closed)[0].debug_info.func_name
     return name
 
 
-def library_name(closed: Any) -> str | None:
-    """The name of jax's own function that a jaxpr was traced from; None for anybody else's."""
-    file = opened(closed)[0].debug_info.func_filename
-    if file is None or not Path(file).is_relative_to(_LIBRARY):
-        return None
-    return function_name(closed)
-
-
-_LIBRARY = Path(jax.__file__).parent
+def traced_from(closed: Any) -> tuple[str | None, int | None, str]:
+    """File, first line and name of the function that a jaxpr was traced from. Since jax 0.5."""
+    info = opened(closed)[0].debug_info
+    return info.func_filename, info.func_lineno, info.func_name

@@ -14,10 +14,12 @@ from typing import Any
 
 import jax
 
-from polymp.backends.jax import compat, custom_rules
+from polymp.backends.jax import calls, compat, custom_rules
 from polymp.backends.jax.emit import bind, closed, run
+from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Plan, Planner, Step
 from polymp.backends.jax.program import Handler, Planned, Program
+from polymp.backends.jax.sections import SECTION
 from polymp.backends.jax.values import Known, Origin, fits
 from polymp.dtypes import widest
 from polymp.region import Region
@@ -35,9 +37,9 @@ def _plan_jit(program: Program, eqn: Any, region: Region) -> Planned:
     known = _knowns(program, eqn.invars)
     if not compat.only_arrays(inner):
         return _as_written(program, eqn)
-    call = program.call(inner, known, region)
-    step = program.step(eqn, call.reads, call.writes, _rebound, None, call.returns, (call.plan,))
-    return step, call.outs
+    plan = program.planner.plan(inner, known, region)
+    writes = [k.format for k in plan.outs]
+    return program.step(eqn, [None] * len(known), writes, _rebound, parts=(plan,)), list(plan.outs)
 
 
 def _rebound(step: Step, values: Sequence[Any]) -> Sequence[Any]:
@@ -208,9 +210,11 @@ CONTROL: dict[str, Handler] = {
     "shard_map": _plan_shard_map,
     "custom_jvp_call": custom_rules.plan_jvp,
     "custom_vjp_call": custom_rules.plan_vjp,
+    SECTION: calls.plan_section,
 }
 
 
 def planner() -> Planner:
     """A planner that knows every control primitive above."""
+    FUNCTIONS.refresh()
     return Planner(lambda *args: Program(args[0], CONTROL, *args[1:]).plan())

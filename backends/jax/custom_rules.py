@@ -13,6 +13,7 @@ import numpy as np
 
 from polymp.backends.jax import compat, regions
 from polymp.backends.jax.emit import bind, run
+from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Plan, Step
 from polymp.backends.jax.program import Planned, Program
 from polymp.backends.jax.values import Known
@@ -31,11 +32,11 @@ def plan_vjp(program: Program, eqn: Any, region: Region) -> Planned:
 
 def _plan(program: Program, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
     known = [program.known(atom)._replace(number=None) for atom in eqn.invars]
-    call = program.call(eqn.params["call_jaxpr"], known, region)
-    outs = [Known(k.format, product=k.product) for k in call.outs]
-    parts = call.plan, rules(program, eqn, call.plan)
-    step = program.step(eqn, call.reads, call.writes, _emit, None, call.returns, parts)
-    return step, outs
+    plan = program.planner.plan(eqn.params["call_jaxpr"], known, region)
+    outs = [Known(k.format, product=k.product) for k in plan.outs]
+    writes = [k.format for k in outs]
+    parts = plan, rules(program, eqn, plan)
+    return program.step(eqn, [None] * len(known), writes, _emit, parts=parts), outs
 
 
 def _emit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
@@ -211,6 +212,9 @@ class _Reverse(_Rules):
         cotangents = [Known(f) for f in _where(outs, self.float_outs)]
         wanted = [k.format for k in _where(known[skip:], moving)]
         return first, planner.plan(jaxpr, [*before, *cotangents], region, wanted, gradients=True)
+
+
+FUNCTIONS.border(_Rules.trace)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from polymp.backends.jax.scoped import scoped
+
 
 def among(args: Any) -> bool:
     """True if an nnx module, or anything else that keeps nnx state, is among the arguments."""
@@ -21,11 +23,22 @@ def among(args: Any) -> bool:
     return any(map(_is_node, jax.tree.leaves(args, is_leaf=_is_leaf)))
 
 
+def owned(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Any]:
+    """A module or a method of one as a function, and the arguments with the module in front."""
+    if "flax.nnx" not in sys.modules:
+        return fn, args
+    if _is_node(fn):
+        return type(fn).__call__, (fn, *args)
+    module = getattr(fn, "__self__", None)
+    return (fn.__func__, (module, *args)) if _is_node(module) else (fn, args)  # type: ignore[attr-defined]
+
+
 def call(
     pure: Callable[[Callable[..., Any], Any, Any], Any],
     fn: Callable[..., Any],
     args: Any,
     kwargs: Any,
+    named: bool = False,
 ) -> Any:
     """Call a function of modules by way of a function of arrays.
 
@@ -34,6 +47,7 @@ def call(
         fn: takes modules among its arguments.
         args: of the call.
         kwargs: of the call.
+        named: True if the modules are to open name scopes of their paths.
 
     Returns:
         What `fn` returns; the modules among the arguments hold their new state.
@@ -45,7 +59,7 @@ def call(
     rest = [leaf for leaf in leaves if not _is_node(leaf)]
     places = tuple(map(_is_node, leaves))
     graph, state = nnx.split(nodes)
-    out, after = pure(_Pure(fn, graph, tree, places), (state, rest), {})
+    out, after = pure(_Pure(fn, graph, tree, places, named), (state, rest), {})
     before = dict(nnx.to_flat_state(state))
     changed = []
     for path, variable in nnx.to_flat_state(after):
@@ -77,11 +91,15 @@ class _Pure:
     graph: Any
     tree: Any
     places: tuple[bool, ...]
+    named: bool
 
     def __call__(self, state: Any, rest: list[Any]) -> Any:
         from flax import nnx
 
         nodes = nnx.merge(self.graph, state)
+        for node in nodes if self.named else ():
+            if isinstance(node, nnx.Module):
+                scoped(node)
         left, others = iter(nodes), iter(rest)
         leaves = [next(left) if is_node else next(others) for is_node in self.places]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)

@@ -6,7 +6,7 @@ each equation; emission then follows it. How an equation becomes a step is `prog
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +15,10 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat, regions
 from polymp.backends.jax.values import Known
 from polymp.region import Region
+from polymp.rules import Policy
+
+# Inside a function that a row speaks of, nothing else is asked.
+AS_CALLED = Policy("the rule of the call", ())
 
 
 class Cast(NamedTuple):
@@ -119,7 +123,8 @@ class Planner:
     def __init__(self, one: Callable[..., Plan]) -> None:
         self.one = one
         self.plans: dict[Any, Plan] = {}
-        self.stacks: dict[int, tuple[Any, Any, Any]] = {}
+        self.stacks: dict[int, tuple[Any, Any, Any, str]] = {}
+        self.placed: dict[tuple[Region, str], Region] = {}
         self.unknown: set[str] = set()
         self.ways: dict[Any, Any] = {}
 
@@ -152,9 +157,18 @@ class Planner:
         if kept is None:
             marked = regions.innermost(stack)
             plain = stack if marked is None else compat.without_scopes(stack, regions.is_mark)
-            kept = self.stacks[id(stack)] = stack, marked, plain
-        _, marked, plain = kept
-        return marked or outer, plain
+            names = ".".join(compat.scope_names(plain)).replace("/", ".")
+            kept = self.stacks[id(stack)] = stack, marked, plain, names
+        _, marked, plain, names = kept
+        if outer.policy is AS_CALLED:  # the op around it decides for all inside
+            return outer, plain
+        region = marked or outer
+        if region.policy is None or not region.policy.scopes:
+            return region, plain
+        path = ".".join(filter(None, (outer.scope, names)))
+        if (region, path) not in self.placed:
+            self.placed[region, path] = replace(region, scope=path)
+        return self.placed[region, path], plain
 
     def warn(self, name: str, message: str = _UNKNOWN) -> None:
         """Name a primitive whose inner program stays as written; once."""

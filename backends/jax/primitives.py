@@ -28,7 +28,7 @@ REDUCTIONS = frozenset(
 # Move numbers and change none of them.
 LAYOUT = frozenset(
     """
-    broadcast_in_dim copy copy_p dynamic_slice expand_dims mesh_cast name
+    broadcast_in_dim copy dynamic_slice name
     reshape reshard rev sharding_constraint slice squeeze stop_gradient tile transpose
     """.split()
 )
@@ -61,3 +61,18 @@ OPAQUE = frozenset(
     reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
+
+# Classes of ops that JAX has no low kernels for: their functions run as written, unless a policy
+# says otherwise, and the products inside them are not the user's to lower.
+AS_WRITTEN = frozenset({"linear_algebra", "fft"})
+
+# Classes of functions that have parameters, such as gains, which do not say what comes out.
+WITH_PARAMETERS = frozenset({"normalisation"})
+
+# Ops that pick numbers and change none. To run one low is to round what it picked, not what it
+# picked from: that is less work, and the gradients of what it picked from add up unrounded.
+PICKS = frozenset({"embedding", "gather"})
+
+# Classes of functions that are products round a softmax: run low, each part follows its own rule,
+# as in torch's kernels, whose softmax is float32 inside.
+WITH_PRODUCTS = frozenset({"attention"})

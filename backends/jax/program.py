@@ -9,21 +9,25 @@ that is added to the result of a contraction is its bias, and takes the low form
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from polymp.backends.jax import compat, primitives
-from polymp.backends.jax.plan import Cast, Operand, Plan, Planner, Step
+from polymp import report
+from polymp.backends.jax import calls, compat, primitives
+from polymp.backends.jax.functions import op_of, spelling
+from polymp.backends.jax.plan import AS_CALLED, Cast, Operand, Plan, Planner, Step
+from polymp.backends.jax.sections import sections
 from polymp.backends.jax.values import (
     LOW,
     Known,
     Origin,
     declared,
     fits,
+    fixed,
     in_format,
     literal,
     name_of,
@@ -46,20 +50,6 @@ class Way(NamedTuple):
     writes: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
     outs: list[Known]
-
-
-class Call(NamedTuple):
-    """How a program that is called by name runs: its plan, and the fields of its step."""
-
-    plan: Plan
-    reads: list[str | None]
-    writes: tuple[str | None, ...]
-    returns: tuple[str | None, ...] | None
-    outs: list[Known]
-
-
-# Inside a call that has a row of its own, nothing else is asked.
-_AS_CALLED = Policy("the rule of the call", ())
 
 
 class Program:
@@ -104,7 +94,7 @@ class Program:
         env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         env.update(zip(invars, self.inputs, strict=True))
         place, region = self.planner.place, self.region
-        for eqn in self.jaxpr.eqns:
+        for eqn in sections(self.jaxpr, partial(calls.ruled, self)):
             here, self.stack = place(eqn.source_info.name_stack, region)
             name = eqn.primitive.name
             if name in self.control:
@@ -112,13 +102,15 @@ class Program:
             elif not here.enabled:
                 step, outs = self.as_written(eqn)
             elif name == "convert_element_type":
-                step, outs = self.convert(eqn)
+                step, outs = self.convert(eqn, here)
             elif name == "name" and eqn.params["name"] in (UPPER, LOWER):
                 step, outs = self.marker(eqn, here)
             elif name in primitives.INDEPENDENT:
                 step, outs = self.independent(eqn)
             elif name in primitives.FREE:
                 step, outs = self.free(eqn, here)
+            elif calls.is_registered(name):
+                step, outs = calls.plan_registered(self, eqn, here)
             else:
                 step, outs = self.as_written(eqn)
                 if name not in primitives.OPAQUE and compat.has_program(eqn.params):
@@ -175,9 +167,12 @@ class Program:
         writes = [declared(v) for v in eqn.outvars]
         return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
 
-    def convert(self, eqn: Any) -> Planned:
+    def convert(self, eqn: Any, region: Region) -> Planned:
         (atom,), (var,) = eqn.invars, eqn.outvars
         old, new, known = declared(atom), declared(var), self.known(atom)
+        if region.policy is AS_CALLED and region.format == "float32" and old and new in LOW:
+            # A library rounds to what it was given; what is computed in float32 stays so.
+            return self.step(eqn, ["float32"], ["float32"], "cast"), [Known("float32")]
         if old is not None and old == new:  # the trace changed nothing but weakness
             if atom.aval.weak_type == eqn.params["weak_type"]:
                 return self.step(eqn, [None], [known.format], "cast"), [known]
@@ -208,7 +203,7 @@ class Program:
     def free(self, eqn: Any, region: Region) -> Planned:
         atoms = eqn.invars
         known = [self.known(atom) for atom in atoms]
-        op = _spelling(eqn)
+        op = spelling(eqn)
         if eqn.primitive.name in primitives.CONTRACTIONS:
             return self.contraction(eqn, known, region)
         signature = (
@@ -219,7 +214,8 @@ class Program:
             *[(var.aval.dtype, not var.aval.shape) for var in eqn.outvars],
         )
         ways = self.planner.ways
-        if signature not in ways:  # a program asks the same few questions over and over
+        # A program asks the same few questions over and over; a report wants every answer.
+        if signature not in ways or report.current() is not None:
             ways[signature] = self.way(eqn, op, known, region)
         way = ways[signature]
         if way is None:
@@ -234,7 +230,9 @@ class Program:
         hard = self.hard(eqn, op, known)
         if not hard:
             return None
-        decision = self.decision(op, hard, region)
+        decision = self.decision(op_of(op), hard, region, op)
+        if decision.rule is Rule.LOWER and op_of(op) in primitives.PICKS:
+            decision = Decision(decision.rule, None, decision.run)
         formats = [declared(atom) for atom in eqn.invars]
         if decision.run is not None:
             groups = {f: decision.run for f in formats if f}
@@ -261,18 +259,24 @@ class Program:
 
     def hard(self, eqn: Any, op: str, known: list[Known]) -> tuple[str, ...]:
         """The formats that decide: those of the operands that do not follow the others."""
-        if any(_fixed(atom) for atom in eqn.invars):
+        if any(fixed(atom) for atom in eqn.invars):
             return ()
         pairs = list(zip(known, eqn.invars, strict=True))
         hard = tuple(k.format for k, atom in pairs if k.format and not _soft(k, atom, eqn, op))
         return hard or tuple(k.format for k in known if k.format)
 
-    def decision(self, op: str, formats: tuple[str, ...], region: Region) -> Decision:
+    def decision(self, op: str, formats: tuple[str, ...], region: Region, spelled: str) -> Decision:
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
-        decision = policy.decide(op, formats, region)
+        decision = policy.decide(op, formats, region, f"jax:{spelled}")
+        if (found := report.current()) is not None:
+            row = policy.at(region.scope).winner(op, region.format, f"jax:{spelled}")
+            if row is not None and region.enabled:
+                spelled = spelled and f"jax:{spelled}"
+                at = "jax", op, spelled, region.format, region.scope
+                found.entries.append(report.Entry(*at, row, formats, decision))
         if decision.rule is Rule.FORBID:
-            raise _forbidden(policy, op, formats)
+            raise _forbidden(policy, op or spelled, formats, region)
         return decision
 
     def alike(self, eqn: Any, op: str, known: list[Known]) -> dict[str, str]:
@@ -322,7 +326,8 @@ class Program:
         hard = self.hard(eqn, eqn.primitive.name, known)
         if not hard:
             return self.as_written(eqn)
-        decision = self.decision(eqn.primitive.name, hard, region)
+        spelled = spelling(eqn)
+        decision = self.decision(op_of(spelled), hard, region, spelled)
         wide = {f for f in map(declared, eqn.invars) if f}
         asked = name_of(eqn.params.get("preferred_element_type"))
         if eqn.params.get("preferred_element_type") is not None and asked is None:
@@ -341,32 +346,11 @@ class Program:
             returns = (final,) if final != out else None
             return self.step(eqn, reads, [out], "bind", params, returns), [Known(final)]
         # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
-        reads = [run if k.format and not _is_parameter(k) else None for k in known]
+        reads = [run if k.format and not k.is_parameter else None for k in known]
         made = out if out == run else "float32"
         returns = (final,) if final != made else None
         step = self.step(eqn, reads, [made], "contract", returns=returns, parts=(run,))
         return step, [Known(final, product=final in LOW)]
-
-    def call(self, inner: Any, known: list[Known], region: Region) -> Call:
-        """Plan a program that is called by name: by the row of that name, if there is one."""
-        op = compat.library_name(inner)
-        hard = tuple(k.format for k in known if k.format)
-        policy = region.policy
-        if not (region.enabled and policy and op and op in policy.table and hard):
-            plan = self.planner.plan(inner, known, region)
-            writes = tuple(k.format for k in plan.outs)
-            return Call(plan, [None] * len(known), writes, None, list(plan.outs))
-        decision = self.decision(op, hard, region)
-        if decision.run:
-            known = [k._replace(format=decision.run) if k.format else k for k in known]
-        plan = self.planner.plan(inner, known, replace(region, policy=_AS_CALLED))
-        reads = [k.format for k in known]
-        writes = tuple(k.format for k in plan.outs)
-        if decision.out is None:
-            return Call(plan, reads, writes, None, list(plan.outs))
-        returns = tuple(decision.out if f else None for f in writes)
-        outs = [k._replace(format=f) if f else k for k, f in zip(plan.outs, returns, strict=True)]
-        return Call(plan, reads, writes, returns, outs)
 
     # After the forward pass
 
@@ -456,7 +440,7 @@ class Program:
 
 # Single results, computed element by element or chosen; casting their operands costs no more.
 _PULLED = primitives.ELEMENTWISE | {
-    "broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reduce_max", "reduce_min",
+    "broadcast_in_dim", "concatenate", "copy", "pad", "reduce_max", "reduce_min",
     "reshape", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 
@@ -487,28 +471,13 @@ def _constant(var: Any, value: Any) -> Known:
     return literal(declared(var), number_of(value))
 
 
-def _forbidden(policy: Policy, op: str, formats: Sequence[str]) -> ForbiddenOpError:
-    instead = policy.table[op].instead if op in policy.table else ""
+def _forbidden(policy: Policy, op: str, formats: Sequence[str], region: Region) -> ForbiddenOpError:
+    row = policy.at(region.scope).winner(op, region.format)
+    instead = row.instead if row else ""
     return ForbiddenOpError(
         f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(formats)}). "
         f"Use {instead or 'another op'}, or give it another rule in the policy."
     )
-
-
-def _spelling(eqn: Any) -> str:
-    """The op's name in a policy: the primitive's, but for a division of one number by many."""
-    name: str = eqn.primitive.name
-    if name == "integer_pow" and eqn.params["y"] < 0:
-        return "reciprocal"
-    if name == "div" and isinstance(eqn.invars[0], core.Literal):
-        return "reciprocal"
-    return name
-
-
-def _fixed(atom: Any) -> bool:
-    """True for an operand that no format of ours may join: float64, complex, float8."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
 
 
 def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
@@ -521,10 +490,6 @@ def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
         case Origin.GIVEN:  # a scalar tensor, among tensors with dimensions
             return not atom.aval.shape and any(v.aval.shape for v in eqn.outvars)
     return False
-
-
-def _is_parameter(known: Known) -> bool:
-    return known.format == "float32" and known.origin is Origin.GIVEN
 
 
 def _is_bias(hard: list[Known]) -> bool:

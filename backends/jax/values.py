@@ -8,6 +8,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from polymp.dtypes import FORMATS
@@ -47,6 +48,11 @@ class Known(NamedTuple):
     product: bool = False
     number: Any = None
 
+    @property
+    def is_parameter(self) -> bool:
+        """True for what is given in float32: a parameter, as a rule."""
+        return self.format == "float32" and self.origin is Origin.GIVEN
+
 
 @cache
 def name_of(dtype: Any) -> str | None:
@@ -58,6 +64,12 @@ def name_of(dtype: Any) -> str | None:
 def declared(atom: Any) -> str | None:
     """The declared format of a variable or literal, if autocast may touch it."""
     return name_of(getattr(atom.aval, "dtype", None))
+
+
+def fixed(atom: Any) -> bool:
+    """True for an operand that no format of ours may join: float64, complex, float8."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
 
 
 def fits(number: Any, format: str) -> bool:

@@ -6,22 +6,22 @@ does is in `regions`, which ops it changes in `policies/`.
 
 import functools
 import inspect
-import os
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any, Literal, Self
 
 import torch
 from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
-from polymp import rules
+from polymp import loading
 from polymp.backends.torch import compat, kernels, native, regions
+from polymp.errors import PolicyError
 from polymp.region import Region
 from polymp.rules import Policy
 
-PolicyLike = Policy | str | os.PathLike[str] | Mapping[str, Any]
+PolicyLike = loading.Source
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -172,10 +172,15 @@ def _prepare(
         raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"autocast's dtype must be a torch.dtype, got {dtype!r}")
+    loaded = None if policy is None else loading.load(policy)
+    if loaded is not None and loaded.scopes:
+        raise PolicyError(
+            f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
+            "paths a region does not see. Give it to polymp.torch.scoped(model, policy), and to "
+            "the region, for what runs outside of the model, policy.at('') or none."
+        )
     enabled = _supported(device, dtype, bool(enabled))
-    return _ready(
-        device, dtype, enabled, bool(cache), None if policy is None else rules.load(policy)
-    )
+    return _ready(device, dtype, enabled, bool(cache), loaded)
 
 
 @functools.cache

@@ -29,6 +29,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run under the policies in force here wherever it is called from."""
     tickets = [regions.ticket(region) for region in regions.with_policy()]
+    scope = regions.scope_in_force()
     recomputing = False
 
     @functools.wraps(function)
@@ -39,6 +40,9 @@ def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
                 # In a region of torch's own, which ends behind polymp's back.
                 entered.callback(casts.drop_unknown)
             recomputing = True
+            if scope is not None:
+                entered.callback(regions.leave_scope, regions.code_in_force())
+                regions.enter_scope(scope)
             for ticket in tickets:
                 regions.enter(ticket)
                 entered.callback(regions.leave, ticket)

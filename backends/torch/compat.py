@@ -6,7 +6,8 @@ fails when one changes. Supported: torch 2.11 to 2.13.
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -53,31 +54,91 @@ def registered(key: str) -> frozenset[str]:
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """The aten overload "mm" or "softmax.int", or None if torch has none of that name."""
+    """The overload "mm", "softmax.int" or "mylib::my_op", None if torch has none of that name."""
+    space, _, name = name.rpartition("::")
     base, _, variant = name.partition(".")
-    packet = getattr(torch.ops.aten, base, None)
+    packet = getattr(getattr(torch.ops, space or "aten"), base, None)
     if packet is None or variant == "default":  # which is written "mm", not "mm.default"
         return None
     return getattr(packet, variant or "default", None)
 
 
+def qualified_name(op: Any) -> str | None:
+    """The name "mylib::my_op" of a name, an op or what `custom_op` returned; None for all else.
+
+    Since torch 2.4: `CustomOpDef._qualname`, `OpOverload._name`.
+    """
+    if isinstance(op, str):
+        return op
+    if isinstance(op, torch._ops.OpOverload):
+        return op._name.removesuffix(".default")
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    return op._qualname if isinstance(op, torch._library.custom_ops.CustomOpDef) else None
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """True if an op has a kernel of its own on a dispatch key. Since torch 1.10."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def tensors_of(op: torch._ops.OpOverload) -> list[int]:
+    """The places of an op's arguments that must be tensors. Since torch 1.13."""
+    return [at for at, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"]
+
+
+def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A function that calls an op, also with a Python number where the schema says Tensor.
+
+    The dispatcher hands such numbers to a Python kernel as they were written: `x % 4` comes as
+    (x, 4). Most overloads refuse them; the packet finds the one that takes a number. Since
+    torch 1.13.
+    """
+    tensors = tensors_of(op)
+    packet, entry = op.overloadpacket, op._op  # without the Python of OpOverload.__call__
+    if tensors in ([], [0]):
+        return entry
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for at in tensors:
+            if at < len(args) and not isinstance(args[at], torch.Tensor):
+                return packet(*args, **kwargs)
+        return entry(*args, **kwargs)
+
+    return call
+
+
 def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     """A function of (keys, args, kwargs) that does what the dispatcher does had `key` no kernel.
 
-    `OpOverload.redispatch` (since torch 2.0) refuses a Python number where the schema says Tensor,
-    and `x + 1` comes as (x, 1); calling the op anew takes it, with the key excluded.
+    `OpOverload.redispatch` (since torch 2.0) refuses a Python number where the schema says Tensor;
+    then the op is called anew, with the key excluded.
     """
     after, excluded = below(key), keyset(key)
-    tensors = [at for at, a in enumerate(op._schema.arguments) if at and str(a.type) == "Tensor"]
+    tensors = tensors_of(op)
+    again = calling(op)
 
     def call(keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         for at in tensors:
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 with ExcludeKeys(excluded):
-                    return op(*args, **kwargs)
+                    return again(*args, **kwargs)
         return op.redispatch(keys & after, *args, **kwargs)
 
     return call
+
+
+@contextmanager
+def temporary_library(namespace: str) -> Iterator[Library]:
+    """A library whose kernels go when the block ends, and those that they replaced come back.
+
+    `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
+    """
+    library = Library(namespace, "IMPL")
+    try:
+        yield library
+    finally:
+        library._destroy()
 
 
 def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
@@ -119,17 +180,23 @@ def private_dtypes(device: str) -> list[torch.dtype]:
     return found
 
 
-def no_frame(fn: F) -> F:
+def no_frame(fn: F, *, inside: bool = False) -> F:
     """Keep torch.compile from compiling `fn` by itself; inlining it into a caller still works.
 
     A region's entry has no tensor in it, so a frame compiled for it alone would be an empty graph
     and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well.
     Since torch 2.6 (`torch._dynamo.eval_frame.skip_code` is the same call, but imports all of
     dynamo).
+
+    Args:
+        fn: a function of ours.
+        inside: True to leave what it calls alone, too: kernels, which eager code calls between
+            compiled graphs.
     """
     assert isinstance(fn, FunctionType)
     frame = _dynamo.eval_frame
-    strategy = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.DEFAULT)
+    called = frame._FrameAction.SKIP if inside else frame._FrameAction.DEFAULT
+    strategy = frame._FrameExecStrategy(frame._FrameAction.SKIP, called)
     frame.set_code_exec_strategy(fn.__code__, strategy)
     return fn
 

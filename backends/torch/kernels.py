@@ -10,24 +10,25 @@ composite ops such as linear apart before autocast sees them, so that a bias wou
 pull the result up; here the op is cast as a whole first.
 """
 
-import difflib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch.library import Library, get_kernel
 
-from polymp.backends.torch import casts, compat, native, regions
-from polymp.errors import ForbiddenOpError, PolicyError
+from polymp import report
+from polymp.backends.torch import casts, compat, native, primitives, regions
+from polymp.backends.torch.checks import check
+from polymp.backends.torch.running import Call, Ruling, Rulings, formats, runner
+from polymp.errors import PolicyError
 from polymp.region import Region
-from polymp.rules import Apply, Policy, Row, Rule
+from polymp.rules import LOW, Policy, Row, Rule
+from polymp.vocabulary import vocabulary
 
-Call = Callable[..., Any]
-
-_library = Library("aten", "IMPL")
+_libraries: dict[str, Library] = {}  # by namespace of the ops
 _installed: set[tuple[str, str]] = set()  # (device, op) with a kernel on the autocast key
 _fronted: set[str] = set()  # devices whose ops have a kernel in front of torch.func
 _fronted_ops: set[str] = set()
@@ -46,7 +47,7 @@ def prepare(region: Region) -> None:
     """
     with _lock:
         if region.policy is not None:
-            install(region.policy, region.device)
+            install(region.policy, region.device, region.format if region.enabled else "")
         if region.enabled:
             casts.watch(region.device)
             install_for_transforms(region.device)
@@ -57,18 +58,29 @@ def installed(device: str) -> tuple[str, ...]:
     return tuple(sorted(op for on, op in _installed if on == device))
 
 
-def install(policy: Policy, device: str) -> None:
+def install(policy: Policy, device: str, format: str = "") -> None:
     """Put kernels on the ops in which `policy` differs from what torch does on the device.
+
+    Args:
+        policy: without rows that wait for a scope.
+        device: whose autocast key.
+        format: the one whose kernels are to be there; "" if that is not known yet.
 
     Raises:
         PolicyError: a row that torch cannot honour; nothing is installed then.
     """
-    ops = native.kernels(device) | policy.table.keys()
-    differ = [op for op in ops if not native.agrees(device, policy, op)]
-    for op in differ:
-        if op in policy.table:
-            _check(policy, policy.table[op])
-    _put(device, differ)
+    check(policy, device, format)
+    put(device, sorted(differing(policy, device)))
+
+
+def differing(policy: Policy, device: str) -> frozenset[str]:
+    """The ops that need a kernel of ours under a policy; those that wait for a scope aside."""
+    return frozenset(
+        op
+        for low in LOW
+        for op in native.kernels(device) | native.table(policy, low).keys()
+        if not native.agrees(device, policy, op, low)
+    )
 
 
 @contextmanager
@@ -79,7 +91,7 @@ def all_python(*devices: str) -> Iterator[None]:
         devices: whose keys; all that have a table, if none is named.
     """
     for device in devices or native.DEVICES:
-        _put(device, sorted(native.kernels(device)))
+        put(device, sorted(native.kernels(device)))
     _compiled[0] = False
     try:
         yield
@@ -87,91 +99,109 @@ def all_python(*devices: str) -> Iterator[None]:
         _compiled[0] = True
 
 
-def _put(device: str, ops: Sequence[str]) -> None:
+def put(device: str, ops: Sequence[str]) -> None:
+    """Put our kernel on the device's autocast key for ops, once for each.
+
+    Raises:
+        PolicyError: the key cannot be named.
+    """
     key = compat.autocast_key(device)
     if key is None:
         if ops:
             raise PolicyError(f"{device!r} can have no policy: torch hides its dispatch key.")
         return
     for name in ops:
-        op = compat.overload(name)
-        if (device, name) in _installed or op is None:
-            continue
-        had = name in native.kernels(device)
-        replaced = get_kernel(op, key) if had else None
-        compat.put(_library, name, _autocast_kernel(op, name, device, key, replaced), key)
-        _installed.add((device, name))
+        kernel = None if (device, name) in _installed else _kernel_for(name, device, key)
+        if kernel is not None:
+            _front(name, only_numbers=True)
+            compat.put(_library(name), name, kernel, key)
+            _installed.add((device, name))
 
 
-def _check(policy: Policy, row: Row) -> None:
-    op = compat.overload(row.op)
-    if op is None:
-        raise PolicyError(
-            f"policy {policy.name!r} has a rule for {row.op!r}, which is no op of torch"
-            f"{_hint(row.op)}."
-        )
-    if op._schema.is_mutable:
-        raise PolicyError(
-            f"policy {policy.name!r} has a rule for {row.op!r}, which writes into an argument: "
-            "the format of its result is given. Give the rule to the op without '_' or out=."
-        )
-    if not any("Tensor" in str(a.type) for a in op._schema.arguments):
-        raise PolicyError(
-            f"policy {policy.name!r} has a rule for {row.op!r}, which takes no tensor"
-            f"{_hint(row.op)}."
-        )
-    if row.apply is Apply.DTYPE_ARGUMENT and _dtype_at(op) is None:
-        raise PolicyError(
-            f"policy {policy.name!r} applies fp32 to {row.op!r} by its dtype argument, "
-            f"which it does not have: {op._schema}"
-        )
-    if row.apply is Apply.APPEND_DTYPE and row.op not in _APPENDED:
-        raise PolicyError(
-            f"policy {policy.name!r} applies fp32 to {row.op!r} by an appended dtype, "
-            f"which only {', '.join(_APPENDED)} can have."
-        )
+@contextmanager
+def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
+    """Our kernels on the device's autocast key for ops, taken away again after."""
+    key = compat.autocast_key(device)
+    with compat.temporary_library("aten") as library:
+        for name in ops if key else ():
+            kernel = _kernel_for(name, device, str(key))
+            if kernel is not None and "::" not in name:
+                _front(name, only_numbers=True)
+                compat.put(library, name, kernel, str(key))
+        yield
 
 
-def _hint(name: str) -> str:
-    """What may have been meant by an op's name."""
-    base = name.partition(".")[0]
-    packet = getattr(torch.ops.aten, base, None)
-    if packet is not None:
-        names = [base if o == "default" else f"{base}.{o}" for o in packet.overloads()]
-        return f"; its overloads are {', '.join(names)}"
-    known = {row.op for device in native.DEVICES for row in native.policy(device).rows}
-    close = difflib.get_close_matches(base.removeprefix("aten::"), sorted(known), n=3)
-    return f"; did you mean {', '.join(close)}" if close else ""
+def _kernel_for(name: str, device: str, key: str) -> Call | None:
+    op = compat.overload(name)
+    if op is None or name in primitives.UNTOUCHED:
+        return None
+    replaced = _compiled_kernel(name, key) if name in native.kernels(device) else None
+    return _autocast_kernel(op, name, device, key, replaced)
+
+
+@cache
+def _compiled_kernel(name: str, key: str) -> Any:
+    """torch's own kernel on the key; read once, before there is one of ours."""
+    op = compat.overload(name)
+    assert op is not None, "torch registers what it has"
+    return get_kernel(op, key)
+
+
+def _library(name: str) -> Library:
+    space = name.rpartition("::")[0] or "aten"
+    if space not in _libraries:
+        _libraries[space] = Library(space, "IMPL")
+    return _libraries[space]
 
 
 def _autocast_kernel(
     op: torch._ops.OpOverload, name: str, device: str, key: str, replaced: Any
 ) -> Call:
     excluded = compat.keyset(key)
-    pass_on = compat.passing_on(op, key)
-    run = _runner(op, name, device)
+    pass_on, call = compat.passing_on(op, key), compat.calling(op)
+    run = runner(op, name, device)
+    rulings = Rulings(name, device)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        region = regions.in_force(device)
-        policy, row = _ruling(region, device, name)
-        agrees = region.policy is None or native.agrees(device, policy, name)
-        if replaced is not None and _compiled[0] and agrees:
+        ruling = rulings.of(regions.in_force(device))
+        row = ruling.row
+        if row is not None and (found := report.current()) is not None:
+            found.entries.append(_entry(op, name, device, ruling, row, args))
+        if ruling.agrees and replaced is not None and _compiled[0]:
             return replaced.call_boxed(keys, *args, **kwargs)
         if row is None:  # as if autocast had not heard of the op; ops inside it count
             return pass_on(keys, args, kwargs)
         with compat.ExcludeKeys(excluded):
-            if row.rule is Rule.FORBID and row == native.row(device, name):
+            if row.rule is Rule.KEEP:
+                return call(*args, **kwargs)
+            if row.rule is Rule.FORBID and ruling.agrees:
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises in torch's words
-            return run(row, policy, region, casts.cast, op, args, kwargs)
+            return run(ruling, casts.cast, call, args, kwargs)
 
-    return kernel
+    return compat.no_frame(kernel, inside=True)
 
 
-def _ruling(region: Region, device: str, name: str) -> tuple[Policy, Row | None]:
-    """The policy of a region and its row for the op; torch's, as far as this torch has it."""
-    if region.policy is None:
-        return native.policy(device), native.row(device, name)
-    return region.policy, region.policy.table.get(name)
+def _entry(
+    op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, row: Row, args: Sequence[Any]
+) -> report.Entry:
+    asked, region = tuple(formats(op, device, args)), ruling.region
+    decision = ruling.policy.apply(row, asked, region.format)
+    at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.format, region.scope
+    return report.Entry(*at, row, asked, decision)
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """A kernel of ours on every op, for as long as a report is made: compiled ones tell nothing."""
+    with ExitStack() as stack:
+        for device in native.DEVICES:
+            named = {overload for op in vocabulary().ops.values() for overload in op.aten}
+            missing = sorted(n for n in named if (device, n) not in _installed)
+            stack.enter_context(_for_a_while(device, missing))
+        yield
+
+
+report.preparations.append(_recorded)
 
 
 def install_for_transforms(device: str) -> None:
@@ -179,16 +209,44 @@ def install_for_transforms(device: str) -> None:
     if device in _fronted:
         return
     for name in sorted(native.kernels(device) | _BATCHED_AS_PRODUCTS):
-        op = compat.overload(name)
-        if op is None or name in _fronted_ops:
-            continue
-        front = get_kernel(op, compat.FUNC_FRONT)
-        compat.put(_library, name, _front_kernel(op, name, front), compat.FUNC_FRONT)
-        _fronted_ops.add(name)
+        _front(name)
     _fronted.add(device)
 
 
+def _front(name: str, only_numbers: bool = False) -> None:
+    """Put our kernel in front of torch.func's transforms for an op.
+
+    Args:
+        name: the op.
+        only_numbers: True to leave it out if a number cannot stand for a tensor in the op. Behind
+            a transform such a number cannot be read: an op with a kernel of ours needs both.
+    """
+    op = compat.overload(name)
+    if op is None or name in _fronted_ops or (only_numbers and len(compat.tensors_of(op)) < 2):
+        return
+    front = get_kernel(op, compat.FUNC_FRONT)
+    compat.put(_library(name), name, _front_kernel(op, name, front), compat.FUNC_FRONT)
+    _fronted_ops.add(name)
+
+
+def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments, with a tensor for every number in the place of one, as torch wraps them."""
+    if all(at >= len(args) or isinstance(args[at], torch.Tensor) for at in places):
+        return args
+    made, tensors = list(args), [args[at] for at in places if isinstance(args[at], torch.Tensor)]
+    for at in places:
+        if at < len(args) and isinstance(args[at], (bool, int, float, complex)):
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(args[at]))
+            if all(t.dim() == 0 for t in tensors):  # then dtypes count alike
+                wide = torch.result_type(tensors[0], args[at])
+            made[at] = torch.tensor(args[at], dtype=wide)
+    return made
+
+
 def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
+    rulings = {device: Rulings(name, device) for device in native.DEVICES}
+    places = compat.tensors_of(op)
+
     def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         return t.to(dtype)
 
@@ -197,10 +255,11 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
             return front.call_boxed(keys, *args, **kwargs)
 
         device = _device(args)
-        if device is None or not torch.is_autocast_enabled(device) or not regions.entered():
+        args = tuple(_wrapped(places, args))
+        if device not in rulings or not torch.is_autocast_enabled(device) or not regions.entered():
             return call(*args, **kwargs)
-        region = regions.in_force(device)
-        policy, row = _ruling(region, device, name)
+        ruling = rulings[device].of(regions.in_force(device))
+        row = ruling.row
         if row is None and name not in _BATCHED_AS_PRODUCTS:
             return call(*args, **kwargs)
         key = compat.autocast_key(device)
@@ -209,9 +268,9 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
         with compat.ExcludeKeys(compat.keyset(key)):
             if row is None:
                 return call(*args, **kwargs)
-            return _runner(op, name, device)(row, policy, region, plain, call, args, kwargs)
+            return runner(op, name, device)(ruling, plain, call, args, kwargs)
 
-    return kernel
+    return compat.no_frame(kernel, inside=True)
 
 
 def _device(args: Sequence[Any]) -> str | None:
@@ -220,103 +279,4 @@ def _device(args: Sequence[Any]) -> str | None:
             return arg.device.type
         if isinstance(arg, (list, tuple)) and (found := _device(arg)):
             return found
-    return None
-
-
-Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
-
-# Overloads with the same meaning and a dtype at the end, for Apply.APPEND_DTYPE.
-_APPENDED = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
-
-
-@cache
-def _runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
-    """A function that runs `op` as a row says, on the device, with autocast excluded."""
-    schema = op._schema.arguments
-    consulted = [str(a.type) in ("Tensor", "List[Tensor]") for a in schema]
-    dtype_at = _dtype_at(op)
-    # Batch norm writes its running statistics, though its schema does not say so: a cast of them
-    # would take the write. Its kernels take a low input beside float32 weights and statistics.
-    written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
-    with_low_input = set(range(1, len(schema))) if written else set()
-
-    def eligible(t: Any) -> bool:
-        return (
-            isinstance(t, torch.Tensor)
-            and t.device.type == device
-            and t.is_floating_point()
-            and t.dtype is not torch.float64
-        )
-
-    def run(
-        row: Row, policy: Policy, region: Region, cast: Cast, call: Call, args: Any, kwargs: Any
-    ) -> Any:
-        if row.apply is not Apply.CAST:
-            ok = eligible(args[0])
-            if row.apply is Apply.APPEND_DTYPE:
-                longer = compat.overload(_APPENDED[name])
-                dtype = torch.float32 if ok else args[0].dtype
-                rest = schema[len(args) :]  # defaults are left out of a call; this one has none
-                filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
-                return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
-            assert dtype_at is not None
-            given = kwargs.get("dtype") if dtype_at >= len(args) else args[dtype_at]
-            if ok and given is None:
-                args, kwargs = args[:dtype_at], {**kwargs, "dtype": torch.float32}
-            return call(*args, **kwargs)
-        formats = [
-            regions.FORMATS[t.dtype]
-            for arg, ask in zip(args, consulted, strict=False)
-            if ask
-            for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
-            if isinstance(t, torch.Tensor) and t.device.type == device and t.is_floating_point()
-        ]
-        decision = policy.decide(name, formats, region)
-        if decision.rule is Rule.FORBID:
-            _forbid(policy, row, formats)
-        if decision.run is not None:
-            dtype, low = regions.DTYPES[decision.run], regions.DTYPES[region.format]
-            uncast = written if dtype is torch.float32 else with_low_input
-
-            def lowered(value: Any) -> Any:
-                if isinstance(value, (list, tuple)):
-                    return [lowered(v) for v in value]
-                return cast(value, dtype, low) if eligible(value) else value
-
-            # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
-            # the order in which the casts were made.
-            kwargs = {k: lowered(v) for k, v in reversed(kwargs.items())}
-            last_first = reversed(list(enumerate(args)))
-            args = [a if at in uncast else lowered(a) for at, a in last_first][::-1]
-        result = call(*args, **kwargs)
-        return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
-
-    return run
-
-
-def _back(result: Any, dtype: torch.dtype) -> Any:
-    if isinstance(result, (list, tuple)):
-        return type(result)(_back(r, dtype) for r in result)
-    if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
-        return result.to(dtype)
-    return result
-
-
-def _forbid(policy: Policy, row: Row, formats: Sequence[str]) -> None:
-    if row.rule is Rule.WIDEST:  # torch's message, from its own check
-        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-    use = f"Use {row.instead}, or give it" if row.instead else "Give it"
-    raise ForbiddenOpError(
-        f"policy {policy.name!r} forbids {row.op!r}, called here with ({', '.join(formats)}). "
-        f"{use} another rule in the policy."
-    )
-
-
-def _dtype_at(op: torch._ops.OpOverload) -> int | None:
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.name == "dtype":
-            return at
     return None

@@ -4,11 +4,14 @@ For each device that has one, the shipped table `torch-<device>` describes torch
 kernels. The engine leaves an op to its compiled kernel where a policy agrees with that table.
 """
 
+from collections.abc import Mapping
 from functools import cache
 
-from polymp import rules
+from polymp import loading
 from polymp.backends.torch import compat
+from polymp.backends.torch.primitives import UNTOUCHED, has_low, in_float32
 from polymp.rules import Policy, Row, Rule
+from polymp.vocabulary import vocabulary
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -16,7 +19,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 @cache
 def policy(device: str) -> Policy:
     """torch's own table of the device; an empty one for a device without."""
-    return rules.load(f"torch-{device}") if device in DEVICES else Policy(f"torch-{device}", ())
+    return loading.load(f"torch-{device}") if device in DEVICES else Policy(f"torch-{device}", ())
 
 
 @cache
@@ -29,21 +32,54 @@ def kernels(device: str) -> frozenset[str]:
     return frozenset() if key is None else compat.registered(key)
 
 
-def row(device: str, op: str) -> Row | None:
-    """What torch does with the op: its row, or None where it has no kernel or we no row."""
-    return policy(device).table.get(op) if op in kernels(device) else None
+def table(policy: Policy, format: str) -> Mapping[str, Row]:
+    """The overloads that a policy rules in regions of a format, with the rows that won."""
+    return _table(policy, format, len(vocabulary().registered))
 
 
 @cache
-def agrees(device: str, other: Policy, op: str) -> bool:
+def _table(policy: Policy, format: str, registered: int) -> Mapping[str, Row]:
+    words = vocabulary()
+    spelled = {overload: op.name for op in words.ops.values() for overload in op.aten}
+    own = (row.of.removeprefix("aten:") for row in policy.rows if row.of.startswith("aten:"))
+    found: dict[str, Row] = {}
+    for overload, op in (dict.fromkeys(own, "") | spelled).items():
+        row = policy.winner(op, format, f"aten:{overload}")
+        if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
+            continue
+        # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
+        general = row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST)
+        if not general or has_low(overload, "cpu", format):
+            found[overload] = row
+    return found
+
+
+def row(device: str, op: str, format: str) -> Row | None:
+    """What torch does with the op: its row, or None where it has no kernel or we no row.
+
+    A registered op has no kernel of torch's; its row is the rule it was registered with.
+    """
+    if op in kernels(device) or "::" in op:
+        return table(policy(device), format).get(op)
+    return None
+
+
+@cache
+def agrees(device: str, other: Policy, op: str, format: str) -> bool:
     """True if torch's compiled kernel, or the lack of one, is what `other` asks for the op."""
-    ours, theirs = row(device, op), other.table.get(op)
-    if theirs is not None and theirs.rule is Rule.WIDEST and other.halves != policy(device).halves:
+    ours, theirs = row(device, op, format), table(other, format).get(op)
+    if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
+        return in_float32(op)
+    if ours is None or theirs is None:
+        return ours is theirs
+    if "::" in op or ours.rule is not theirs.rule:
         return False
-    return ours == theirs
+    if theirs.rule is Rule.WIDEST and other.halves != policy(device).halves:
+        return False
+    return (theirs.apply or ours.apply) == ours.apply and theirs.instead in ("", ours.instead)
 
 
 def drift(device: str) -> tuple[list[str], list[str]]:
     """Ops that this torch registers and our table lacks, and the other way round; sorted."""
-    table = policy(device).table.keys()
-    return sorted(kernels(device) - table), sorted(table - kernels(device))
+    known = {op for op in table(policy(device), "float16") if "::" not in op}
+    return sorted(kernels(device) - known), sorted(known - kernels(device))

@@ -23,6 +23,8 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from torch._C import _is_torch_function_mode_enabled
+from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch import casts, compat
 from polymp.errors import PolicyError
@@ -42,6 +44,9 @@ _SLOTS = ("ipu", "maia")
 _Code = tuple[torch.dtype, ...]
 _NONE: _Code = (get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1]))
 
+# In a set of policies by device: that of the module which is running, for devices without one.
+_SCOPE = ""
+
 # A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
 stack: Stack[tuple[Region, bool, torch.dtype, bool, _Code]] = Stack()
 
@@ -56,7 +61,7 @@ def enter(ticket: str) -> None:
     region, device, enabled, dtype, cache = known[ticket]
     code = inside = _NONE
     if len(_policies) > 1:
-        code = _read_code()
+        code = code_in_force()
         inside = _code_inside(region, code)
     stack.frames.append(
         (region, is_autocast_enabled(device), get_autocast_dtype(device),
@@ -130,7 +135,7 @@ class Traced:
         self.ticket = ticket
 
     def __enter__(self) -> None:
-        device, code = self.device, _read_code()
+        device, code = self.device, code_in_force()
         self.outside = (
             is_autocast_enabled(device),
             get_autocast_dtype(device),
@@ -144,10 +149,11 @@ class Traced:
 
 
 class _Open(threading.local):
-    """What the calls of `_put` in this thread have entered and not left."""
+    """What the calls of `_put` and `_put_scope` in this thread have entered and not left."""
 
     def __init__(self) -> None:
         self.entries: list[Callable[[], None]] = []
+        self.scopes: list[Callable[[], None]] = []
 
 
 _open = _Open()
@@ -168,17 +174,17 @@ def _put(
             _open.entries.clear()
         autocast_decrement_nesting()
         state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
-        _open.entries.append(functools.partial(_set, device, -1, *state, *_read_code()))
-        compat.after_tracing(functools.partial(_close, _open.entries[-1]))
+        _open.entries.append(functools.partial(_set, device, -1, *state, *code_in_force()))
+        compat.after_tracing(functools.partial(_close, _open.entries, _open.entries[-1]))
     elif _open.entries:
         _open.entries.pop()
     _set(device, 1 if ticket else -1, enabled, dtype, cache, *code)
 
 
-def _close(entry: Callable[[], None]) -> None:
+def _close(entries: list[Callable[[], None]], entry: Callable[[], None]) -> None:
     """Leave what a trace that was given up has entered and not left."""
-    if entry in _open.entries:
-        _open.entries.remove(entry)
+    if entry in entries:
+        entries.remove(entry)
         entry()
 
 
@@ -193,6 +199,63 @@ def _set(
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
     _write_code(code)
+
+
+def scope_code(policy: Policy) -> _Code:
+    """What `enter_scope` takes to put a policy in force."""
+    return _code(frozenset({(_SCOPE, policy)}))
+
+
+@compat.no_frame
+def enter_scope(code: _Code) -> None:
+    """Put a module's policy in force in this thread, whatever the device.
+
+    It speaks for every enabled region, the one around and those entered inside that have no policy
+    of their own. Region, format and cache stay as they are.
+
+    Raises:
+        PolicyError: the call is being exported.
+    """
+    if is_dynamo_compiling():
+        _allow()
+        _put_scope(True, *code)
+        return
+    if _is_torch_function_mode_enabled():
+        _refuse_export(code)
+    _write_code(code)
+
+
+@compat.no_frame
+def leave_scope(outer: _Code) -> None:
+    """Put back what `code_in_force` said before a scope was entered."""
+    if is_dynamo_compiling():
+        _put_scope(False, *outer)
+        return
+    _write_code(outer)
+    if outer == _NONE and not stack.frames:
+        casts.end()  # a region of torch's own ends without a word to us
+
+
+def _put_scope(entering: bool, *code: torch.dtype) -> None:
+    """Enter or leave a scope, as a call in a graph."""
+    if entering:
+        _refuse_export(code)
+        before = code_in_force()
+        if before == _NONE:  # nothing is open: these are of a graph that raised
+            _open.scopes.clear()
+        _open.scopes.append(functools.partial(_write_code, before))
+        compat.after_tracing(functools.partial(_close, _open.scopes, _open.scopes[-1]))
+    elif _open.scopes:
+        _open.scopes.pop()
+    _write_code(code)
+
+
+def _refuse_export(code: _Code) -> None:
+    if compat.export_modes():
+        raise PolicyError(
+            f"torch.export cannot record the scopes of policy {_policies[code][_SCOPE].name!r}. "
+            "Take them off, by remove() of the handle that scoped() returned, and export then."
+        )
 
 
 def tell_export(ticket: str | None) -> None:
@@ -218,6 +281,7 @@ def tell_export(ticket: str | None) -> None:
 @compat.at_trace_time
 def _allow() -> None:
     torch.compiler.allow_in_graph(_put)
+    torch.compiler.allow_in_graph(_put_scope)
 
 
 known: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}  # prepared regions, by ticket
@@ -243,18 +307,20 @@ def in_force(device: str) -> Region:
         is_autocast_enabled(device),
         get_autocast_dtype(device),
         is_autocast_cache_enabled(),
-        _NONE if len(_policies) == 1 else _read_code(),
+        _NONE if len(_policies) == 1 else code_in_force(),
     )
 
 
 def policy_of(device: str) -> Policy | None:
     """The policy in force for the device in this thread; None for torch's own table."""
-    return _policy_at(device, *_read_code())
+    return policy_at(device, *code_in_force())
 
 
 @compat.at_trace_time
-def _policy_at(device: str, *code: torch.dtype) -> Policy | None:
-    return _policies.get(code, {}).get(device)
+def policy_at(device: str, *code: torch.dtype) -> Policy | None:
+    """The policy for a device where the policies in force have this code."""
+    policies = _policies.get(code, {})
+    return policies.get(device, policies.get(_SCOPE))
 
 
 def entered() -> bool:
@@ -271,14 +337,27 @@ def wants_cache() -> bool:
 
 def with_policy() -> list[Region]:
     """The regions in force in this thread that have a policy of their own, one a device."""
-    return [in_force(device) for device in _policies.get(_read_code(), {})]
+    return [in_force(device) for device in _policies.get(code_in_force(), {}) if device != _SCOPE]
+
+
+def scope_in_force() -> _Code | None:
+    """What `enter_scope` takes to put the policy of the module that is running here in force.
+
+    None outside of scoped models.
+    """
+    return _scope_at(*code_in_force())
+
+
+@compat.at_trace_time
+def _scope_at(*code: torch.dtype) -> _Code | None:
+    policy = _policies.get(code, {}).get(_SCOPE)
+    return None if policy is None else scope_code(policy)
 
 
 @cache
 def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _Code) -> Region:
-    return Region(
-        "torch", device, enabled, FORMATS[dtype], cache, _policies.get(code, {}).get(device)
-    )
+    policy = policy_at(device, *code)
+    return Region("torch", device, enabled, FORMATS[dtype], cache, policy)
 
 
 @compat.at_trace_time
@@ -301,7 +380,8 @@ def _code_inside(region: Region, outer: _Code) -> _Code:
 
 
 @compat.no_frame
-def _read_code() -> _Code:
+def code_in_force() -> _Code:
+    """What the policies in force in this thread are coded as, for code that is traced."""
     return get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1])
 
 

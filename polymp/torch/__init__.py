@@ -10,5 +10,9 @@ from polymp.backends.torch import checkpoint as checkpoint  # noqa: E402
 from polymp.backends.torch import custom_bwd as custom_bwd  # noqa: E402
 from polymp.backends.torch import custom_fwd as custom_fwd  # noqa: E402
 from polymp.backends.torch import is_autocast_available as is_autocast_available  # noqa: E402
+from polymp.backends.torch.bake import bake as bake  # noqa: E402
+from polymp.backends.torch.pinned import pin as pin  # noqa: E402
+from polymp.backends.torch.registered import register as register  # noqa: E402
+from polymp.backends.torch.scoped import scoped as scoped  # noqa: E402
 from polymp.torch import cpu as cpu  # noqa: E402
 from polymp.torch import cuda as cuda  # noqa: E402

@@ -134,7 +134,7 @@ def test_rule_1_integers_in_a_product_are_left_alone():
 
 
 def test_rule_1_fp32_keep_holds_for_products_too():
-    keep = {"rules": {"dot_general": "fp32_keep"}}
+    keep = {"rules": {"linear": "fp32_keep"}}
     low = X.astype(jnp.bfloat16)
     assert autocast(jnp.matmul, policy=keep)(low, low).dtype == jnp.bfloat16
     found = ops(autocast(jnp.matmul, policy=keep), low, low)

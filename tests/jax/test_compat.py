@@ -136,14 +136,61 @@ def test_scopes_can_be_taken_out_of_a_name_stack():
     assert str(compat.without_scopes(stack, "drop".__eq__)) == "jvp(keep)/vmap()"
 
 
-def test_a_librarys_function_is_told_from_a_users_of_the_same_name():
+def test_the_names_of_scopes():
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jax.vmap(jnp.sin)(x)
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            return inner(x)
+
+    (eqn,) = traced(jax.grad(lambda x: outer(x).sum()), X).eqns[:1]
+    assert compat.scope_names(eqn.source_info.name_stack) == ["outer", "inner"]
+    assert compat.scope_names(compat.no_scopes()) == []
+    (eqn,) = traced(jnp.sin, X).eqns
+    assert compat.no_scopes() == eqn.source_info.name_stack
+
+
+def test_the_formats_that_would_come_out():
+    (dot,) = traced(lambda x: lax.dot(x, x), X).eqns
+    assert compat.formats_out(dot, ["float16", "float16"]) == ("float16",)
+    (sort,) = traced(lambda x: lax.sort((x, x), num_keys=1), X).eqns
+    assert compat.formats_out(sort, ["bfloat16", None]) == ("bfloat16", "float32")
+    (top,) = traced(lambda x: lax.top_k(x, 1), X).eqns
+    assert compat.formats_out(top, ["float16"]) == ("float16", "int32")
+
+
+def test_the_frames_of_an_equation():
+    def called(x):
+        return jnp.sin(x), jnp.sin(x)
+
+    def calls(x):
+        return called(x)
+
+    eqns = traced(calls, X).eqns
+    one, two = (compat.frames(eqn.source_info.traceback) for eqn in eqns)
+    inner, outer = map(one.codes.index, (called.__code__, calls.__code__))
+    assert inner < outer, "innermost first"
+    assert one.codes == two.codes
+    assert len(one.codes) == len(one.places)
+    assert one.places[inner] != two.places[inner], "two calls in one function"
+    assert one.places[outer:] == two.places[outer:]
+    assert compat.frames(None) == ((), ())
+
+
+def test_where_a_jitted_function_was_written():
     @jax.jit
     def log_softmax(x):
         return x
 
     jaxprs = [traced(fn, X).eqns[0].params["jaxpr"] for fn in (jax.nn.log_softmax, log_softmax)]
     assert [compat.function_name(j) for j in jaxprs] == ["log_softmax"] * 2
-    assert [compat.library_name(j) for j in jaxprs] == ["log_softmax", None]
+    theirs, ours = map(compat.traced_from, jaxprs)
+    code = log_softmax.__wrapped__.__code__
+    assert ours == (code.co_filename, code.co_firstlineno, "log_softmax") != theirs
+    code = jax.nn.log_softmax.__wrapped__.__code__
+    assert theirs == (code.co_filename, code.co_firstlineno, "log_softmax")
 
 
 def test_answers_of_rematerialisation_policies():

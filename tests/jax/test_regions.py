@@ -292,7 +292,7 @@ def test_off_is_the_function_itself_bit_for_bit():
 
 
 def test_a_policy_of_ones_own():
-    mine = {"rules": {"dot_general": "fp32", "tanh": "lower", "exp": "fp32_keep"}}
+    mine = {"rules": {"linear": "fp32", "tanh": "lower", "exp": "fp32_keep"}}
 
     def f(x):
         y = x @ x
@@ -303,9 +303,9 @@ def test_a_policy_of_ones_own():
     assert [*map(name, autocast(f, policy=mine)(X))] == expected
     with pytest.raises(polymp.ForbiddenOpError) as error:
         autocast(f, policy={"name": "strict", "rules": {"tanh": {"rule": "forbid",
-                 "instead": "hard_tanh"}}})(X)  # fmt: skip
+                 "instead": "hardtanh"}}})(X)  # fmt: skip
     assert str(error.value) == (
-        "policy 'strict' forbids 'tanh', called here with (float32). Use hard_tanh, or give it "
+        "policy 'strict' forbids 'tanh', called here with (float32). Use hardtanh, or give it "
         "another rule in the policy."
     )
 
@@ -337,10 +337,18 @@ async def waits(x):
     return x
 
 
-NO_OP = (
-    "policy 'unnamed': jax has no op 'dot_genral' whose format a policy may choose. Did you mean "
-    "dot_general, ragged_dot_general? Rows for jax name its primitives, such as dot_general for "
-    "every matrix product; see policies/amp.toml. The torch tables name torch's ops."
+NO_OP = "policy 'unnamed': no op 'lineer'. Did you mean linear, inner, bilinear?"
+NO_PRIMITIVE = (
+    "policy 'unnamed': jax has no primitive 'dot_genral' whose format a policy may choose. Did you "
+    "mean dot_general, ragged_dot_general?"
+)
+NO_OP_OF_JAX = (
+    "policy 'unnamed': jax runs 'bmm' as matmul, by the rules for those: give fp32 to them."
+    " One primitive in JAX."
+)
+NO_LOW_FORM = (
+    "policy 'unnamed': jax cannot run 'class:fft' by rule lower: it has no low form of it. Leave "
+    "the row out, or say fp32."
 )
 BAD = [
     (lambda: autocast(3), TypeError, NO_FUNCTION.format(3)),
@@ -351,10 +359,13 @@ BAD = [
     (lambda: autocast(dtype="lo"), TypeError, NO_DTYPE.format("'lo'")),
     (lambda: autocast(dtype=None), TypeError, NO_DTYPE.format(None)),
     (lambda: autocast(enabled="no"), TypeError, "autocast(enabled=...) is True or False, got 'no'"),
+    (lambda: autocast(policy={"rules": {"lineer": "lower"}}), polymp.PolicyError, NO_OP),
+    (lambda: autocast(policy={"rules": {"bmm": "fp32"}}), polymp.PolicyError, NO_OP_OF_JAX),
+    (lambda: autocast(policy={"rules": {"class:fft": "lower"}}), polymp.PolicyError, NO_LOW_FORM),
     (
-        lambda: autocast(policy={"rules": {"dot_genral": "lower"}}),
+        lambda: autocast(policy={"rules": {"jax:dot_genral": "lower"}}),
         polymp.PolicyError,
-        NO_OP,
+        NO_PRIMITIVE,
     ),
     (
         lambda: polymp.jax.call_in(3, jnp.float16),
@@ -374,10 +385,19 @@ def test_bad_arguments(call, kind, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", ["torch-cpu", "torch-cuda"])
-def test_torchs_tables_are_refused(name):
-    with pytest.raises(polymp.PolicyError, match="The torch tables name torch's ops"):
-        autocast(policy=name)
+def test_an_op_that_jax_lacks_may_have_the_rule_of_what_it_becomes():
+    both = {"rules": {"bmm": "fp32", "matmul": "fp32"}}
+    stack = jnp.ones((2, 4, 4))
+    assert name(autocast(jnp.matmul, policy=both)(stack, stack)) == "float32"
+    assert name(autocast(jnp.matmul)(stack, stack)) == "bfloat16"
+
+
+@pytest.mark.parametrize("policy", ["torch-cpu", "torch-cuda", "torch-mps", "torch-xpu"])
+def test_torchs_tables_rule_jax_too(policy):
+    for f, op in ((jnp.dot, "linear"), (lambda x, _: jnp.exp(x @ x), "exp")):
+        row = polymp.policy(policy).winner(op, "bfloat16")
+        expected = "float32" if row and row.rule == "fp32" else "bfloat16"
+        assert name(autocast(f, policy=policy)(X, X)) == expected
 
 
 def test_the_with_form_needs_an_autocast_function_around_it():

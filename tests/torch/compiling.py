@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from polymp import Policy
+from polymp import policy
 from polymp.torch import autocast
 
 KEEPS_RELU = {"name": "keeps_relu", "rules": {"linear": "lower", "relu": "fp32"}}
 KEEPS_LINEAR = {"name": "keeps_linear", "rules": {"linear": "fp32", "relu": "lower"}}
-AS_OBJECT = Policy.from_dict(KEEPS_LINEAR)
+AS_OBJECT = policy(KEEPS_LINEAR)
 
 
 class Count:

@@ -183,16 +183,17 @@ def wrong_policy(device: str) -> Any:
     """torch's table with every rule changed for another one."""
     from dataclasses import replace
 
-    from polymp import rules
+    from polymp import loading, rules
 
-    right = rules.load(f"torch-{device}")
+    right = loading.load(f"torch-{device}")
     other = {
         rules.Rule.LOWER: rules.Rule.FP32,
         rules.Rule.FP32: rules.Rule.LOWER,
         rules.Rule.WIDEST: rules.Rule.LOWER,
         rules.Rule.FORBID: rules.Rule.KEEP,
+        rules.Rule.PARTS: rules.Rule.PARTS,  # an overload that torch does not register
     }
-    wrong = [rules.Row(row.op, other[row.rule]) for row in right.rows]
+    wrong = [rules.Row(row.of, other[row.rule]) for row in right.rows]
     return replace(right, name=f"wrong-{device}", rows=tuple(wrong))
 
 

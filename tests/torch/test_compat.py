@@ -135,3 +135,69 @@ def test_cuda_missing_reads_what_torch_amp_reads(monkeypatch):
 def test_versions():
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     assert (2, 11) <= version <= TESTED, f"polymp knows torch 2.11 to 2.13, this is {version}"
+
+
+def test_an_op_of_a_library_is_found_by_what_a_user_has_of_it():
+    @torch.library.custom_op("polymp_names::same", mutates_args=())
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    packet = torch.ops.polymp_names.same
+    for given in ("polymp_names::same", same, packet, packet.default):
+        assert compat.qualified_name(given) == "polymp_names::same"
+    assert compat.overload("polymp_names::same") is packet.default
+    assert compat.qualified_name(torch.relu) is None
+    assert not compat.has_kernel("polymp_names::same", "AutocastCPU")
+    same.register_autocast("cpu", torch.bfloat16)
+    assert compat.has_kernel("polymp_names::same", "AutocastCPU")
+
+
+def test_a_number_may_stand_for_a_tensor():
+    x = torch.tensor([5.0, 7.0])
+    assert compat.calling(torch.ops.aten.remainder.Tensor)(x, 4).tolist() == [1.0, 3.0]
+    assert compat.calling(torch.ops.aten.add.Tensor)(x, 1, alpha=2).tolist() == [7.0, 9.0]
+    assert compat.calling(torch.ops.aten.relu.default)(-x).tolist() == [0.0, 0.0]
+
+
+def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
+    seen = []
+
+    def kernel(keys, x):
+        seen.append(x.shape)
+        with compat.ExcludeKeys(compat.keyset("AutocastCPU")):
+            return torch.ops.aten.erfinv.default(x)
+
+    x = torch.zeros(3, dtype=torch.bfloat16)
+    with torch.autocast("cpu"):
+        before = torch.erfinv(x).dtype
+        with compat.temporary_library("aten") as library:
+            compat.put(library, "erfinv", kernel, "AutocastCPU")
+            torch.erfinv(x)
+        assert seen == [(3,)]
+        assert torch.erfinv(x).dtype is before
+        assert seen == [(3,)]
+
+
+def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_replace():
+    calls = []
+
+    class Module(torch.nn.Linear):
+        def _call_impl(self, *args, **kwargs):
+            calls.append("call")
+            return super()._call_impl(*args, **kwargs)
+
+        def _apply(self, fn, *recurse):
+            calls.append("apply")
+            return super()._apply(fn, *recurse)
+
+        def _load_from_state_dict(self, *args, **kwargs):
+            calls.append("load")
+            return super()._load_from_state_dict(*args, **kwargs)
+
+    module = Module(2, 2)
+    assert module._compiled_call_impl is None
+    module(torch.ones(1, 2))
+    module.to(torch.bfloat16)
+    module.half()
+    module.load_state_dict(module.state_dict())
+    assert calls == ["call", "apply", "apply", "load"]

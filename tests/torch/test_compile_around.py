@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-from polymp import Policy, PolicyError
+from polymp import PolicyError, policy
 from polymp.torch import autocast
 from tests.torch.compiling import (
     AS_OBJECT,
@@ -81,7 +81,7 @@ def test_no_graph_is_used_in_another_region(
 def test_equal_policies_made_anew_share_a_graph(count: Count, net: Net, x: torch.Tensor) -> None:
     compiled = torch.compile(lambda: torch.relu(net.first(x)), fullgraph=True, backend=count)
     for _ in range(3):
-        with torch.no_grad(), autocast("cpu", dtype=FP16, policy=Policy.from_dict(KEEPS_RELU)):
+        with torch.no_grad(), autocast("cpu", dtype=FP16, policy=policy(KEEPS_RELU)):
             assert compiled().dtype is FP32
     assert count.graphs == 1
 

@@ -117,7 +117,7 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
 @pytest.mark.parametrize("op", ["add_.Tensor", "mul_.Tensor", "mm.out", "relu_"])
 def test_an_op_that_writes_can_have_no_rule(op: str) -> None:
     with pytest.raises(PolicyError) as error:
-        autocast("cpu", policy={"name": "p", "rules": {op: "keep"}})
+        autocast("cpu", policy={"name": "p", "rules": {f"aten:{op}": "keep"}})
     assert str(error.value) == (
         f"policy 'p' has a rule for {op!r}, which writes into an argument: the format of its "
         "result is given. Give the rule to the op without '_' or out=."

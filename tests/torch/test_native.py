@@ -5,7 +5,7 @@ import torch
 
 from polymp.backends.torch import kernels, native
 from polymp.backends.torch.compat import overload
-from polymp.rules import Apply, Rule
+from polymp.rules import LOW, Apply, Rule
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 COUNTS = {  # torch 2.13: lower, fp32 by cast, by dtype argument, by appended dtype, widest, forbid
@@ -14,6 +14,11 @@ COUNTS = {  # torch 2.13: lower, fp32 by cast, by dtype argument, by appended dt
     "mps": (27, 58, 0, 0, 10, 0),
     "xpu": (33, 59, 11, 2, 11, 1),
 }
+
+
+def ruled(device, format="float16"):
+    """The overloads that the device's table rules, with their rows."""
+    return native.table(native.policy(device), format)
 
 
 @pytest.mark.parametrize("device", native.DEVICES)
@@ -25,16 +30,18 @@ def test_the_table_holds_exactly_what_torch_registers(device, capsys):
         with capsys.disabled():
             print(f"\ntorch {torch.__version__}, torch-{device}: torch also has {added}")
             print(f"torch {torch.__version__}, torch-{device}: torch lacks {gone}")
-    common = native.kernels(device) & native.policy(device).table.keys()
-    assert len(common) > 0.8 * len(native.policy(device).rows), "this is another table altogether"
+    table = ruled(device)
+    common = native.kernels(device) & table.keys()
+    assert len(common) > 0.8 * len(table), "this is another table altogether"
 
 
+@pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("device", native.DEVICES)
-def test_counts_by_rule(device):
-    rows = native.policy(device).rows
+def test_counts_by_rule(device, low):
+    rows = ruled(device, low).values()
 
     def count(rule, apply=Apply.CAST):
-        return sum(r.rule is rule and r.apply is apply for r in rows)
+        return sum(r.rule is rule and (r.apply or Apply.CAST) is apply for r in rows)
 
     assert COUNTS[device] == (
         count(Rule.LOWER),
@@ -48,7 +55,7 @@ def test_counts_by_rule(device):
 
 @pytest.mark.parametrize("device", native.DEVICES)
 def test_every_row_is_an_op_of_torch(device):
-    missing = [row.op for row in native.policy(device).rows if overload(row.op) is None]
+    missing = [op for op in ruled(device) if overload(op) is None]
     if VERSION == (2, 13):
         assert missing == []
 
@@ -59,7 +66,8 @@ def test_drift_is_seen(monkeypatch):
     added, gone = native.drift("cpu")
     assert "brand_new" in added
     assert "mm" in gone
-    assert native.row("cpu", "mm") is None
+    assert native.row("cpu", "mm", "float16") is None
+    assert native.row("cpu", "bmm", "float16").rule is Rule.LOWER
 
 
 def test_a_device_without_a_table_has_an_empty_policy():

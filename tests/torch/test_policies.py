@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from polymp import rules
+from polymp import loading
 from polymp.backends.torch import kernels, native
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.torch import autocast, checkpoint
+from polymp.vocabulary import vocabulary
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,8 +20,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHOW = {
     "mm": lambda low: torch.mm(X, X.t()),
     "exp": lambda low: X.to(low).exp(),
-    "softmax.int": lambda low: torch.softmax(X.to(low), -1),
-    "add.Tensor": lambda low: X.to(low) + X.to(low),
+    "softmax": lambda low: torch.softmax(X.to(low), -1),
+    "add": lambda low: X.to(low) + X.to(low),
     "layer_norm": lambda low: torch.layer_norm(X.to(low), (4,)),
 }
 
@@ -65,6 +66,20 @@ def test_the_cuda_table_on_a_cpu():
     )
 
 
+def test_rows_for_one_format_one_overload_and_a_class():
+    by_format = {"rules": {"softmax": {"float16": "fp32", "bfloat16": "keep"}}}
+    by_overload = {"rules": {"sum": "fp32", "aten:sum.dim_IntList": "keep"}}
+    by_class = {"rules": {"class:reduction": "fp32", "sum": "keep", "neg": "lower"}}
+    for low in (FP16, BF16):
+        x = X.to(low)
+        with autocast("cpu", low, policy=by_format):
+            assert torch.softmax(x, -1).dtype is (FP32 if low is FP16 else BF16)
+        with autocast("cpu", low, policy=by_overload):
+            assert (x.sum().dtype, x.sum(-1).dtype) == (FP32, low)
+        with autocast("cpu", low, policy=by_class):
+            assert (x.prod().dtype, x.sum().dtype, X.neg().dtype) == (FP32, low, low)
+
+
 def test_mixed_halves():
     halves = [X.to(BF16), X.to(FP16)]
     cat = {"rules": {"cat": "widest"}}
@@ -101,27 +116,36 @@ def test_an_op_left_out_still_lets_ops_inside_it_autocast():
         assert torch.matmul(X, X.t()).dtype is FP32
 
 
-def test_a_policy_that_is_torchs_own_installs_nothing():
-    """In a fresh process, as a file's data under another name."""
+def test_a_policy_that_is_torchs_own_installs_nothing(tmp_path):
+    """In a fresh process, as a user's file under another name."""
     code = (
-        "from polymp import rules\n"
+        "from polymp.rules import Policy, Row, Rule\n"
+        "from polymp import loading\n"
         "from polymp.torch import autocast\n"
+        "from pathlib import Path\n"
         "from polymp.backends.torch import kernels\n"
-        "own = rules.Policy('mine', rules.load('torch-cpu').rows, 'raise')\n"
-        "with autocast('cpu', policy=own): pass\n"
+        "own = loading.to_toml(loading.load('torch-cpu')).replace('torch-cpu', 'mine')\n"
+        "Path('mine.toml').write_text(own)\n"
+        "with autocast('cpu', policy='mine.toml') as region: pass\n"
+        "assert loading.load('mine.toml').name == 'mine'\n"
         "with autocast('cpu'): pass\n"
         "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
-        "other = rules.Policy('less', own.rows[1:], 'raise')\n"
+        "other = loading.load('mine.toml').override(parts=['linear'], rules={'exp': 'keep'})\n"
         "with autocast('cpu', policy=other): pass\n"
-        "assert kernels.installed('cpu') == (own.rows[0].op,), kernels.installed('cpu')\n"
+        "assert kernels.installed('cpu') == ('exp', 'linear'), kernels.installed('cpu')\n"
+        "low = {'float16': 'fp32', 'bfloat16': 'lower'}\n"
+        "with autocast('cpu', policy=other.override(rules={'mm': low})): pass\n"
+        "assert kernels.installed('cpu') == ('exp', 'linear', 'mm'), kernels.installed('cpu')\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert run.returncode == 0, run.stderr
 
 
 def test_numbers_go_through_an_op_without_a_rule():
     """x + 1 reaches a kernel as (tensor, number), in a region that has no rule for add."""
-    with autocast("cpu", policy={"rules": {"add.Tensor": "widest"}}):
+    with autocast("cpu", policy={"rules": {"add": "widest"}}):
         assert torch.equal(X + 1, X.add(torch.ones(3, 4)))
     with autocast("cpu"):
         assert (X.to(BF16) + 1).dtype is BF16
@@ -145,15 +169,32 @@ def test_gradients_pass_through_our_casts():
     ("rule", "message"),
     [
         (
-            {"sofmax.int": "fp32"},
-            "policy 'p' has a rule for 'sofmax.int', which is no op of torch; did you mean "
-            "softmax.int.",
+            {"aten:log_sofmax.int": "fp32"},
+            "policy 'p' has a rule for 'log_sofmax.int', which is no op of torch; did you mean "
+            "log_softmax.int, logsumexp.",
         ),
         (
-            {"softmax": "fp32"},
+            {"aten:softmax": "fp32"},
             "policy 'p' has a rule for 'softmax', which is no op of torch; its overloads are "
             + ", ".join(f"softmax.{o}" for o in torch.ops.aten.softmax.overloads())
             + ".",
+        ),
+        (
+            {"aten:nonsense": "fp32"},
+            "policy 'p' has a rule for 'nonsense', which is no op of torch.",
+        ),
+        (
+            {"aten:randperm": "fp32"},
+            "policy 'p' has a rule for 'randperm', which takes no tensor; its overloads are "
+            + ", ".join(
+                "randperm" if o == "default" else f"randperm.{o}"
+                for o in torch.ops.aten.randperm.overloads()
+            )
+            + ".",
+        ),
+        (
+            {"cbrt": "fp32"},
+            "policy 'p' has a rule for 'cbrt', which torch lacks. " + vocabulary().ops["cbrt"].note,
         ),
         (
             {"exp": {"rule": "fp32", "apply": "dtype_argument"}},
@@ -187,7 +228,7 @@ def test_an_unknown_policy_names_the_nearest():
         autocast("cpu", policy="torch-kuda")
     with pytest.raises(PolicyError, match="is not one of"):
         autocast("cpu", policy={"rules": {"mm": "low"}})
-    assert "torch-cuda" in rules.shipped()
+    assert "torch-cuda" in loading.shipped()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -316,7 +316,7 @@ def test_regions_of_two_devices_left_crosswise() -> None:
 
 def test_policies_of_two_devices_at_once() -> None:
     on_cuda = policy({"name": "cuda", "rules": {"mm": "fp32"}})
-    on_cpu = policy({"name": "cpu", "rules": {"softmax.int": "fp32"}})
+    on_cpu = policy({"name": "cpu", "rules": {"softmax": "fp32"}})
     with FakeTensorMode(), inside("cuda", "float16", policy=on_cuda):
         assert two_devices() == OUTSIDE
         with autocast("cpu", dtype=BF16, policy=on_cpu):

@@ -1,0 +1,172 @@
+"""Modules that get methods of ours: the same object, of a class between its class and us.
+
+    extend(linear, Scoped, data)     type(linear) is now  Linear(Scoped, Linear)
+    restore(linear, Scoped)          type(linear) is Linear again
+
+The new class has the old one's name, and the methods of ours come before the old ones. What they
+need lies in the module's `__dict__`, out of reach of `state_dict`; without it they do nothing.
+Hooks would not do: torch runs none on an interrupt, and torch.compile does not guard them. Nothing
+here knows what the methods are for.
+"""
+
+import copy
+import copyreg
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+import torch.fx
+from torch import nn
+
+
+class Extension(nn.Module):
+    """A class of methods that `extend` gives to modules.
+
+    Attributes:
+        KEY: where in the module's `__dict__` their data lies.
+    """
+
+    KEY: ClassVar[str]
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do nothing, lest a class that keeps a list of its subclasses hear of this one."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the class below would pickle it, and extended again."""
+        below, worn = _taken_apart(type(self))
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            arguments = (below, *arguments[1:])
+        data = tuple((e, self.__dict__[e.KEY]) for e in worn if e.KEY in self.__dict__)
+        return _extended_again, (function, arguments, data), *rest
+
+
+class Handle:
+    """What a function that extends modules returns: takes it back, once, or at the end of a `with`.
+
+    Copied or pickled together with the model, it is the handle of the copy.
+    """
+
+    _call: ClassVar[str]  # how the user's function is called
+
+    def __init__(self, extension: type[Extension], modules: Iterable[nn.Module]) -> None:
+        self._extension = extension
+        self._modules = list(modules)
+
+    def remove(self) -> None:
+        """Take the methods away; the modules get their own classes back."""
+        for module in self._modules:
+            restore(module, self._extension)
+        self._modules = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Say that this is not the model."""
+        name = self._call.partition("(")[0]
+        raise TypeError(
+            f"{name}() changes the model in place and returns a handle with remove(). "
+            f"Write {self._call}, and call the model itself."
+        )
+
+
+def check(module: nn.Module, path: str, doing: str) -> str:
+    """Refuse a module that cannot be extended; what to call it in a message.
+
+    Raises:
+        TypeError: it is scripted, traced or lazy.
+    """
+    what = f"{doing}(): {type(module).__name__}" + (f" at {path!r}" if path else "")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{what} is a ScriptModule. Call {doing}() before torch.jit.script.")
+    if isinstance(module, torch.fx.GraphModule):
+        raise TypeError(
+            f"{what} is traced, and makes itself a class of its own. "
+            f"Call {doing}() on the model that it was traced from."
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
+        raise TypeError(
+            f"{what} is lazy, and changes its class in its first call. "
+            f"Call the model once before {doing}()."
+        )
+    return what
+
+
+def extend(module: nn.Module, extension: type[Extension], data: Any) -> None:
+    """Give a module the extension's methods, and the data that they need."""
+    _strip(module)
+    if not isinstance(module, extension):
+        module.__class__ = _class(extension, type(module))
+    module.__dict__[extension.KEY] = data
+
+
+def restore(module: nn.Module, extension: type[Extension]) -> None:
+    """Take the extension's methods away again.
+
+    Where another class has been put on top, as torch's parametrizations do, the methods stay and
+    do nothing.
+    """
+    module.__dict__.pop(extension.KEY, None)
+    _strip(module)
+
+
+def _strip(module: nn.Module) -> None:
+    """Take off the classes on top that have no data."""
+    while (made := _made(type(module))) and made[0].KEY not in module.__dict__:
+        module.__class__ = made[1]
+
+
+def _class(extension: type[Extension], base: type[nn.Module]) -> type[nn.Module]:
+    """The class between; one for each base, so that copies and graphs share it."""
+    for known in base.__subclasses__():
+        if _made(known) == (extension, base):
+            return known
+    names: dict[str, Any] = {"_made": (extension, base), "__doc__": base.__doc__}
+    names |= {name: getattr(base, name) for name in ("__module__", "__qualname__")}
+    if hasattr(base, "__deepcopy__"):
+        names["__deepcopy__"] = _deepcopy
+    return types.new_class(base.__name__, (extension, base), exec_body=lambda ns: ns.update(names))
+
+
+def _made(cls: type) -> tuple[type[Extension], type[nn.Module]] | None:
+    """Of what a class was made here; None if it was not."""
+    found: tuple[type[Extension], type[nn.Module]] | None = vars(cls).get("_made")
+    return found
+
+
+def _taken_apart(cls: type) -> tuple[type, list[type[Extension]]]:
+    """The class below, and the extensions above it, the lowest first."""
+    worn: list[type[Extension]] = []
+    while made := _made(cls):
+        worn.insert(0, made[0])
+        cls = made[1]
+    return cls, worn
+
+
+def _extended_again(
+    function: Callable[..., nn.Module],
+    arguments: Any,
+    data: tuple[tuple[type[Extension], Any], ...],
+) -> nn.Module:
+    module = function(*arguments)
+    for extension, its in data:
+        extend(module, extension, its)
+    return module
+
+
+def _deepcopy(self: nn.Module, memo: Any) -> nn.Module:
+    """As the class below copies itself, which may look at the class; and extended again."""
+    own = type(self)
+    self.__class__, worn = _taken_apart(own)
+    try:
+        copied = copy.deepcopy(self, memo)
+    finally:
+        self.__class__ = own
+    data = tuple((e, self.__dict__[e.KEY]) for e in worn if e.KEY in self.__dict__)
+    return _extended_again(lambda: copied, (), data)

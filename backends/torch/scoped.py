@@ -1,0 +1,136 @@
+"""`scoped`: rules by module path. Every module of a model runs under the policy of its place.
+
+In goes a model and a policy with scopes; `policy.at(path)` says what holds in the module at a path,
+and the call of each module puts that in force for as long as it lasts. Which region is open, if
+any, and what the rules do in it, is not known here.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from polymp import loading, scopes
+from polymp.backends.torch import classes, kernels, native, regions
+from polymp.backends.torch.autocast import PolicyLike
+from polymp.errors import PolicyError
+from polymp.rules import Policy
+
+
+class Place:
+    """What a module knows of its scope; one object for each policy.
+
+    Attributes:
+        policy: what holds in the module.
+        code: by which it is put in force.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        for device in native.DEVICES:
+            kernels.install(policy, device)
+        self.policy = policy
+        self.code = regions.scope_code(policy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _place, (self.policy,)  # codes are of one process
+
+
+@cache
+def _place(policy: Policy) -> Place:
+    return Place(policy)
+
+
+class Scoped(classes.Extension):
+    """A module's class, in a scoped model."""
+
+    KEY = "_polymp_scope"
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
+        place = self.__dict__.get(Scoped.KEY)
+        if place is None:
+            above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
+            return above._call_impl(*args, **kwargs)
+        code, outer = place.code, regions.code_in_force()
+        if code == outer:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        regions.enter_scope(code)
+        try:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            regions.leave_scope(outer)
+
+
+class Scoping(classes.Handle):
+    """What `scoped` returns: `remove()` takes the scopes off the model again.
+
+    Attributes:
+        policy: as given to `scoped`.
+        unmatched: patterns of the policy that match no module of the model; typos look like that.
+    """
+
+    _call = "scoped(model, policy)"
+
+    def __init__(self, policy: Policy, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(Scoped, modules.values())
+        self.policy = policy
+        matched = {p for path in modules for _, p in scopes.ranked(policy.scopes, path)}
+        self.unmatched = tuple(sorted(set(policy.scopes) - matched))
+
+    def __repr__(self) -> str:
+        return f"Scoping({self.policy.name!r}, {len(self._modules)} modules)"
+
+
+def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
+    """Have every module of a model run under the policy that holds at its path.
+
+        scoped(model, polymp.policy("amp").override(scopes={"*.lm_head": {"linear": "fp32"}}))
+        with autocast("cpu", torch.bfloat16):
+            logits = model(ids)              # lm_head in float32, the rest as amp says
+
+    While a module is called, `policy.at(path)` is in force in every enabled region, polymp's or
+    torch.amp's, with the region's device, format and cache; outside of regions nothing changes.
+    The innermost word counts: it holds instead of the policy of a region around the model, and a
+    region with a policy of its own, entered inside a module, holds up to the next module's call.
+
+    A path is the module's name in `model.named_modules()`, the first for a module with several. The
+    model is changed in place: the class of each module becomes a subclass of the same name, and
+    goes with deepcopy, pickle, DistributedDataParallel, DataParallel and torch.compile; state_dict
+    is untouched. Scope a model before it is wrapped, for a wrapper puts its own name before paths.
+
+    What no call of a module runs has no path: parameters that a parent reads itself, as
+    nn.MultiheadAttention does with `out_proj`, and `module.forward(...)`. `torch.utils.checkpoint`
+    recomputes a module as it ran, but a function that is none without the policy around it; use
+    `polymp.torch.checkpoint`.
+
+    Args:
+        model: any module; modules added to it later are not scoped.
+        policy: a `Policy`, a shipped policy's name, the path of a TOML file, or plain data.
+
+    Returns:
+        A handle, not the model.
+
+    Raises:
+        TypeError: the model is no module, or has one that cannot be scoped.
+        PolicyError: the policy cannot be read or honoured, or the model, or a part of it, is
+            scoped.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {model!r}.")
+    loaded = loading.load(policy)
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        what = classes.check(module, path, "scoped")
+        if module._compiled_call_impl is not None:
+            raise TypeError(f"{what} is compiled by its own compile(). Scope it before that.")
+        if Scoped.KEY in module.__dict__:
+            name = module.__dict__[Scoped.KEY].policy.name
+            raise PolicyError(
+                f"{what} is scoped already, by policy {name!r}. "
+                "Take that off first, by remove() of the handle that scoped() returned."
+            )
+    places = {path: _place(loaded.at(path)) for path in modules}
+    for path, module in modules.items():
+        classes.extend(module, Scoped, places[path])
+    return Scoping(loaded, modules)

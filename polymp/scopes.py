@@ -1,0 +1,66 @@
+"""Scopes: patterns over the names of the modules that an op is called in.
+
+A path is the names of the modules from the outermost inwards, joined by dots: "blocks.0.attn". A
+pattern is a glob: `*` stands for any characters, dots among them, `?` for one, `[ab]` for one of
+several. `*.` in front may also stand for nothing, so that "*.lm_head" is the head wherever the
+model sits. A pattern that matches a module holds for everything inside it. Nothing here knows what
+a module is.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from polymp.errors import PolicyError
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if pattern.startswith("*."):
+        return re.compile(r"(?:.*\.)?" + fnmatch.translate(pattern[2:]), re.DOTALL)
+    return re.compile(fnmatch.translate(pattern))
+
+
+def depth(pattern: str, path: str) -> int:
+    """How deep the module lies that brings `path` into the scope of `pattern`; 0 if none does.
+
+    The innermost module on the path that the pattern matches; for a pattern that ends in `*` the
+    outermost, for what lies in it is matched only by lying there. The outermost module of all,
+    whose path is empty, is at depth 1.
+    """
+    names = path.split(".") if path else []
+    ends = range(len(names) + 1) if pattern.endswith("*") else range(len(names), -1, -1)
+    match = _compiled(pattern).match
+    for end in ends:
+        if match(".".join(names[:end])):
+            return end + 1
+    return 0
+
+
+def ranked(patterns: Iterable[str], path: str) -> tuple[tuple[tuple[int, int], str], ...]:
+    """The patterns that match, the weakest first, each with its rank.
+
+    A pattern outranks another if it matches a module further in; on one module, if it has more
+    characters that stand for themselves.
+    """
+    found = []
+    for pattern in patterns:
+        if at := depth(pattern, path):
+            plain = re.sub(r"\[[^]]+\]", "?", pattern)
+            found.append(((at, sum(c not in "*?" for c in plain)), pattern))
+    return tuple(sorted(found))
+
+
+def check(pattern: str, where: str) -> None:
+    """Refuse a pattern that can match no path.
+
+    Raises:
+        PolicyError: it is empty or no string, or has a slash or a name that is empty.
+    """
+    names = pattern.split(".") if isinstance(pattern, str) else [""]
+    if not all(names) or "/" in pattern:
+        raise PolicyError(
+            f"{where}: {pattern!r} is no pattern of module paths. Write names joined by dots, "
+            'such as "*.lm_head" or "blocks.*.attn"; * stands for any characters.'
+        )

@@ -14,7 +14,7 @@ demo: $(READY)
 	$(PY) examples/compare.py
 
 test: lint types
-	POLYMP_REQUIRE=torch,jax $(PY) -m pytest
+	POLYMP_REQUIRE=torch,jax $(PY) -m pytest -n auto --dist loadfile
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -25,6 +25,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/torch_overhead.py
+	$(PY) benchmarks/policies.py
 	$(PY) benchmarks/jax_overhead.py
 
 $(READY): pyproject.toml constraints.txt

@@ -4,6 +4,7 @@
 that framework, and so do the blocks that run after it.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from polymp.loading import shipped, summary
+from polymp.rules import Rule
 from tests.blocks import ROOT, Block, Outcome, read, run
 from tests.conftest import FRAMEWORKS, need
 
@@ -106,6 +109,38 @@ def test_console_blocks_name_what_is_there():
     assert {"demo", "test"} <= set(re.findall(r"^\$ make ([\w-]+)", text, re.M)) <= make_targets()
     scripts = re.findall(r"^\$ .*?(\S+\.py)\b", text, re.MULTILINE)
     assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def table(path: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    _, _, below = path.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    lines = itertools.takewhile(
+        lambda line: line.startswith("|"),
+        itertools.dropwhile(lambda line: not line.startswith("|"), below.splitlines()),
+    )
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
+POLICIES = ROOT / "docs" / "policies.md"
+
+
+def test_the_tables_of_policies_are_the_data():
+    listed = {name: summary for name, summary in table(POLICIES, "Shipped policies")}
+    links = {f"[{name}](../policies/{name}.toml)": summary(name) for name in shipped()}
+    assert listed == links
+    rules = [rule for rule, *_ in table(POLICIES, "Rules")]
+    assert rules == [f"`{rule}`" for rule in Rule]
+
+
+def test_the_recipes_have_five_lines_each():
+    """Those for one framework; what only shows that they work, and the models, do not count."""
+    starts = next(b.section for b in BLOCKS if b.path == POLICIES and b.section)
+    recipes = [b.code for b in BLOCKS if b.path == POLICIES and b.section == starts][1:]
+    counted = [code for code in recipes if not re.search(r"^( *)assert ", code, re.MULTILINE)]
+    for package in ("polymp.torch.", "polymp.jax."):
+        assert sum(package in code for code in counted) >= 4
+    assert max(len(code.splitlines()) for code in counted) <= 5
+    assert len(recipes) - len(counted) >= 5
 
 
 # The rest shows that the runner can fail, and that it leaves nothing out.

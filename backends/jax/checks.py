@@ -72,6 +72,8 @@ def _why(row: Row, ops: Sequence[Op]) -> str:
             f"jax cannot run {row.of!r} by rule {row.rule}: it has no low form of it. Leave the "
             "row out, or say fp32."
         )
+    if op.rule:
+        return f"op {row.of!r} is registered for torch alone. Register it for jax, too."
     if not op.traces:
         return f"jax has no {row.of!r}. {op.note}"
     return (

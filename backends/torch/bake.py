@@ -23,16 +23,6 @@ from polymp.errors import PolicyError
 
 Call = Callable[..., Any]
 
-# What enters and leaves a region in a graph, and a region that holds a graph. Since torch 2.5.
-ENTER, LEAVE = torch.amp._enter_autocast, torch.amp._exit_autocast  # type: ignore[attr-defined]
-WITHIN = "wrap_with_autocast"
-
-# Where the dispatcher finds an op's kernel that is made of other ops, if the device has none.
-COMPOSITE = tuple(
-    f"Composite{kind}"
-    for kind in ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
-)
-
 
 def bake(
     model: nn.Module,
@@ -94,7 +84,10 @@ def bake(
             f"bake(): no region was enabled for the tensors of {type(model).__name__}, so there is "
             "nothing to write out. Write: with autocast(device_type, dtype): bake(model, inputs)."
         )
-    if any(node.target in (ENTER, LEAVE) or str(node.target) == WITHIN for node in _nodes(program)):
+    if any(
+        node.target in (compat.ENTER, compat.LEAVE) or str(node.target) == compat.WITHIN
+        for node in _nodes(program)
+    ):
         raise PolicyError(
             f"bake(): {type(model).__name__} enters a region in a branch of control flow, where it "
             "cannot be written out. Enter it around the control flow."
@@ -116,13 +109,13 @@ class _Baked(classes.Extension):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = self.__dict__.get(self.KEY)
-        mode = _proxy_mode()
+        mode = compat.proxy_mode()
         if (
             trace is None or mode is None or trace.mode is not None
         ):  # called by others, or by itself
             return super().__call__(*args, **kwargs)
         trace.watch(mode)
-        with _without_recorder() as recorder, _Entering(recorder):
+        with compat.without_recorder() as recorder, _Entering(recorder):
             return super().__call__(*args, **kwargs)
 
 
@@ -139,7 +132,7 @@ class _Entering(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is ENTER or func is LEAVE:
+        if func is compat.ENTER or func is compat.LEAVE:
             return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         return self.recorder.__torch_function__(func, types, args, kwargs or {})
 
@@ -166,14 +159,16 @@ class _Trace:
     def watch(self, mode: Any) -> None:
         """Have every op that `mode` is about to record shown to this trace."""
         self.mode = mode
-        mode.decomposition_table.update((op, functools.partial(self._shown, op)) for op in _ops())
+        mode.decomposition_table.update(
+            (op, functools.partial(self._shown, op)) for op in compat.all_ops()
+        )
 
     def _shown(self, op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
         """The op's result, its parts recorded one by one; NotImplemented to have it recorded."""
         if self._casting and op is torch.ops.aten.to.dtype:
             return self._cast(op, *args, **kwargs)
         if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
-            with _unrecorded():  # a question of the compiled kernel's, such as what cuDNN can do
+            with compat.unrecorded():  # the compiled kernel asks what cuDNN can do, say
                 return op(*args, **kwargs)
         devices = _enabled(_tensors((args, kwargs)))
         if not devices:
@@ -197,7 +192,7 @@ class _Trace:
         """A cast that autocast makes; of a parameter, the one that there is already."""
         if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
             return NotImplemented
-        tracer = _proxy_mode().tracer  # a branch has a graph of its own
+        tracer = compat.proxy_mode().tracer  # a branch has a graph of its own
         version = 0 if t.is_inference() else t._version
         key = id(tracer), id(t), version, dtype, torch.is_grad_enabled()
         if key not in self._casts:
@@ -218,7 +213,7 @@ class _Trace:
         parts = self._parts(op, devices, args, kwargs)
         if parts is None:
             return NotImplemented
-        with _unrecorded():
+        with compat.unrecorded():
             acts = self._acts_in(parts, devices, args, kwargs)
         if not acts:
             return NotImplemented
@@ -254,7 +249,7 @@ class _Trace:
             return None  # each try would make sizes that nobody uses
         if self.mkldnn and _is_mkldnn_lstm(op, args):
             return _mkldnn_lstm
-        return _called_at(op, key)
+        return compat.called_at(op, key)
 
 
 def _mkldnn() -> bool:
@@ -275,7 +270,7 @@ def _kernel(op: torch._ops.OpOverload, device: str) -> Call | None:
     compiled = ruling.agrees and name in native.kernels(device)
     if not compiled and ruling.row is None:
         return None
-    return _called_at(op, key)
+    return compat.called_at(op, key)
 
 
 def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
@@ -284,9 +279,9 @@ def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
     schema = op._schema
     if schema.is_mutable or any(has(device.upper()) for device in devices):
         return None
-    key = next(filter(has, COMPOSITE), None)
+    key = next(filter(has, compat.COMPOSITE), None)
     views = any(result.alias_info is not None for result in schema.returns)
-    return None if views and key != COMPOSITE[0] else key
+    return None if views and key != compat.COMPOSITE[0] else key
 
 
 def _is_mkldnn_lstm(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
@@ -387,45 +382,3 @@ def _no_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-def _ops() -> list[torch._ops.OpOverload]:
-    """Every op of the dispatcher; new ones come with the libraries that define them."""
-    found = (
-        compat.overload(name.removeprefix("aten::"))
-        for name in torch._C._dispatch_get_all_op_names()
-    )
-    return [op for op in found if isinstance(op, torch._ops.OpOverload)]
-
-
-def _called_at(op: torch._ops.OpOverload, key: str) -> Call:
-    """The op's kernel on a dispatch key, as a function of the op's arguments. Since torch 2.0.
-
-    `op.decompose` asks for a decomposition in Python first, and some take another way than the
-    compiled kernel: upsampling without the op that has a rule. `get_kernel` has no alias keys.
-    """
-    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
-
-
-def _proxy_mode() -> Any:
-    """The mode with which torch.export records ops, None while none does. Since torch 2.0.
-
-    It asks its `decomposition_table` first, which graphs inside the graph inherit.
-    """
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    return get_proxy_mode()
-
-
-def _unrecorded() -> Any:
-    """A context in which torch.export records no ops. Since torch 2.0."""
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
-    return disable_proxy_modes_tracing()
-
-
-def _without_recorder() -> Any:
-    """A context without the mode in which torch.export records regions. Since torch 2.5."""
-    from torch.fx.experimental import proxy_tensor
-
-    return proxy_tensor._temp_remove_pre_dispatch_torch_function_mode()

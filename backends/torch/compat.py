@@ -4,6 +4,7 @@ Each name says why it is needed and since when it has been there; `tests/torch/t
 fails when one changes. Supported: torch 2.11 to 2.13.
 """
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -233,3 +234,55 @@ def export_modes() -> list[Any]:
 
     modes = torch.overrides._get_current_function_mode_stack()
     return [mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)]
+
+
+# What enters and leaves a region in a graph, and a region that holds a graph. Since torch 2.5.
+ENTER, LEAVE = torch.amp._enter_autocast, torch.amp._exit_autocast  # type: ignore[attr-defined]
+WITHIN = "wrap_with_autocast"
+
+# Where the dispatcher finds an op's kernel that is made of other ops, if the device has none.
+COMPOSITE = tuple(
+    f"Composite{kind}"
+    for kind in ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
+)
+
+
+def all_ops() -> list[torch._ops.OpOverload]:
+    """Every op of the dispatcher; new ones come with the libraries that define them."""
+    found = (
+        overload(name.removeprefix("aten::")) for name in torch._C._dispatch_get_all_op_names()
+    )
+    return [op for op in found if isinstance(op, torch._ops.OpOverload)]
+
+
+def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """The op's kernel on a dispatch key, as a function of the op's arguments. Since torch 2.0.
+
+    `op.decompose` asks for a decomposition in Python first, and some take another way than the
+    compiled kernel: upsampling without the op that has a rule. `get_kernel` has no alias keys.
+    """
+    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
+
+
+def proxy_mode() -> Any:
+    """The mode with which torch.export records ops, None while none does. Since torch 2.0.
+
+    It asks its `decomposition_table` first, which graphs inside the graph inherit.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode()
+
+
+def unrecorded() -> Any:
+    """A context in which torch.export records no ops. Since torch 2.0."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
+
+
+def without_recorder() -> Any:
+    """A context without the mode in which torch.export records regions. Since torch 2.5."""
+    from torch.fx.experimental import proxy_tensor
+
+    return proxy_tensor._temp_remove_pre_dispatch_torch_function_mode()

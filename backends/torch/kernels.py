@@ -22,7 +22,7 @@ from torch.library import Library, get_kernel
 from polymp import report
 from polymp.backends.torch import casts, compat, native, primitives, regions
 from polymp.backends.torch.checks import check
-from polymp.backends.torch.running import Call, Ruling, Rulings, formats, runner
+from polymp.backends.torch.running import Call, Ruling, Rulings, formats, plain, runner
 from polymp.errors import PolicyError
 from polymp.region import Region
 from polymp.rules import LOW, Policy, Row, Rule
@@ -194,8 +194,8 @@ def _entry(
 def _recorded() -> Iterator[None]:
     """A kernel of ours on every op, for as long as a report is made: compiled ones tell nothing."""
     with ExitStack() as stack:
+        named = {overload for op in vocabulary().ops.values() for overload in op.aten}
         for device in native.DEVICES:
-            named = {overload for op in vocabulary().ops.values() for overload in op.aten}
             missing = sorted(n for n in named if (device, n) not in _installed)
             stack.enter_context(_for_a_while(device, missing))
         yield
@@ -237,7 +237,7 @@ def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
     for at in places:
         if at < len(args) and isinstance(args[at], (bool, int, float, complex)):
             wide = {float: torch.float64, complex: torch.complex128}.get(type(args[at]))
-            if all(t.dim() == 0 for t in tensors):  # then dtypes count alike
+            if tensors and all(t.dim() == 0 for t in tensors):  # then dtypes count alike
                 wide = torch.result_type(tensors[0], args[at])
             made[at] = torch.tensor(args[at], dtype=wide)
     return made
@@ -246,9 +246,6 @@ def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
 def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
     rulings = {device: Rulings(name, device) for device in native.DEVICES}
     places = compat.tensors_of(op)
-
-    def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-        return t.to(dtype)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:

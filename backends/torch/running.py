@@ -133,7 +133,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
                 decision = Decision(decision.rule, decision.out)
         if picks and decision.rule is Rule.LOWER:
             dtype = regions.DTYPES[decision.run or ""]
-            return _cast(call(*args, **kwargs), device, dtype, dtype, _plain)
+            return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
             dtype, low = regions.DTYPES[decision.run], regions.DTYPES[ruling.region.format]
             uncast = written if dtype is torch.float32 else with_low_input
@@ -160,7 +160,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
     return run
 
 
-def _plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    """A cast that is not kept."""
     return t.to(dtype)
 
 

@@ -18,3 +18,15 @@ class ForbiddenOpError(PolympError, RuntimeError):
 
 class BackendMissingError(PolympError, ImportError):
     """A backend whose framework is not installed."""
+
+
+class StuckError(PolympError, RuntimeError):
+    """A scaler has skipped as many steps in a row as it was told to put up with."""
+
+
+class UnscaledError(PolympError, RuntimeError):
+    """An optimizer stepped on gradients of a float16 region that no scaler has scaled."""
+
+
+class ScalerWarning(UserWarning):
+    """A loss scaler that does nothing, is missing, or is stuck."""

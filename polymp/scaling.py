@@ -9,11 +9,12 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from polymp.dtypes import FORMATS
-
 Where = Callable[[Any, Any, Any], Any]
 
-_LARGEST = FORMATS["float32"].max
+# The widest range in which a scale and its inverse are both normal float32 numbers: neither
+# overflows, and none is lost where subnormal numbers are flushed to zero.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+_LONGEST = 2**31 - 1  # counts are int32
 
 
 class ScaleRule(NamedTuple):
@@ -21,13 +22,19 @@ class ScaleRule(NamedTuple):
 
     Attributes:
         growth: factor after `interval` good steps in a row, above 1.
-        backoff: factor after a step with a gradient that is not finite, below 1.
-        interval: good steps between two growths, at least 1.
+        backoff: factor after an overflow, below 1.
+        interval: good steps between two growths, from 1 to 2**31 - 1.
+        min_scale: no overflow brings the scale below it; at least 2**-126.
+        max_scale: no growth brings the scale above it; at most 2**126.
+        hysteresis: overflows in a row that leave the scale as it is; the next one lowers it.
     """
 
     growth: float = 2.0
     backoff: float = 0.5
     interval: int = 2000
+    min_scale: float = SMALLEST
+    max_scale: float = LARGEST
+    hysteresis: int = 0
 
 
 class ScaleState(NamedTuple):
@@ -36,10 +43,16 @@ class ScaleState(NamedTuple):
     Attributes:
         scale: what the loss is multiplied by; float32 [].
         tracker: good steps since the scale last changed; int32 [].
+        skips: steps skipped in a row, up to now; int32 [].
+        spoiled: those of `skips` in which the loss itself was not finite; int32 [].
+        skipped: all steps skipped so far; int32 [].
     """
 
     scale: Any = 2.0**16
     tracker: Any = 0
+    skips: Any = 0
+    spoiled: Any = 0
+    skipped: Any = 0
 
 
 def pick(condition: Any, yes: Any, no: Any) -> Any:
@@ -47,25 +60,37 @@ def pick(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
 
-def step(rule: ScaleRule, state: ScaleState, finite: Any, where: Where = pick) -> ScaleState:
+def step(
+    rule: ScaleRule,
+    state: ScaleState,
+    finite: Any,
+    where: Where = pick,
+    *,
+    loss_finite: Any = None,
+) -> ScaleState:
     """The state after one optimizer step.
 
-        finite, streak short of interval    scale            tracker + 1
-        finite, streak reaches interval     scale * growth   0
-        not finite                          scale * backoff  0
+        what was found                                scale                          tracker
+        loss and gradients finite, short of interval  stays                          + 1
+        loss and gradients finite, interval reached   * growth, at most max_scale    0
+        overflow: the loss is finite, a gradient not  * backoff, at least min_scale  0
+        the same, within hysteresis                   stays                          0
+        the loss is not finite                        stays                          stays
 
-    A grown scale that float32 cannot hold is dropped: the scale stays and the tracker restarts.
-    The streak is compared with >=, so a lowered interval still lets the scale grow.
+    The last three are skips. The tracker is compared with >=, so a lowered interval still lets the
+    scale grow.
 
-    Bit for bit what torch computes wherever float32 holds the factors exactly (2, 0.5, 1.25, ...).
-    For others, such as 1.1, Python numbers still match torch, which multiplies in float64; arrays
-    multiply in float32.
+    Bit for bit what torch computes wherever the bounds do not matter and float32 holds the factors
+    exactly (2, 0.5, 1.25, ...). For others, such as 1.1, Python numbers and float64 scales still
+    match torch, which multiplies in float64; float32 arrays multiply in float32.
 
     Args:
         rule: the constants.
         state: the state the gradients were computed under.
         finite: bool []; True if every gradient was finite.
         where: `pick` for Python numbers, `torch.where`, or `jax.numpy.where`.
+        loss_finite: bool [] of the same kind; True if the loss was finite before it was scaled.
+            None where nobody looked: it counts as finite.
 
     Returns:
         A state of the same types and dtypes as `state`.
@@ -74,57 +99,165 @@ def step(rule: ScaleRule, state: ScaleState, finite: Any, where: Where = pick) -
         Skip and back off: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
         Growth: torch v2.13 aten/src/ATen/native/cuda/AmpKernels.cu.
     """
-    scale, tracker = state
-    streak = tracker + 1
-    due = streak >= rule.interval
-    grown = _float32(scale * rule.growth)
-    good = where(due, where(grown <= _LARGEST, grown, scale), scale)
+    scale, tracker, skips, spoiled, skipped = state
+    loss_finite = finite | True if loss_finite is None else loss_finite
+    good = finite & loss_finite
+    zero = tracker * 0
+    due = tracker + 1 >= rule.interval
+    grown = as_float32(scale * rule.growth)
+    lowered = as_float32(scale * rule.backoff)
+    up = where(due, where(grown < rule.max_scale, grown, rule.max_scale), scale)
+    skips = where(good, zero, skips + 1)
+    spoiled = where(good, zero, where(loss_finite, spoiled, spoiled + 1))
+    hit = skips - spoiled > rule.hysteresis
+    down = where(hit, where(lowered > rule.min_scale, lowered, rule.min_scale), scale)
     return ScaleState(
-        scale=where(finite, good, _float32(scale * rule.backoff)),
-        tracker=where(finite, where(due, streak * 0, streak), streak * 0),
+        scale=where(good, up, where(loss_finite, down, scale)),
+        tracker=where(good, where(due, zero, tracker + 1), where(loss_finite, zero, tracker)),
+        skips=skips,
+        spoiled=spoiled,
+        skipped=where(good, skipped, skipped + 1),
     )
 
 
+def checked(rule: ScaleRule) -> ScaleRule:
+    """The rule with its numbers as floats and ints, if every one is in its range.
+
+    An interval above 2**31 - 1, which no run reaches, becomes that.
+
+    Raises:
+        TypeError: one is not a number, or a count is not whole.
+        ValueError: one is out of its range.
+    """
+    growth = number("growth_factor", rule.growth)
+    backoff = number("backoff_factor", rule.backoff)
+    interval = number("growth_interval", rule.interval, whole=True)
+    least, most = number("min_scale", rule.min_scale), number("max_scale", rule.max_scale)
+    hysteresis = number("hysteresis", rule.hysteresis, whole=True)
+    if not 1 < growth < math.inf:
+        raise ValueError(f"growth_factor must be finite and above 1, got {rule.growth!r}.")
+    if not 0 < backoff < 1:
+        raise ValueError(f"backoff_factor must be between 0 and 1, got {rule.backoff!r}.")
+    if interval < 1:
+        raise ValueError(f"growth_interval must be at least 1, got {rule.interval!r}.")
+    if not SMALLEST <= least <= most <= LARGEST:
+        raise ValueError(
+            "min_scale and max_scale must be from 2**-126 to 2**126, where the scale and its "
+            f"inverse are both normal float32 numbers, and min_scale not above max_scale; got "
+            f"min_scale={rule.min_scale!r} and max_scale={rule.max_scale!r}."
+        )
+    if not 0 <= hysteresis <= _LONGEST:
+        raise ValueError(f"hysteresis must be from 0 to {_LONGEST}, got {rule.hysteresis!r}.")
+    return ScaleRule(
+        growth, backoff, int(min(interval, _LONGEST)), as_float32(least), as_float32(most),
+        int(hysteresis),
+    )  # fmt: skip
+
+
+def checked_scale(name: str, value: Any, rule: ScaleRule) -> float:
+    """The value as a scale, if the rule allows it.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not from `min_scale` to `max_scale`.
+    """
+    scale = number(name, value)
+    if not rule.min_scale <= as_float32(scale) <= rule.max_scale:  # which are float32
+        raise ValueError(
+            f"{name} must be from min_scale to max_scale, {rule.min_scale!r} to "
+            f"{rule.max_scale!r}; got {value!r}."
+        )
+    return scale
+
+
+# What torch.amp.GradScaler saves, and what polymp's save beside it.
+_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_BOUNDS = ("min_scale", "max_scale", "hysteresis")
+_COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")
+
+
 def to_state_dict(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
-    """The five entries that torch.amp.GradScaler saves, as Python numbers."""
+    """Rule and state as Python numbers, under the names of torch.amp.GradScaler.
+
+    `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker` are what
+    torch.amp's scaler saves and loads; `min_scale`, `max_scale`, `hysteresis`, `skips`, `spoiled`
+    and `skipped` are added, which it passes over.
+    """
     return {
         "scale": float(state.scale),
         "growth_factor": rule.growth,
         "backoff_factor": rule.backoff,
         "growth_interval": rule.interval,
         "_growth_tracker": int(state.tracker),
+        "min_scale": rule.min_scale,
+        "max_scale": rule.max_scale,
+        "hysteresis": rule.hysteresis,
+        "skips": int(state.skips),
+        "spoiled": int(state.spoiled),
+        "skipped": int(state.skipped),
     }
 
 
-def from_state_dict(saved: Mapping[str, Any]) -> tuple[ScaleRule, ScaleState]:
+def from_state_dict(
+    saved: Mapping[str, Any],
+    rule: ScaleRule = ScaleRule(),  # noqa: B008
+) -> tuple[ScaleRule, ScaleState]:
     """Rule and state, as Python numbers, from what `to_state_dict` or torch.amp saved.
 
+    A positive scale outside the bounds becomes the nearer bound, as the next step would make it.
+
+    Args:
+        saved: the dictionary.
+        rule: gives the bounds and the hysteresis where torch.amp has saved none.
+
     Raises:
+        TypeError: `saved` is no mapping, an entry is not a number, or a count is not whole.
         KeyError: an entry is missing; names it and lists those that are there.
-        TypeError: an entry is not a number, or an integer entry is not whole.
+        ValueError: an entry is out of its range.
     """
-    for key in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"a scaler's state must be a dictionary, got {saved!r}.")
+    for key in _TORCH:
         if key not in saved:
             there = ", ".join(map(repr, saved)) or "nothing"
             raise KeyError(f"a scaler's state needs the entry {key!r}; it has {there}")
-        _check(key, saved[key], whole=key in ("growth_interval", "_growth_tracker"))
-    return (
-        ScaleRule(saved["growth_factor"], saved["backoff_factor"], int(saved["growth_interval"])),
-        ScaleState(float(saved["scale"]), int(saved["_growth_tracker"])),
-    )
+    bounds = {key: saved.get(key, getattr(rule, key)) for key in _BOUNDS}
+    factors = (saved[key] for key in ("growth_factor", "backoff_factor", "growth_interval"))
+    rule = checked(ScaleRule(*factors, **bounds))
+    scale = number("scale", saved["scale"])
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"scale must be positive and finite, got {saved['scale']!r}: the run that "
+            "saved it had lost its scale. Start again from another one, such as 2.0**16."
+        )
+    counts = [number(key, saved.get(key, 0), whole=True) for key in _COUNTS]
+    for key, count in zip(_COUNTS, counts, strict=True):
+        if not 0 <= count <= _LONGEST:
+            raise ValueError(f"{key} must be from 0 to {_LONGEST}, got {saved[key]!r}.")
+    scale = min(max(as_float32(scale), rule.min_scale), rule.max_scale)
+    return rule, ScaleState(scale, *map(int, counts))
 
 
-def _check(key: str, value: Any, *, whole: bool) -> None:
+def number(name: str, value: Any, *, whole: bool = False) -> float:
+    """The value as a float, if it is one number.
+
+    Raises:
+        TypeError: it is not, or is not whole where it has to be.
+    """
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"a scaler's {key} must be a number, got {value!r}") from None
-    if whole and not number.is_integer():
-        raise TypeError(f"a scaler's {key} must be a whole number, got {value!r}")
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        given = float(value)
+    # A tensor of two numbers raises RuntimeError, a whole number beyond float64 OverflowError.
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{name} must be a number, got {value!r}.") from None
+    if whole and not given.is_integer():
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+    return given
 
 
-def _float32(x: Any) -> Any:
-    """Round a Python float as storing it in float32 would; arrays are float32 already."""
+def as_float32(x: Any) -> Any:
+    """Round a Python float as storing it in float32 would; arrays are rounded when stored."""
     if not isinstance(x, float):
         return x
     try:

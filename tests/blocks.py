@@ -151,6 +151,8 @@ def _run_block(block: Block, module: ModuleType) -> Outcome:
     padding = "\n" * (block.line - 1)  # so that tracebacks name the line in the file
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # torch 2.13 warns of a module of its own that dynamo loads when it is first used.
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
         try:
             code = compile(padding + block.code, str(block.path), "exec", dont_inherit=True)
             exec(code, vars(module))

@@ -586,9 +586,17 @@ SCALERS: tuple[dict[str, Any], ...] = (
     {"init_scale": 8.0, "growth_interval": 2},
     {"init_scale": 2.0**126, "growth_interval": 1},
     {"init_scale": 3.0, "growth_factor": 1.1, "backoff_factor": 0.7, "growth_interval": 3},
+    {"init_scale": 8.0, "growth_interval": 1, "min_scale": 4.0, "max_scale": 24.0},
+    {"init_scale": 2.0**-124, "backoff_factor": 0.25, "hysteresis": 2, "growth_interval": 1},
 )
-# What one step's gradient is: good, or not finite.
-GRADIENTS = {"good": 1.0, "inf": float("inf"), "nan": float("nan")}
+# What one step's gradient and loss are: good, or not finite.
+GRADIENTS = {
+    "good": (1.0, 1.0),
+    "inf": (float("inf"), 1.0),
+    "nan": (float("nan"), 1.0),
+    "lost": (float("nan"), float("nan")),
+    "loss alone": (1.0, float("inf")),
+}
 
 
 class Regression(NamedTuple):

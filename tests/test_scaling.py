@@ -1,98 +1,420 @@
 """The scaling rule on Python numbers, torch tensors and jax arrays: one rule, three kinds."""
 
 import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polymp import scaling
 from polymp.dtypes import FORMATS
-from polymp.scaling import ScaleRule, ScaleState, from_state_dict, step, to_state_dict
+from polymp.scaling import (
+    LARGEST,
+    SMALLEST,
+    ScaleRule,
+    ScaleState,
+    checked,
+    checked_scale,
+    from_state_dict,
+    step,
+    to_state_dict,
+)
 from tests.conftest import need
 
-TWO = ScaleRule(interval=3)
+INF, NAN = math.inf, math.nan
+THREE = ScaleRule(interval=3)
+PATIENT = ScaleRule(interval=3, hysteresis=2)
+NARROW = ScaleRule(interval=1, min_scale=1.0, max_scale=24.0)
+
+# What one step found: everything finite, a gradient that is not, a loss that is not.
+GOOD, OVERFLOW, LOST = (True, True), (False, True), (False, False)
+# A loss that is not finite whose gradients are: a skip all the same.
+LOST_ALONE = (True, False)
 
 
 @pytest.mark.parametrize(
-    ("state", "finite", "after"),
+    ("rule", "state", "found", "after"),
     [
-        (ScaleState(8.0, 0), True, ScaleState(8.0, 1)),
-        (ScaleState(8.0, 2), True, ScaleState(16.0, 0)),
-        (ScaleState(8.0, 2), False, ScaleState(4.0, 0)),
-        (ScaleState(8.0, 7), True, ScaleState(16.0, 0)),
-        (ScaleState(2.0**127, 2), True, ScaleState(2.0**127, 0)),
-        (ScaleState(2.0**-149, 0), False, ScaleState(0.0, 0)),
+        (THREE, ScaleState(8.0, 0), GOOD, ScaleState(8.0, 1)),
+        (THREE, ScaleState(8.0, 2), GOOD, ScaleState(16.0, 0)),
+        (THREE, ScaleState(8.0, 2), OVERFLOW, ScaleState(4.0, 0, 1, 0, 1)),
+        (THREE, ScaleState(8.0, 2), LOST, ScaleState(8.0, 2, 1, 1, 1)),
+        (THREE, ScaleState(8.0, 2), LOST_ALONE, ScaleState(8.0, 2, 1, 1, 1)),
+        # A count past a lowered interval grows the scale.
+        (THREE, ScaleState(8.0, 7), GOOD, ScaleState(16.0, 0)),
+        # A good step ends a row of skips; all of them stay counted.
+        (THREE, ScaleState(8.0, 1, 4, 2, 9), GOOD, ScaleState(8.0, 2, 0, 0, 9)),
+        (THREE, ScaleState(8.0, 0, 4, 2, 9), OVERFLOW, ScaleState(4.0, 0, 5, 2, 10)),
+        (THREE, ScaleState(8.0, 0, 4, 2, 9), LOST, ScaleState(8.0, 0, 5, 3, 10)),
+        # The bounds, by default and by choice.
+        (THREE, ScaleState(LARGEST, 2), GOOD, ScaleState(LARGEST, 0)),
+        (THREE, ScaleState(SMALLEST, 0), OVERFLOW, ScaleState(SMALLEST, 0, 1, 0, 1)),
+        (NARROW, ScaleState(8.0, 0), GOOD, ScaleState(16.0, 0)),
+        (NARROW, ScaleState(16.0, 0), GOOD, ScaleState(24.0, 0)),
+        (NARROW, ScaleState(24.0, 0), GOOD, ScaleState(24.0, 0)),
+        (NARROW, ScaleState(1.5, 0), OVERFLOW, ScaleState(1.0, 0, 1, 0, 1)),
+        (NARROW, ScaleState(1.0, 0), OVERFLOW, ScaleState(1.0, 0, 1, 0, 1)),
+        # Two overflows in a row are put up with; they end a good streak all the same. Losses that
+        # were lost in between are no overflows.
+        (PATIENT, ScaleState(8.0, 2), OVERFLOW, ScaleState(8.0, 0, 1, 0, 1)),
+        (PATIENT, ScaleState(8.0, 0, 1, 0, 1), OVERFLOW, ScaleState(8.0, 0, 2, 0, 2)),
+        (PATIENT, ScaleState(8.0, 0, 2, 0, 2), OVERFLOW, ScaleState(4.0, 0, 3, 0, 3)),
+        (PATIENT, ScaleState(8.0, 0, 3, 0, 3), OVERFLOW, ScaleState(4.0, 0, 4, 0, 4)),
+        (PATIENT, ScaleState(8.0, 0, 2, 1, 2), OVERFLOW, ScaleState(8.0, 0, 3, 1, 3)),
+        (PATIENT, ScaleState(8.0, 0, 3, 0, 3), LOST, ScaleState(8.0, 0, 4, 1, 4)),
+        (PATIENT, ScaleState(8.0, 0, 3, 0, 3), GOOD, ScaleState(8.0, 1, 0, 0, 3)),
     ],
 )
-def test_table(state, finite, after):
-    assert step(TWO, state, finite) == after
+def test_table(rule: ScaleRule, state: ScaleState, found: Any, after: ScaleState) -> None:
+    finite, loss_finite = found
+    assert step(rule, state, finite, loss_finite=loss_finite) == after
 
 
-@given(
-    history=st.lists(st.booleans(), max_size=40),
-    exponent=st.integers(-149, 127),
-    interval=st.integers(1, 5),
+def test_without_a_word_on_the_loss_it_counts_as_finite() -> None:
+    state = ScaleState(8.0, 2)
+    for finite in (True, False):
+        assert step(THREE, state, finite) == step(THREE, state, finite, loss_finite=True)
+
+
+# --- the same lines on arrays --------------------------------------------------------------------
+
+findings = st.lists(st.sampled_from([GOOD, GOOD, OVERFLOW, LOST, LOST_ALONE]), max_size=40)
+rules = st.builds(
+    ScaleRule,
     growth=st.sampled_from([2.0, 4.0, 1.5, 1.25]),
     backoff=st.sampled_from([0.5, 0.25, 0.75]),
+    interval=st.integers(1, 5),
+    min_scale=st.sampled_from([SMALLEST, 2.0**-10, 1.0]),
+    max_scale=st.sampled_from([LARGEST, 2.0**10, 3.0]),
+    hysteresis=st.integers(0, 3),
 )
-@pytest.mark.parametrize("kind", ["torch", "jax"])
-def test_arrays_follow_the_rule_bit_for_bit(kind, history, exponent, interval, growth, backoff):
-    need(kind)
-    rule = ScaleRule(growth, backoff, interval)
-    if kind == "torch":
+
+
+class Kind(NamedTuple):
+    """A framework's arrays."""
+
+    where: Callable[..., Any]
+    scale: Callable[[float], Any]
+    count: Callable[[int], Any]
+    truth: Callable[[bool], Any]
+
+
+def kind_of(name: str) -> Kind:
+    need(name)
+    if name == "torch":
         import torch
 
-        where, floats, ints, lowest = torch.where, torch.float32, torch.int32, -149
-        make = torch.tensor
-    else:
-        import jax.numpy as jnp
+        return Kind(
+            torch.where,
+            lambda x: torch.tensor(x, dtype=torch.float32),
+            lambda n: torch.tensor(n, dtype=torch.int32),
+            torch.tensor,
+        )
+    import jax.numpy as jnp
 
-        where, floats, ints, lowest = jnp.where, jnp.float32, jnp.int32, -126  # XLA flushes
-        make = jnp.asarray
-    plain = ScaleState(2.0 ** max(exponent, lowest), 0)
-    array = ScaleState(make(plain.scale, dtype=floats), make(0, dtype=ints))
-    for finite in history:
-        plain, array = step(rule, plain, finite), step(rule, array, make(finite), where)
-        if plain.scale < 2.0**lowest:
-            break
-        assert (float(array.scale), int(array.tracker)) == tuple(plain)
-        assert (array.scale.dtype, array.tracker.dtype) == (floats, ints)
+    return Kind(jnp.where, jnp.float32, jnp.int32, jnp.asarray)
 
 
-def test_products_are_rounded_as_float32_stores_them():
+def numbers(state: ScaleState) -> ScaleState:
+    return ScaleState(float(state.scale), *map(int, state[1:]))
+
+
+Step = Callable[..., ScaleState]
+
+
+def differs(kind: Kind, array_step: Step, rule: ScaleRule, start: float, found: list[Any]) -> bool:
+    """True if a history on arrays leaves the one on Python numbers, in a value or a dtype."""
+    plain = ScaleState(min(max(start, rule.min_scale), rule.max_scale))
+    array = ScaleState(kind.scale(plain.scale), *map(kind.count, plain[1:]))
+    dtypes = [x.dtype for x in array]
+    for finite, loss_finite in found:
+        plain = step(rule, plain, finite, loss_finite=loss_finite)
+        loss = kind.truth(loss_finite)
+        array = array_step(rule, array, kind.truth(finite), kind.where, loss_finite=loss)
+        if numbers(array) != plain or [x.dtype for x in array] != dtypes:
+            return True
+    return False
+
+
+@given(rule=rules, exponent=st.integers(-126, 126), found=findings)
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_arrays_follow_the_rule_bit_for_bit(
+    name: str, rule: ScaleRule, exponent: int, found: list[Any]
+) -> None:
+    assert not differs(kind_of(name), step, rule, 2.0**exponent, found)
+
+
+def _by_equality(rule: ScaleRule, state: ScaleState, *args: Any, **kwargs: Any) -> ScaleState:
+    after = step(rule, state, *args, **kwargs)
+    return after._replace(tracker=state.tracker + 1) if after.scale > state.scale else after
+
+
+def _loss_ignored(*args: Any, loss_finite: Any) -> ScaleState:
+    return step(*args)
+
+
+def _without_bounds(rule: ScaleRule, *args: Any, **kwargs: Any) -> ScaleState:
+    return step(rule._replace(max_scale=INF), *args, **kwargs)
+
+
+def _without_hysteresis(rule: ScaleRule, *args: Any, **kwargs: Any) -> ScaleState:
+    return step(rule._replace(hysteresis=0), *args, **kwargs)
+
+
+def _in_float64(*args: Any, **kwargs: Any) -> ScaleState:
+    after = step(*args, **kwargs)
+    wide = after.scale.double() if hasattr(after.scale, "double") else after.scale.astype("float16")
+    return after._replace(scale=wide)
+
+
+@pytest.mark.parametrize(
+    "wrong", [_by_equality, _loss_ignored, _without_bounds, _without_hysteresis, _in_float64]
+)
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_wrong_rule_on_arrays_is_noticed(name: str, wrong: Step) -> None:
+    rule = ScaleRule(interval=1, max_scale=16.0, hysteresis=1)
+    assert differs(kind_of(name), wrong, rule, 8.0, [GOOD, GOOD, OVERFLOW, LOST, OVERFLOW])
+
+
+# --- what holds of every history -----------------------------------------------------------------
+
+
+@given(rule=rules, exponent=st.integers(-126, 126), found=findings)
+def test_scale_and_inverse_stay_normal_float32_numbers(
+    rule: ScaleRule, exponent: int, found: list[Any]
+) -> None:
+    normal = FORMATS["float32"].smallest_normal
+    state = ScaleState(min(max(2.0**exponent, rule.min_scale), rule.max_scale))
+    for at, (finite, loss_finite) in enumerate(found, 1):
+        state = step(rule, state, finite, loss_finite=loss_finite)
+        assert rule.min_scale <= state.scale <= rule.max_scale
+        assert normal <= scaling.as_float32(1 / state.scale) <= FORMATS["float32"].max
+        bad = [not all(one) for one in found[:at]]
+        assert state.skipped == sum(bad)
+        assert state.skips == (bad[::-1].index(False) if False in bad else at)
+        lost = [not loss for _, loss in found[at - state.skips : at]]
+        assert state.spoiled == sum(lost)
+
+
+@pytest.mark.parametrize(("finite", "end"), [(True, LARGEST), (False, SMALLEST)])
+def test_a_thousand_of_a_kind_end_at_the_bound(finite: bool, end: float) -> None:
+    state = ScaleState(1.0)
+    for _ in range(1000):
+        state = step(ScaleRule(interval=1), state, finite)
+    assert state == ScaleState(end, 0, *((0, 0, 0) if finite else (1000, 0, 1000)))
+
+
+def test_a_thousand_lost_losses_leave_the_scale() -> None:
+    state = ScaleState(8.0, 1)
+    for _ in range(1000):
+        state = step(THREE, state, False, loss_finite=False)
+    assert state == ScaleState(8.0, 1, 1000, 1000, 1000)
+
+
+@pytest.mark.parametrize("tracker", [0, 3, 9])
+def test_a_lowered_interval_still_grows(tracker: int) -> None:
+    after = step(ScaleRule(interval=1), ScaleState(8.0, tracker), True)
+    assert (after.scale, after.tracker) == (16.0, 0)
+
+
+def test_products_are_rounded_as_float32_stores_them() -> None:
     after = step(ScaleRule(growth=1.1, interval=1), ScaleState(3.0, 0), True)
     assert after.scale != 3.0 * 1.1
-    assert after.scale == pytest.approx(3.3, rel=FORMATS["float32"].eps)
+    assert abs(Fraction(after.scale) - Fraction(3.0 * 1.1)) <= Fraction(2**-23)
 
 
-def test_growth_stops_before_infinity():
-    state = ScaleState(1.0, 0)
-    for _ in range(1000):
-        state = step(ScaleRule(interval=1), state, True)
-        assert math.isfinite(state.scale)
-    assert state.scale == 2.0**127
+# --- constants that are checked ------------------------------------------------------------------
 
-
-def test_state_dict_round_trip():
-    rule, state = ScaleRule(3.0, 0.25, 7), ScaleState(12.0, 4)
-    assert from_state_dict(to_state_dict(rule, state)) == (rule, state)
+COUNT = "{} must be from 0 to 2147483647, got {}."
+RANGE = (
+    "min_scale and max_scale must be from 2**-126 to 2**126, where the scale and its inverse are "
+    "both normal float32 numbers, and min_scale not above max_scale; got min_scale={} and "
+    "max_scale={}."
+)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"scale": None}, KeyError, "a scaler's state needs the entry 'scale'; it has"),
-        ({"scale": "big"}, TypeError, "a scaler's scale must be a number, got 'big'"),
-        (
-            {"_growth_tracker": 1.5},
-            TypeError,
-            "a scaler's _growth_tracker must be a whole number, got 1.5",
-        ),
+        ({"growth": 1}, ValueError, "growth_factor must be finite and above 1, got 1."),
+        ({"growth": INF}, ValueError, "growth_factor must be finite and above 1, got inf."),
+        ({"growth": NAN}, ValueError, "growth_factor must be finite and above 1, got nan."),
+        ({"growth": "2"}, TypeError, "growth_factor must be a number, got '2'."),
+        ({"growth": True}, TypeError, "growth_factor must be a number, got True."),
+        ({"backoff": 1.0}, ValueError, "backoff_factor must be between 0 and 1, got 1.0."),
+        ({"backoff": 0}, ValueError, "backoff_factor must be between 0 and 1, got 0."),
+        ({"backoff": NAN}, ValueError, "backoff_factor must be between 0 and 1, got nan."),
+        ({"backoff": [0.5, 0.5]}, TypeError, "backoff_factor must be a number, got [0.5, 0.5]."),
+        ({"interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
+        ({"interval": 2.5}, TypeError, "growth_interval must be a whole number, got 2.5."),
+        ({"interval": INF}, TypeError, "growth_interval must be a whole number, got inf."),
+        ({"interval": None}, TypeError, "growth_interval must be a number, got None."),
+        ({"min_scale": 0.0}, ValueError, RANGE.format(0.0, LARGEST)),
+        ({"min_scale": 2.0**-127}, ValueError, RANGE.format(2.0**-127, LARGEST)),
+        ({"max_scale": 2.0**127}, ValueError, RANGE.format(SMALLEST, 2.0**127)),
+        ({"max_scale": NAN}, ValueError, RANGE.format(SMALLEST, NAN)),
+        ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, RANGE.format(2.0, 1.0)),
+        ({"max_scale": "1"}, TypeError, "max_scale must be a number, got '1'."),
+        ({"hysteresis": -1}, ValueError, COUNT.format("hysteresis", -1)),
+        ({"hysteresis": 2**31}, ValueError, COUNT.format("hysteresis", 2**31)),
+        ({"hysteresis": 0.5}, TypeError, "hysteresis must be a whole number, got 0.5."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_constant_out_of_range(change: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        checked(ScaleRule()._replace(**change))
+    assert raised.value.args == (message,)
+
+
+def test_what_is_checked_comes_back_as_floats_and_ints() -> None:
+    given = ScaleRule(2, Fraction(1, 2), 5.0, 1, 0.1 + 1, 3.0)
+    after = checked(given)
+    assert after == ScaleRule(2.0, 0.5, 5, 1.0, scaling.as_float32(1.1), 3)
+    assert [type(x) for x in after] == [float, float, int, float, float, int]
+    assert checked(ScaleRule(interval=10**12)).interval == 2**31 - 1
+    assert checked(ScaleRule()) == ScaleRule()
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (0.5, ValueError, "first must be from min_scale to max_scale, 1.0 to 24.0; got 0.5."),
+        (25, ValueError, "first must be from min_scale to max_scale, 1.0 to 24.0; got 25."),
+        (NAN, ValueError, "first must be from min_scale to max_scale, 1.0 to 24.0; got nan."),
+        ("2", TypeError, "first must be a number, got '2'."),
     ],
 )
-def test_a_bad_state_dict(change, error, message):
-    saved = to_state_dict(ScaleRule(), ScaleState()) | change
-    saved = {k: v for k, v in saved.items() if v is not None}
+def test_a_scale_out_of_the_bounds(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        checked_scale("first", value, NARROW)
+    assert raised.value.args == (message,)
+
+
+@pytest.mark.parametrize("value", [1, 24.0, 3.3])
+def test_a_scale_between_the_bounds(value: float) -> None:
+    assert checked_scale("first", value, NARROW) == value
+
+
+# --- states that are saved and loaded ------------------------------------------------------------
+
+SAVED = {
+    "scale": 12.0,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 7,
+    "_growth_tracker": 4,
+    "min_scale": 1.0,
+    "max_scale": 64.0,
+    "hysteresis": 2,
+    "skips": 5,
+    "spoiled": 3,
+    "skipped": 9,
+}
+RULE, STATE = ScaleRule(3.0, 0.25, 7, 1.0, 64.0, 2), ScaleState(12.0, 4, 5, 3, 9)
+TORCHS = {key: SAVED[key] for key in list(SAVED)[:5]}
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    assert to_state_dict(RULE, STATE) == SAVED
+    assert list(to_state_dict(RULE, STATE)) == list(SAVED)
+    assert from_state_dict(SAVED) == (RULE, STATE)
+
+
+@given(
+    rule=rules,
+    exponent=st.integers(-126, 126),
+    counts=st.lists(st.integers(0, 2**31 - 1), min_size=4, max_size=4),
+)
+def test_every_state_comes_back_as_it_was(rule: ScaleRule, exponent: int, counts: Any) -> None:
+    state = ScaleState(min(max(2.0**exponent, rule.min_scale), rule.max_scale), *counts)
+    assert from_state_dict(to_state_dict(rule, state)) == (rule, state)
+
+
+def test_what_torch_saved_keeps_the_bounds_that_there_are() -> None:
+    narrow = ScaleRule(min_scale=1.0, max_scale=8.0, hysteresis=1)
+    assert from_state_dict(TORCHS) == (ScaleRule(3.0, 0.25, 7), ScaleState(12.0, 4))
+    assert from_state_dict(TORCHS, narrow) == (
+        ScaleRule(3.0, 0.25, 7, 1.0, 8.0, 1),
+        ScaleState(8.0, 4),
+    )
+    assert from_state_dict(SAVED, narrow) == (RULE, STATE)
+
+
+@pytest.mark.parametrize(
+    ("scale", "after"),
+    [(2.0**127, LARGEST), (1e300, LARGEST), (2.0**-140, SMALLEST), (1e-300, SMALLEST), (8, 8.0)],
+)
+def test_a_positive_scale_is_brought_between_the_bounds(scale: float, after: float) -> None:
+    _, state = from_state_dict(TORCHS | {"scale": scale})
+    assert state.scale == after
+    assert type(state.scale) is float
+
+
+LOST_SCALE = (
+    "scale must be positive and finite, got {}: the run that saved it had lost its scale. Start "
+    "again from another one, such as 2.0**16."
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        *(
+            ({key: None}, KeyError, f"a scaler's state needs the entry {key!r}; it has "
+             + ", ".join(repr(k) for k in SAVED if k != key))
+            for key in TORCHS
+        ),
+        ({"scale": "big"}, TypeError, "scale must be a number, got 'big'."),
+        ({"scale": 0.0}, ValueError, LOST_SCALE.format("0.0")),
+        ({"scale": -1.0}, ValueError, LOST_SCALE.format("-1.0")),
+        ({"scale": INF}, ValueError, LOST_SCALE.format("inf")),
+        ({"scale": NAN}, ValueError, LOST_SCALE.format("nan")),
+        ({"growth_factor": 1.0}, ValueError, "growth_factor must be finite and above 1, got 1.0."),
+        ({"backoff_factor": 2}, ValueError, "backoff_factor must be between 0 and 1, got 2."),
+        ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
+        ({"_growth_tracker": 1.5}, TypeError, "_growth_tracker must be a whole number, got 1.5."),
+        ({"_growth_tracker": -1}, ValueError, COUNT.format("_growth_tracker", -1)),
+        ({"min_scale": 65.0}, ValueError, RANGE.format(65.0, 64.0)),
+        ({"hysteresis": "2"}, TypeError, "hysteresis must be a number, got '2'."),
+        ({"skips": -3}, ValueError, COUNT.format("skips", -3)),
+        ({"spoiled": NAN}, TypeError, "spoiled must be a whole number, got nan."),
+        ({"skipped": 2**31}, ValueError, COUNT.format("skipped", 2**31)),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_a_bad_state_dict(change: Any, error: type[Exception], message: str) -> None:
+    saved = {k: v for k, v in (SAVED | change).items() if v is not None}
     with pytest.raises(error) as raised:
         from_state_dict(saved)
-    assert raised.value.args[0].startswith(message)
+    assert raised.value.args == (message,)
+
+
+def test_an_empty_state_and_one_that_is_no_dictionary() -> None:
+    with pytest.raises(KeyError) as missing:
+        from_state_dict({})
+    assert missing.value.args == ("a scaler's state needs the entry 'scale'; it has nothing",)
+    with pytest.raises(TypeError) as other:
+        from_state_dict([("scale", 1.0)])  # type: ignore[arg-type]
+    assert other.value.args == (
+        "a scaler's state must be a dictionary, got [('scale', 1.0)].",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.7, 1e-3])
+def test_a_scale_may_be_its_own_bound(bound: float) -> None:
+    """float32 has no 0.1: the bound is rounded up, and the scale with it."""
+    low, high = (checked(rule) for rule in (ScaleRule(min_scale=bound), ScaleRule(max_scale=bound)))
+    for rule in (low, high):
+        assert checked_scale("init_scale", bound, rule) == bound
+    for rule, beyond in ((low, bound * 0.999), (high, bound * 1.001)):
+        with pytest.raises(ValueError, match="from min_scale to max_scale"):
+            checked_scale("init_scale", beyond, rule)
+
+
+def test_a_number_beyond_float64_is_named() -> None:
+    with pytest.raises(TypeError, match="growth_interval must be a number, got 1000"):
+        checked(ScaleRule(interval=10**400))

@@ -268,8 +268,11 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
         function, given = nnx.owned(fn, args)
         if nnx.among((given, kwargs)):
             named = region.policy is not None and bool(region.policy.scopes)
-            return nnx.call(through, function, given, kwargs, named)
-        return through(fn, args, kwargs)
+            out = nnx.call(through, function, given, kwargs, named)
+        else:
+            out = through(fn, args, kwargs)
+        regions.note_call(region)
+        return out
 
     def through(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))

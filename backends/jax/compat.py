@@ -188,3 +188,42 @@ def traced_from(closed: Any) -> tuple[str | None, int | None, str]:
     """File, first line and name of the function that a jaxpr was traced from. Since jax 0.5."""
     info = opened(closed)[0].debug_info
     return info.func_filename, info.func_lineno, info.func_name
+
+
+def is_ready(x: Any) -> bool:
+    """True if an array's values are there, so that reading them does not wait. Since jax 0.3.
+
+    A method of the arrays that there are, and not of `jax.Array`, which is what is documented.
+    """
+    return bool(x.is_ready())
+
+
+def traces() -> list[Any]:
+    """The traces that Python runs under, innermost first, without the last: that of no trace.
+
+    Empty in code that is not traced. Since jax 0.4.36.
+    """
+    found = []
+    trace = _core.trace_ctx.trace
+    while trace is not None and trace is not _core.eval_trace:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def in_backward(stack: Any) -> bool:
+    """True for the name stack of an equation that a transposition made. Since jax 0.4."""
+    return any(type(p).__name__ == "Transform" and p.name == "transpose" for p in stack.stack)
+
+
+def where_written(eqn: Any) -> str:
+    """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def traced_jaxpr(traced: Any) -> Any:
+    """The closed jaxpr of what `trace` of a jitted function returns.
+
+    That of `flax.nnx.jit` holds jax's own. Since flax 0.12.
+    """
+    return getattr(traced, "traced", traced).jaxpr

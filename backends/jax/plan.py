@@ -157,7 +157,8 @@ class Planner:
         if kept is None:
             marked = regions.innermost(stack)
             plain = stack if marked is None else compat.without_scopes(stack, regions.is_mark)
-            names = ".".join(compat.scope_names(plain)).replace("/", ".")
+            scopes = (name for name in compat.scope_names(plain) if name != regions.SCALED)
+            names = ".".join(scopes).replace("/", ".")
             kept = self.stacks[id(stack)] = stack, marked, plain, names
         _, marked, plain, names = kept
         if outer.policy is AS_CALLED:  # the op around it decides for all inside

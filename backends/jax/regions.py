@@ -8,17 +8,22 @@ rewrite knows the region of each. Nothing here casts.
 
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
 
+from polymp.backends.jax import compat
 from polymp.region import Region
 
 AMBIENT: Any = jax.make_user_context(None)
 
 _MARK = re.compile(r"polymp:[\w.:-]+")
+
+# The name scope in which a loss scaler multiplies; what is differentiated keeps it.
+SCALED = "polymp:scale"
 
 
 class _Marks:
@@ -69,6 +74,40 @@ def enter(region: Region) -> None:
 def leave() -> None:
     """Close the region that was opened last in this thread."""
     _OPEN.stacks.pop().__exit__(None, None, None)
+
+
+class _Latest(threading.local):
+    """The call of an autocast function that ended last in this thread."""
+
+    def __init__(self) -> None:
+        self.format: str | None = None
+        self.traces: list[weakref.ref[Any]] = []  # that it was made under
+
+
+_LATEST = _Latest()
+
+
+def note_call(region: Region) -> None:
+    """Note that an autocast function has been called."""
+    if region.enabled:
+        _LATEST.format = region.format
+        _LATEST.traces = [weakref.ref(trace) for trace in compat.traces()]
+
+
+def latest_low() -> str | None:
+    """The low format of the region here, or of the latest autocast call in this trace.
+
+    A loss is as often scaled after the call as in it. None in code that is not traced, where no
+    gradient is taken, and where there was no such call: one of another trace, such as that of an
+    evaluation, says nothing of this one.
+    """
+    ambient = AMBIENT.value
+    if ambient is not None and ambient.enabled:
+        return str(ambient.format)
+    traces = compat.traces()
+    if traces and any(trace() is traces[0] for trace in _LATEST.traces):
+        return _LATEST.format
+    return None
 
 
 def innermost(stack: Any) -> Region | None:

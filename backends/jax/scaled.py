@@ -24,6 +24,20 @@ def multiplied(tree: Any, scale: Any) -> Any:
     return _each_float(operator.mul, tree, scale)
 
 
+def settled(tree: Any) -> Any:
+    """The same floats, as numbers that XLA may not compute in two ways.
+
+    It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
+    check would call a gradient finite that is Inf where it is used.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    traced = [isinstance(x, jax.core.Tracer) and is_float(x) for x in leaves]
+    held = iter(lax.optimization_barrier([x for x, at in zip(leaves, traced, strict=True) if at]))
+    return jax.tree.unflatten(
+        structure, [next(held) if at else x for x, at in zip(leaves, traced, strict=True)]
+    )
+
+
 def divided(tree: Any, scale: Any) -> Any:
     """Every float of the tree through the scale."""
     return _each_float(_quotient, tree, scale)
@@ -34,7 +48,7 @@ def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = N
 
     On all devices along `axis_names`; None for every axis along which they could find otherwise.
     """
-    finite = _all_finite([x for x in jax.tree.leaves(tree) if _is_float(x)], scale)
+    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_float(x)], scale)
     if axis_names is None:
         axis_names = _differing_axes(finite)
     elif isinstance(axis_names, str):
@@ -49,7 +63,8 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (*_ARRAYS, bool, int, float, complex))
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
+    """True for float and complex arrays and numbers."""
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
@@ -64,26 +79,25 @@ def _parts(x: Any) -> list[Any]:
 
 
 def _quotient(x: Any, scale: Any) -> Any:
-    """X times the float nearest to 1/scale, as torch computes it.
-
-    In two steps, for 1/scale is subnormal above 2**126 and XLA on CPU would take it for 0; a
-    quotient by a scalar comes to the same, as XLA turns it into a product.
-    """
-    half = jnp.where(scale >= 2.0**64, 2.0**-64, 1.0).astype(scale.dtype)
-    return x * half * (1 / (scale * half))
+    """X times the float nearest to 1/scale, as torch computes it."""
+    return x * (1 / scale)
 
 
 @partial(jax.jit, inline=True)
 def _all_finite(xs: list[Any], scale: Any) -> Any:
     """One pass over what is divided; nothing of its size is stored.
 
-    0 times a finite number is 0, and times Inf or NaN it is NaN, which a sum keeps. A maximum
-    does not: XLA on CPU loses a NaN among 4,096 numbers and more.
+    A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
+    product is. It has no factor that XLA could take together with one of the gradient's own: of
+    x * 64 * (1 / 64), or of x * 64 * 0, it only multiplies x by the product of the rest, and an
+    overflow of x * 64 is not seen. Nor is a maximum safe: XLA on CPU loses a NaN among 4,096
+    numbers and more.
     """
-    bad = jnp.zeros((), jnp.float32)
+    finite = jnp.asarray(True)
     for part in (part for x in xs for part in _parts(x)):
-        bad += jnp.sum(_quotient(part, scale.astype(part.dtype)) * 0).astype(jnp.float32)
-    return bad == 0
+        largest = part * jnp.maximum(1 / scale.astype(part.dtype), 1)
+        finite &= jnp.all(jnp.isfinite(largest))
+    return finite
 
 
 def _differing_axes(x: Any) -> tuple[str, ...]:
@@ -108,5 +122,5 @@ def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -
 
 def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    results = iter(_by_scale(operation, [x for x in leaves if _is_float(x)], scale))
-    return jax.tree.unflatten(structure, [next(results) if _is_float(x) else x for x in leaves])
+    results = iter(_by_scale(operation, [x for x in leaves if is_float(x)], scale))
+    return jax.tree.unflatten(structure, [next(results) if is_float(x) else x for x in leaves])

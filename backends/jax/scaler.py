@@ -6,23 +6,20 @@ in, arrays out; nothing is changed in place. The rule is `polymp.scaling.step`, 
 """
 
 import dataclasses
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from polymp import scaling
-from polymp.backends.jax import nnx, scaled
-from polymp.dtypes import FORMATS
+from polymp.backends.jax import counting, differentiating, marking, scaled, stepping
+from polymp.backends.jax.advancing import advance
+from polymp.gradients import GradientReport
 from polymp.scaling import ScaleRule, ScaleState
-
-_FLOAT32 = FORMATS["float32"]
-_LONGEST = 2**31 - 1  # the tracker is int32
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -45,22 +42,25 @@ class GradScaler:
             (params, opt_state), scaler, finite = scaler.step(grads, update, params, opt_state)
             return scaler, params, opt_state
 
-    A pytree: the two arrays of `state` are its leaves, the rest is static. So it goes through jit,
-    scan, vmap (a batch of scalers), shard_map and donation as it is. XLA on CPU flushes subnormal
-    numbers: a scale below 2**-126 becomes 0 there, and every later step is skipped.
+    A pytree: the arrays of `state` are its leaves, the rest is static. So it goes through jit,
+    scan, vmap (a batch of scalers), shard_map and donation as it is.
 
     Args:
         init_scale: the first scale.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
-        backoff_factor: multiplies the scale after a skip.
+        backoff_factor: multiplies the scale after an overflow.
         growth_interval: see `growth_factor`. A count already past a lowered interval grows the
             scale at the next good step.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
             The other arguments are then not looked at.
+        dtype: the low format of the region, if the scaler is to be disabled for all but float16.
+        min_scale: the scale never goes below it; from 2**-126, the default.
+        max_scale: the scale never goes above it; up to 2**126, the default.
+        hysteresis: overflows in a row that do not lower the scale yet.
 
     Attributes:
-        state: `scale`, float32 [], and `tracker`, int32 [].
-        rule: the factors and the interval.
+        state: `scale`, float32 []; `tracker`, `skips`, `spoiled` and `skipped`, int32 [].
+        rule: the factors, the interval, the bounds and the hysteresis.
         enabled: as given.
 
     Raises:
@@ -82,18 +82,25 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        dtype: Any = None,
+        min_scale: float = scaling.SMALLEST,
+        max_scale: float = scaling.LARGEST,
+        hysteresis: int = 0,
     ) -> None:
+        if dtype is not None:
+            enabled = enabled and jnp.dtype(dtype) == jnp.float16
         if enabled:
-            rule = _checked(ScaleRule(growth_factor, backoff_factor, growth_interval))
-            init_scale = _number("init_scale", init_scale)
-            if not _FLOAT32.smallest_normal <= init_scale <= _FLOAT32.max:
-                raise ValueError(
-                    f"init_scale must be a normal float32, from {_FLOAT32.smallest_normal} to "
-                    f"{_FLOAT32.max}; got {init_scale!r}."
+            rule = scaling.checked(
+                ScaleRule(
+                    growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
                 )
+            )
+            init_scale = scaling.checked_scale("init_scale", init_scale, rule)
         else:
             rule, init_scale = ScaleRule(), 1.0
-        _set(self, _on_device(ScaleState(init_scale, 0)), rule, bool(enabled))
+        _set(self, _on_device(ScaleState(init_scale)), rule, bool(enabled))
+        _tell_flax()
 
     def scale(self, tree: Any) -> Any:
         """Multiply a loss, or every float of a pytree, by the scale.
@@ -101,8 +108,14 @@ class GradScaler:
         Products are float32, or wider where the factor is: a float16 loss cannot overflow here.
         Complex numbers are multiplied part by part. What is not a float array or number passes.
 
+        The cotangent of a float16 loss is float16, which holds no scale above 2**15: the scaler
+        backs off to it. Make the loss itself float32, and it need not.
+
         Raises:
             TypeError: `tree` is a function.
+
+        Warns:
+            ScalerWarning: the loss comes from a bfloat16 region, while it is traced; once.
         """
         if callable(tree) and jax.tree.leaves(tree) == [tree]:
             raise TypeError(
@@ -111,7 +124,7 @@ class GradScaler:
             )
         if not self.enabled:
             return tree
-        return scaled.multiplied(tree, self._one_scale())
+        return marking.multiplied(tree, self._one_scale(), self.rule)
 
     def unscale(
         self, grads: Any, *, axis_names: str | Sequence[str] | None = None
@@ -129,31 +142,40 @@ class GradScaler:
         """
         if not self.enabled:
             return grads, jnp.asarray(True)
-        scale = self._one_scale()
+        scale, grads = self._one_scale(), scaled.settled(grads)
         return scaled.divided(grads, scale), scaled.all_finite(grads, scale, axis_names)
 
-    def update(self, finite: Any) -> "GradScaler":
-        """The scaler for the next step: grown after a good streak, backed off after a skip.
+    def update(self, finite: Any, *, loss_finite: Any = True) -> "GradScaler":
+        """The scaler for the next step: grown after a good streak, backed off after an overflow.
 
         Args:
             finite: bool []; what `unscale` found. With several gradients, True if all were finite.
+            loss_finite: bool []; what `loss_finite` found. False leaves the scale as it is.
 
         Raises:
-            TypeError: `finite` is not one bool.
+            TypeError: one of them is not one bool.
         """
         if not self.enabled:
             return self
         self._one_scale()
-        finite = jnp.asarray(finite)
-        if finite.dtype != jnp.bool_ or finite.shape != ():
-            raise TypeError(f"finite must be one bool, got {_format(finite)}.")
-        return _make(_advance(self.rule, self.state, finite), self.rule, self.enabled)
+        found = stepping.one_bool("finite", finite), stepping.one_bool("loss_finite", loss_finite)
+        return _make(advance(self.rule, self.state, *found), self.rule, self.enabled)
+
+    def loss_finite(self, loss: Any, *, axis_names: str | Sequence[str] | None = None) -> Any:
+        """Bool []: every float of `loss`, not yet scaled, is finite. For `update`.
+
+        Args:
+            loss: a number, an array or a pytree.
+            axis_names: see `unscale`.
+        """
+        return scaled.all_finite(loss, jnp.float32(1), axis_names)
 
     def step(
         self,
         grads: Any,
         update: Callable[..., Any],
         *state: Any,
+        loss: Any = None,
         axis_names: str | Sequence[str] | None = None,
     ) -> tuple[Any, "GradScaler", Any]:
         """Unscale and check, `update` or skip, and the scaler for the next step; in that order.
@@ -168,6 +190,8 @@ class GradScaler:
             state: pytrees, such as parameters and optimizer state. Leaves that are no arrays, such
                 as activation functions, stay as they are. Flax nnx modules among them get the new
                 state, too, as nnx has it.
+            loss: the loss as it was before scaling; the step is skipped if it is not finite, and
+                the scale stays, for it is not to blame. None if it is not to be looked at.
             axis_names: see `unscale`.
 
         Returns:
@@ -178,52 +202,77 @@ class GradScaler:
             TypeError: `update` is no function, or changed the structure, a shape, a dtype, or what
                 is no array.
         """
-        if not callable(update):
-            raise TypeError(
-                f"step(grads, update, *state) needs a function for update, got {type(update)}."
-            )
-        leaves, structure = jax.tree.flatten(state)
+        return stepping.step(self, grads, update, state, loss=loss, axis_names=axis_names)
 
-        def replaced(grads: Any) -> list[Any]:
-            # A copy of the containers: what `update` changes in place is its own.
-            new = update(grads, *jax.tree.unflatten(structure, leaves))
-            new = (new,) if len(state) == 1 else new
-            _check_replaces(state, new)
-            return [x for x in jax.tree.leaves(new) if scaled.is_array(x)]
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        *,
+        axis_names: str | Sequence[str] | None = None,
+        allow_int: bool = False,
+    ) -> Callable[..., tuple[tuple[Any, Any], "GradScaler", Any]]:
+        """`jax.value_and_grad` with the loss scaled on the way, and checked.
 
-        def apply() -> list[Any]:
-            # Divided again and not kept from the check: XLA fuses the quotients into their use.
-            return replaced(scaled.divided(grads, scale))
+            (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, batch)
 
-        def skip() -> list[Any]:
-            return [x for x in leaves if scaled.is_array(x)]
+        The caller skips: nothing of `grads` may be used where `finite` is False. `step` divides
+        only where it steps, which is cheaper.
 
-        if not self.enabled:
-            finite, arrays = jnp.asarray(True), replaced(grads)
-        else:
-            scale = self._one_scale()
-            finite = scaled.all_finite(grads, scale, axis_names)
-            if isinstance(finite, jax.core.Tracer):
-                # A select over all leaves would keep the old state and the new one alive at once.
-                arrays = lax.cond(finite, apply, skip)
-            else:
-                arrays = apply() if finite else skip()
-        new = iter(arrays)
-        after = [next(new) if scaled.is_array(x) else x for x in leaves]
-        after = jax.tree.unflatten(structure, after)
-        nnx.write_back(state, after)
-        return after[0] if len(state) == 1 else after, self.update(finite), finite
+        Args:
+            fun: returns the loss, one float, not scaled; or (loss, aux).
+            argnums: positions of the arguments to differentiate by.
+            has_aux: whether `fun` returns a pair.
+            axis_names: see `unscale`. Only what was found crosses devices: where every device has
+                its own gradients, average them afterwards.
+            allow_int: lets the arguments be integers, whose gradients are float0.
+
+        Returns:
+            A function of the arguments of `fun` that returns ((value, grads), scaler, finite).
+            Value is what `fun` returned, in its own dtype. The gradients are true, in float32 or
+            wider. The scaler is that for the next step. Finite, bool [], is True if the loss and
+            all gradients are; where the loss is not, the scale stays.
+
+        Raises:
+            TypeError: `fun` is no function; when called, it returned something else.
+        """
+        return differentiating.value_and_grad(
+            self, fun, argnums, has_aux, axis_names=axis_names, allow_int=allow_int
+        )
+
+    def report(self, grads: Any, names: Any = None, *, scaled: bool = True) -> GradientReport:
+        """What gradients hold: Inf, NaN, 0 and too small values of each, by name.
+
+        Not for traced code: one program counts, and the host waits for its numbers. Where arrays
+        are spread over processes, each has to call it.
+
+        Args:
+            grads: a pytree; what is not a float is left out.
+            names: a tree of strings of the same structure; None for the paths, as in
+                "params.Dense_0.kernel".
+            scaled: True if they are multiplied by the scale, as they come from jax.grad. False for
+                what `unscale` returned; small values are then counted as those of their products
+                with the scale, which is to be the one they were divided by.
+
+        Raises:
+            TypeError: something is traced, or `names` is no such tree.
+        """
+        return counting.report(self, grads, names, scaled)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as five Python numbers, under the names that torch.amp gives them.
+        """The state as Python numbers, under torch.amp's names; see `scaling.to_state_dict`.
 
-        They are scale, growth_factor, backoff_factor, growth_interval and _growth_tracker; a
-        scaler for torch loads them, too. Empty if disabled. Not for traced code: waits for the
+        Scalers for torch load it, too. Empty if disabled. Not for traced code: waits for the
         device.
         """
         if not self.enabled:
             return {}
-        self._one_scale()
+        if isinstance(self._one_scale(), jax.core.Tracer):
+            raise TypeError(
+                "state_dict() gives Python numbers, which traced code does not have: return the "
+                "scaler from the function, and call state_dict() outside."
+            )
         return scaling.to_state_dict(self.rule, self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> "GradScaler":
@@ -239,21 +288,12 @@ class GradScaler:
         """
         if not self.enabled:
             return self
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"load_state_dict needs a dictionary, got {state_dict!r}.")
-        if len(state_dict) == 0:
+        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved "
                 "from a disabled instance of GradScaler."
             )
-        rule, state = scaling.from_state_dict(state_dict)
-        rule = _checked(rule)
-        if not 0 <= state.scale <= _FLOAT32.max:
-            raise ValueError(
-                f"scale must be from 0 to {_FLOAT32.max}, the largest float32; got {state.scale!r}."
-            )
-        if not 0 <= state.tracker <= _LONGEST:
-            raise ValueError(f"_growth_tracker must be from 0 to {_LONGEST}; got {state.tracker}.")
+        rule, state = scaling.from_state_dict(state_dict, self.rule)
         return _make(_on_device(state), rule, self.enabled)
 
     def __repr__(self) -> str:
@@ -287,6 +327,25 @@ def _make(*values: Any) -> GradScaler:
     return scaler
 
 
+@cache
+def _register_with(serialization: Any) -> None:
+    def to_state_dict(scaler: GradScaler) -> dict[str, Any]:
+        return {"state": serialization.to_state_dict(scaler.state)}
+
+    def from_state_dict(scaler: GradScaler, saved: Mapping[str, Any]) -> GradScaler:
+        state = serialization.from_state_dict(scaler.state, saved["state"])
+        return _make(state, scaler.rule, scaler.enabled)
+
+    serialization.register_serialization_state(GradScaler, to_state_dict, from_state_dict)
+
+
+def _tell_flax() -> None:
+    """Let flax's checkpoints hold scalers, where flax is loaded: it does not ask for leaves."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _register_with(serialization)
+
+
 def _flatten(scaler: GradScaler) -> tuple[tuple[Any], tuple[Any, ...]]:
     first, *rest = (getattr(scaler, name) for name in _FIELDS)
     return (first,), tuple(rest)
@@ -302,98 +361,13 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-class _Factor:
-    """A factor that float32 cannot hold: multiplies in float64, as torch does, and rounds once."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __rmul__(self, scale: Any) -> Any:
-        with jax.enable_x64(True):
-            return (scale.astype(jnp.float64) * self.value).astype(jnp.float32)
-
-
-def _exact(factor: float) -> Any:
-    with np.errstate(over="ignore", under="ignore"):
-        held = float(np.float32(factor))
-    return factor if factor == held else _Factor(factor)
-
-
-@partial(jax.jit, static_argnums=0, inline=True)
-def _advance(rule: ScaleRule, state: ScaleState, finite: Any) -> ScaleState:
-    rule = rule._replace(growth=_exact(rule.growth), backoff=_exact(rule.backoff))
-    return scaling.step(rule, state, finite, jnp.where)
-
-
-def _check_replaces(old: Any, new: Any) -> None:
-    """Raise if the new state is not of the old one's structure, shapes and dtypes."""
-    given: Any = jax.tree.structure(old)
-    returned: Any = jax.tree.structure(new)
-    if not isinstance(new, tuple) or len(new) != len(old):
-        got = f"a tuple of {len(new)}" if isinstance(new, tuple) else f"{type(new)}"
-        raise TypeError(
-            f"update must return a tuple of what replaces the {len(old)} parts of the state, in "
-            f"their order; it returned {got}."
-        )
-    if given != returned:
-        raise TypeError(
-            f"update must return the state in the structure that it came in, {given}; "
-            f"it returned {returned}."
-        )
-    was = jax.tree_util.tree_leaves_with_path(old)
-    for (path, x), y in zip(was, jax.tree.leaves(new), strict=True):
-        if scaled.is_array(x) and scaled.is_array(y):
-            before, after = _format(x), _format(y)
-            same = before == after
-        else:
-            before, after = x, y
-            same = scaled.is_array(x) == scaled.is_array(y) and (x is y or bool(x == y))
-        if not same:
-            where = jax.tree_util.keystr(path)
-            raise TypeError(
-                f"update must keep the shapes and dtypes of the state, and what is no array; "
-                f"state{where} was {before} and came back as {after}."
-            )
-
-
-def _checked(rule: ScaleRule) -> ScaleRule:
-    growth = _number("growth_factor", rule.growth)
-    backoff = _number("backoff_factor", rule.backoff)
-    interval = _number("growth_interval", rule.interval)
-    if not 1 < growth < math.inf:
-        raise ValueError(f"growth_factor must be finite and above 1, got {rule.growth!r}.")
-    if not 0 < backoff < 1:
-        raise ValueError(f"backoff_factor must be between 0 and 1, got {rule.backoff!r}.")
-    if not interval.is_integer():
-        raise TypeError(f"growth_interval must be a whole number, got {rule.interval!r}.")
-    if not 1 <= interval <= _LONGEST:
-        raise ValueError(f"growth_interval must be from 1 to {_LONGEST}, got {rule.interval!r}.")
-    return ScaleRule(growth, backoff, int(interval))
-
-
-def _number(name: str, value: Any) -> float:
-    if (
-        isinstance(value, jax.Array)
-        and value.shape == ()
-        and not isinstance(value, jax.core.Tracer)
-    ):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-    return float(value)
-
-
 def _on_device(state: ScaleState) -> ScaleState:
-    return ScaleState(jnp.asarray(state.scale, jnp.float32), jnp.asarray(state.tracker, jnp.int32))
-
-
-def _format(x: Any) -> str:
-    kind = jax.typeof(x)
-    return f"{kind.dtype}{list(kind.shape)}"
+    scale, *counts = state
+    return ScaleState(jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts))
 
 
 def _shown(value: Any) -> str:
     """An array's value, or its format where it has none yet."""
     if isinstance(value, jax.core.Tracer):
-        return _format(value)
+        return stepping.shown_format(value)
     return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)

@@ -5,6 +5,8 @@ fails when one changes. Supported: torch 2.11 to 2.13.
 """
 
 import functools
+import gc
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +18,11 @@ import torch
 from torch._C import _dynamo
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
 from torch.library import Library
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
 
 __all__ = ["ExcludeKeys"]
 
@@ -202,6 +209,22 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
     return fn
 
 
+def untraced(reason: str) -> Callable[[F], F]:
+    """Have torch.compile break the graph for a call of a function, and leave what it calls alone.
+
+    `torch.compiler.disable` sets the same marks, but imports all of dynamo. Since torch 2.7; the
+    reason, which the error under fullgraph shows, since torch 2.8.
+    """
+
+    def mark(fn: F) -> F:
+        no_frame(fn, inside=True)
+        fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+        fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
 def at_trace_time(fn: F) -> F:
     """Have torch.compile run `fn` while it traces and take what it returns as a constant.
 
@@ -286,3 +309,162 @@ def without_recorder() -> Any:
     from torch.fx.experimental import proxy_tensor
 
     return proxy_tensor._temp_remove_pre_dispatch_torch_function_mode()
+
+
+def unscales(device: str, dtype: torch.dtype) -> bool:
+    """True if torch's fused kernel can unscale such gradients.
+
+    On CUDA it has no bfloat16 (pytorch/pytorch#127176).
+    """
+    return device == "cpu" or dtype is not torch.bfloat16
+
+
+def _dtensor() -> type | None:
+    """DTensor's class if anybody has imported it; nothing can be one before."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds, sharing its memory; any other as it is."""
+    kind = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+    with torch.no_grad():  # otherwise it would be a new node in the graph
+        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """True for a DTensor whose ranks hold terms of a sum, as gradients of replicated ones may be.
+
+    The answer is the same on every rank of the mesh.
+    """
+    kind = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return False
+    return any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def added_up(tensor: Any) -> Any:
+    """The DTensor with every sum over ranks made, and held by each of them. Talks to them."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+def meshes(tensors: list[torch.Tensor]) -> list[Any]:
+    """The meshes of the DTensors among them that this process is in, in the order of first use.
+
+    Each once, and equal ones count as one: they have the same process groups.
+    """
+    kind = _dtensor()
+    if kind is None or not any(issubclass(t, kind) for t in set(map(type, tensors))):
+        return []
+    dtensors: Any = (t for t in tensors if isinstance(t, kind))
+    found = {id(t.device_mesh): t.device_mesh for t in dtensors}  # to compare meshes takes longer
+    return [m for m in dict.fromkeys(found.values()) if m.get_coordinate() is not None]
+
+
+def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it on a device that the process group can exchange.
+
+    A group is for the devices in `get_backend_config`, such as "cpu:gloo,cuda:nccl".
+    """
+    parts = torch.distributed.get_backend_config(group).split(",")
+    kinds = [part.split(":")[0] for part in parts if ":" in part]
+    if not kinds or tensor.device.type in kinds:
+        return tensor
+    return tensor.to(kinds[0])
+
+
+def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
+
+    Nobody keeps a list of scalers, so all objects of the process are looked through; a fraction of
+    a second. `_per_optimizer_states`: since torch 1.6.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.amp.GradScaler):
+            states = vars(one).get("_per_optimizer_states", {})
+            if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
+                return True
+    return False
+
+
+def in_fsdp1(tensor: torch.Tensor) -> bool:
+    """True for a parameter that FSDP1 has taken over. `_fsdp_flattened`: since torch 2.0."""
+    return getattr(tensor, "_fsdp_flattened", False)
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """`optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break where it can be.
+
+    torch's optimizers ask for a graph break around their step, so that inductor sees that no
+    gradient is wanted (a note in torch/optim/optimizer.py says so). What they wrap is called here
+    instead: `Optimizer.profile_hook_step` and `_use_grad_for_differentiable`, since torch 2.0. What
+    a learning-rate scheduler puts around the step (`_wrapped_by_lr_sched`, since torch 2.4) only
+    sets an attribute, and dynamo drops what is written to attributes of optimizers.
+    """
+    kind: Any = type(optimizer)
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        or not _breaks_graphs(kind)
+        or optimizer.defaults["differentiable"]
+        or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"))
+    ):
+        return optimizer.step(*args, **kwargs)
+    for hook in (
+        *_global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+    ):
+        if (given := hook(optimizer, args, kwargs)) is not None:
+            args, kwargs = given
+    with torch.no_grad():
+        result = kind.step.__wrapped__.__wrapped__(optimizer, *args, **kwargs)
+    for hook in (
+        *_global_optimizer_post_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ):
+        hook(optimizer, args, kwargs)
+    return result
+
+
+@at_trace_time
+def _breaks_graphs(kind: type[torch.optim.Optimizer]) -> bool:
+    """True if a class's `step` is in these two wrappers and no others."""
+    step: Any = kind.step
+    inner: Any = getattr(step, "__wrapped__", None)
+    return (
+        getattr(step, "hooked", False)
+        and getattr(inner, "__code__", None) is _USE_GRAD.__code__
+        and not hasattr(inner.__wrapped__, "__wrapped__")
+    )
+
+
+_USE_GRAD: Any = _use_grad_for_differentiable(inspect.unwrap)  # any function will do
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
+
+    Dynamo runs `_init_group` when it traces it, since torch 2.1; by then the state is there, for
+    whoever looks at it next. Every class has arguments of its own: a group, and lists to fill.
+    """
+    lists = _lists_of(type(optimizer))
+    if lists is not None:
+        for group in optimizer.param_groups:
+            filled: list[list[Any]] = []
+            for _ in range(lists):
+                filled.append([])
+            optimizer._init_group(group, *filled)  # type: ignore[attr-defined]
+
+
+@at_trace_time
+def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
+    """How many lists `_init_group` fills; None if there is none, or it is not torch's own."""
+    make = getattr(kind, "_init_group", None)
+    if make is None or not inspect.unwrap(make).__module__.startswith("torch.optim"):
+        return None
+    return len(inspect.signature(inspect.unwrap(make)).parameters) - 2

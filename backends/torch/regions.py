@@ -19,6 +19,7 @@ from torch import (
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
+    is_grad_enabled,
     set_autocast_cache_enabled,
     set_autocast_dtype,
     set_autocast_enabled,
@@ -51,6 +52,22 @@ _SCOPE = ""
 stack: Stack[tuple[Region, bool, torch.dtype, bool, _Code]] = Stack()
 
 
+class Entries(threading.local):
+    """What of the regions that this thread has entered, open or not, concerns scalers.
+
+    Attributes:
+        latest: by device type, the low format of the region that was entered last.
+        unscaled: device types of float16 regions entered with gradients on since a step.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[str, torch.dtype] = {}
+        self.unscaled: set[str] = set()
+
+
+entries = Entries()
+
+
 @compat.no_frame
 def enter(ticket: str) -> None:
     """Enter a prepared region in this thread. It runs at every `with`, so every call counts.
@@ -67,6 +84,8 @@ def enter(ticket: str) -> None:
         (region, is_autocast_enabled(device), get_autocast_dtype(device),
          is_autocast_cache_enabled(), code)
     )  # fmt: skip
+    if enabled:
+        _note(device, dtype)
     depth = autocast_increment_nesting()  # torch's own regions count
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
@@ -193,6 +212,8 @@ def _set(
 ) -> None:
     if nesting > 0:
         autocast_increment_nesting()
+        if enabled:
+            _note(device, dtype)
     elif autocast_decrement_nesting() == 0:
         casts.forget_mine()
     set_autocast_enabled(device, enabled)
@@ -309,6 +330,24 @@ def in_force(device: str) -> Region:
         is_autocast_cache_enabled(),
         _NONE if len(_policies) == 1 else code_in_force(),
     )
+
+
+@compat.no_frame
+def _note(device: str, dtype: torch.dtype) -> None:
+    """Note, for scalers, that an enabled region was entered."""
+    entries.latest[device] = dtype
+    if dtype is torch.float16 and is_grad_enabled():
+        entries.unscaled.add(device)
+
+
+def latest_low(device: str) -> torch.dtype | None:
+    """The low format of the region for the device that is in force, or was the latest entered.
+
+    A loss is as often scaled after its region as in it. None if there was none in this thread.
+    """
+    if is_autocast_enabled(device):
+        return get_autocast_dtype(device)
+    return entries.latest.get(device)
 
 
 def policy_of(device: str) -> Policy | None:

@@ -1,44 +1,57 @@
 """`GradScaler`: dynamic loss scaling for torch optimizers.
 
 The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gradients, step or
-skip, update the scale. The rule is `polymp.scaling.step`; torch's fused kernels carry it out on
-the device. Names with a leading underscore that other libraries reach for are torch.amp's.
+skip, update the scale. The rule is `polymp.scaling.step`. Where the host knows what was found, it
+applies the rule to Python numbers and writes what has changed; where only the device knows, the
+same lines run on tensors. Names with a leading underscore that other libraries reach for are
+torch.amp's.
 """
 
 import inspect
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp import scaling
-from polymp.backends.torch import compat
-from polymp.scaling import ScaleRule, ScaleState
+from polymp.backends.torch import (
+    agreement,
+    closures,
+    compat,
+    conditional,
+    counting,
+    fused,
+    regions,
+    unscaling,
+    updating,
+    watching,
+)
+from polymp.backends.torch.telling import (
+    Options,
+    SkipOn,
+    Teller,
+    _fresh_states,
+)
+from polymp.backends.torch.telling import (
+    _refresh_per_optimizer_state as _refresh_per_optimizer_state,
+)
+from polymp.backends.torch.watching import Watch
+from polymp.errors import ScalerWarning
+from polymp.gradients import (
+    NO_EFFECT,
+    OnStuck,
+    checked_on_stuck,
+    outside,
+)
+from polymp.scaling import ScaleRule
 
 Outputs = TypeVar("Outputs")
 
 
-class _OnDevices:
-    """Copies of a scalar tensor, one for each device that asks."""
-
-    def __init__(self, master: torch.Tensor) -> None:
-        self.master = master
-        self.copies: dict[torch.device, torch.Tensor] = {}
-
-    def get(self, device: torch.device) -> torch.Tensor:
-        if device not in self.copies:
-            self.copies[device] = self.master.to(device=device, non_blocking=True, copy=True)
-        return self.copies[device]
-
-
-def _refresh_per_optimizer_state() -> dict[str, Any]:
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-class GradScaler:
+class GradScaler(Teller):
     """Keeps small float16 gradients from vanishing.
 
         scaler = GradScaler("cuda")
@@ -46,22 +59,47 @@ class GradScaler:
             loss = loss_fn(model(x), y)
         scaler.scale(loss).backward()    # gradients come out multiplied by the scale
         scaler.step(optimizer)           # unscale; step, or skip if one is Inf or NaN
-        scaler.update()                  # back off after a skip, grow after a good streak
+        scaler.update()                  # back off after an overflow, grow after a good streak
 
     Args:
         device: where the scale lives: "cuda", "cpu", ...
         init_scale: the first scale.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
-        backoff_factor: multiplies the scale after a skip.
+        backoff_factor: multiplies the scale after an overflow.
         growth_interval: see `growth_factor`. A count already past a lowered interval grows the
             scale at the next good step.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
+        dtype: the low format of the region, if the scaler is to be disabled for all but float16.
+        min_scale: the scale never goes below it; from 2**-126, the default.
+        max_scale: the scale never goes above it; up to 2**126, the default.
+        hysteresis: overflows in a row that do not lower the scale yet.
+        on_stuck: what happens after `stuck_after` skips in a row, once: "warn", "raise", or a
+            function that is called with a `GradientReport`.
+        stuck_after: see `on_stuck`. Where the host does not wait for the device, it learns of the
+            skips a few steps later.
+        named: a module, or pairs of a name and a parameter: names for reports.
+        strict: True raises, as torch.amp does, if an optimizer has no gradient; otherwise its step
+            does nothing.
+        allow_fp16: True takes float16 gradients. Unscaled they are float16 again, and small ones
+            vanish there.
+        check_loss: True skips a step whose loss is not finite even before it is scaled, and leaves
+            the scale as it is. Several processes can only do so where what they found is exchanged
+            among all: with FSDP and DTensors on a mesh of all ranks, or with `process_group`.
+        skip_on: where a step is skipped by. "host" waits for what was found; "device" takes the
+            step and undoes it (see `conditional.step`). "auto" is "device" for optimizers whose
+            groups are all `capturable` and in compiled code, and "host" for others. Fused
+            optimizers skip by themselves.
+        process_group: ranks that what is found is exchanged with, besides the meshes of DTensors;
+            for models that a pipeline cuts in pieces, or under DDP for `check_loss`.
 
     Raises:
         AssertionError: `growth_factor` is not above 1 or `backoff_factor` not below 1.
+        TypeError: an argument is not a number, or not whole where it has to be.
+        ValueError: an argument is out of its range.
 
     Warns:
         UserWarning: CUDA is asked for and absent; the scaler is then disabled, as in torch.amp.
+        ScalerWarning: the region of the loss is bfloat16, where scaling has no effect.
 
     Source:
         torch.amp, "Automatic Mixed Precision package", `torch.amp.GradScaler`.
@@ -75,10 +113,32 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        min_scale: float = scaling.SMALLEST,
+        max_scale: float = scaling.LARGEST,
+        hysteresis: int = 0,
+        on_stuck: OnStuck = "warn",
+        stuck_after: int = 50,
+        named: counting.Named | None = None,
+        strict: bool = False,
+        allow_fp16: bool = False,
+        check_loss: bool = True,
+        skip_on: SkipOn = "auto",
+        process_group: Any = None,
     ) -> None:
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(
+                f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
+                "is GradScaler(device, init_scale)."
+            )
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}.")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dtype must be the region's low format, a float dtype, got {dtype}.")
         self._device = device
-        self._enabled = enabled
-        if enabled and device == "cuda" and compat.cuda_missing():
+        self._enabled = enabled and dtype in (None, torch.float16)
+        if self._enabled and device == "cuda" and compat.cuda_missing():
             warnings.warn(
                 "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
                 stacklevel=2,
@@ -86,36 +146,26 @@ class GradScaler:
             self._enabled = False
         if not self._enabled:
             return
-        if growth_factor <= 1.0:
+        if scaling.number("growth_factor", growth_factor) <= 1.0:
             raise AssertionError("The growth factor must be > 1.0.")
-        if backoff_factor >= 1.0:
+        if scaling.number("backoff_factor", backoff_factor) >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
-        self._init_scale = init_scale
-        self._scale: torch.Tensor | None = None  # float32 [], made on the first output's device
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._init_growth_tracker = 0
-        self._growth_tracker: torch.Tensor | None = None  # int32 []
-        self._per_optimizer_states: dict[int, dict[str, Any]] = _fresh_states()
-        self._counted_against: int | None = None  # the interval that the count is known to be below
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        for name, value in (("_scale", self._scale), ("_growth_tracker", self._growth_tracker)):
-            if value is None:
-                raise AssertionError(
-                    f"Attempted {funcname} but {name} is None.  This may indicate your script did "
-                    "not use scaler.scale(loss or outputs) earlier in the iteration."
-                )
-        return cast(torch.Tensor, self._scale), cast(torch.Tensor, self._growth_tracker)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full(
-            (), self._init_growth_tracker, dtype=torch.int32, device=dev
+        if skip_on not in ("auto", "host", "device"):
+            raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {skip_on!r}.")
+        checked_on_stuck(on_stuck, stuck_after)
+        agreement.check_group(process_group)
+        rule = scaling.checked(
+            ScaleRule(
+                growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
+            )
         )
+        self._hold(rule, scaling.checked_scale("init_scale", init_scale, rule))
+        self._options = Options(
+            on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group
+        )
+        self._names = counting.Names(named)
+        regions.entries.latest.clear()  # regions from before say nothing about this scaler's
+        self._begin()
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply one output or many by the scale.
@@ -129,6 +179,9 @@ class GradScaler:
 
         Raises:
             ValueError: something in `outputs` is neither a tensor nor an iterable.
+
+        Warns:
+            ScalerWarning: the region is bfloat16; once.
         """
         if not self._enabled:
             return outputs
@@ -136,8 +189,9 @@ class GradScaler:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
-            return cast(Outputs, outputs * self._scale.to(outputs.device, non_blocking=True))
-        copies: list[_OnDevices] = []
+            self._note_loss(outputs)
+            return cast(Outputs, outputs * unscaling.moved(self._scale, outputs.device))
+        copies: list[unscaling.OnDevices] = []
 
         def multiply(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -145,7 +199,8 @@ class GradScaler:
                     if self._scale is None:
                         self._lazy_init_scale_growth_tracker(value.device)
                     assert self._scale is not None
-                    copies.append(_OnDevices(self._scale))
+                    copies.append(unscaling.OnDevices(self._scale))
+                self._note_loss(value)
                 # A copy, so that `update` between two backwards does not change what is saved.
                 return value * copies[0].get(value.device)
             if isinstance(value, Iterable):
@@ -157,6 +212,34 @@ class GradScaler:
 
         return cast(Outputs, multiply(outputs))
 
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """Note whether a loss is finite: 1 if not, else 0; float32 []. Nothing waits for it."""
+        if not self._looked and (low := regions.latest_low(loss.device.type)) is not None:
+            self._looked = True
+            if low is torch.bfloat16:
+                level = 3 if torch.compiler.is_compiling() else outside()
+                warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
+        noted = self._noted()
+        if self._options.check_loss:
+            values = compat.local(loss.detach())
+            if torch.compiler.is_compiling():  # inductor takes x * 0 for 0
+                bad = (~values.isfinite()).any().float()
+            else:
+                zero = values * 0
+                bad = ((zero if zero.dim() == 0 else zero.sum()) != 0).float()
+            if noted:  # one entry, however many losses, so that compiled code sees always the same
+                noted[0] = torch.maximum(noted[0], unscaling.moved(bad, noted[0].device))
+            else:
+                noted.append(bad)
+        elif not noted:
+            noted.append(torch.zeros(()))
+
+    def _loss_found(self, device: torch.device) -> torch.Tensor | None:
+        """1 if a loss of this iteration was not finite, else 0; float32 []. None without losses."""
+        if not self._options.check_loss:
+            return None
+        return unscaling.either(unscaling.moved(bad, device) for bad in self._noted())
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -165,42 +248,81 @@ class GradScaler:
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
-        inverse, found = _OnDevices(inv_scale), _OnDevices(found_inf)
-        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if not isinstance(param, torch.Tensor):
-                        raise AssertionError(
-                            f"expected param to be torch.Tensor, got {type(param).__name__}"
-                        )
-                    grad = param.grad
-                    if grad is None:
-                        continue
-                    if not allow_fp16 and grad.dtype is torch.float16:
-                        raise ValueError("Attempting to unscale FP16 gradients.")
-                    if grad.is_sparse:
-                        # Entries that share an index add up, and float16 can overflow there:
-                        # only the sums can be judged.
-                        if grad.dtype is torch.float16:
-                            grad = param.grad = grad.coalesce()
-                        grad = grad._values()
-                    alike[grad.device, grad.dtype].append(grad)
-            for (device, _), grads in alike.items():
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    grads, found.get(device), inverse.get(device)
-                )
-        return found.copies
+        return unscaling.unscale(optimizer, inv_scale, found_inf, float16=allow_fp16)
+
+    def _look(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor | None, *, allow_fp16: bool
+    ) -> dict[str, Any]:
+        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
+        scale = self._tensors()[0]
+        state = self._per_optimizer_states[id(optimizer)]
+        circle = agreement.ALONE
+        if agreement.distributed():
+            params = unscaling.parameters(optimizer)
+            circle = agreement.circle(params, self._options.process_group)
+        loss = self._loss_found(scale.device) if circle.everybody else None
+        start = torch.zeros_like(scale) if loss is None else loss
+        by = torch.ones_like(scale) if inverse is None else inverse
+        found = self._unscale_grads_(optimizer, by, start, allow_fp16)
+        if inverse is not None and self._may_be_below_one():
+            # A quotient can be Inf where the scaled gradient was not.
+            again = self._unscale_grads_(
+                optimizer, torch.ones_like(scale), torch.zeros_like(scale), True
+            )
+            for device, finding in found.items():
+                torch.maximum(finding, again[device], out=finding)
+        if circle.groups:
+            together = start.clone()
+            for finding in found.values():
+                together.copy_(torch.maximum(together, finding.to(scale.device)))
+            # A rank may have no loss, or no gradient, where others have: stages of a pipeline.
+            bad, any_gradient = start.clone(), torch.full_like(scale, bool(found))
+            agreement.agree([together, bad, any_gradient], circle.groups)
+            if not found and any_gradient.item():
+                found = {scale.device: together}
+            for finding in found.values():
+                finding.copy_(together)
+            loss = bad if circle.everybody and self._options.check_loss else None
+        if not torch.compiler.is_compiling():
+            regions.entries.unscaled.clear()
+        state["found_inf_per_device"] = found
+        state["loss"] = loss
+        state["optimizer"] = weakref.ref(optimizer)
+        state["inverse"] = inverse
+        return state
+
+    def _may_be_below_one(self) -> bool:
+        if self._rule.min_scale >= 1:
+            return False
+        if self._replays():
+            return True
+        state = self._recall()
+        if state is not None:
+            return bool(state.scale < 1)
+        if not self._watch.follows(self._tensors()[0]):
+            return True
+        return self._watch.at_least(self._rule.backoff, self._rule.min_scale) < 1
+
+    def _inverse(self, scale: torch.Tensor) -> torch.Tensor:
+        """1/scale as torch.amp computes it, through float64.
+
+        Of the tensor that the loss was multiplied by: `torch.distributed` and `.data` write to it
+        without a new version.
+        """
+        if scale.device.type == "mps":
+            return scale.reciprocal()
+        return scale.double().reciprocal().float()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note Inf and NaN.
 
         For looking at or clipping true gradients between `backward` and `step`; `step` does it by
         itself otherwise. No host sync. Sparse float16 gradients are replaced by coalesced ones.
+        Ranks that hold pieces of the parameters exchange what they found.
 
         Raises:
             RuntimeError: called twice for the optimizer since `update`, or after its `step`.
-            ValueError: a gradient is float16.
+            ValueError: a gradient is float16 and `allow_fp16` is False.
             AssertionError: nothing was scaled yet.
         """
         if not self._enabled:
@@ -213,14 +335,8 @@ class GradScaler:
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        # Through float64, for 1/scale is not a float32 unless scale is a power of two.
-        inverse = (
-            scale.reciprocal()
-            if scale.device.type == "mps"
-            else scale.double().reciprocal().float()
-        )
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found_inf, False)
+        float16 = self._options.allow_fp16 or "allow_fp16" in state
+        self._look(optimizer, self._inverse(scale), allow_fp16=float16)
         state["stage"] = OptState.UNSCALED
 
     def _maybe_opt_step(
@@ -230,42 +346,70 @@ class GradScaler:
         *args: Any,
         **kwargs: Any,
     ) -> float | None:
-        if sum(v.item() for v in optimizer_state["found_inf_per_device"].values()):
+        found = sum(v.item() for v in optimizer_state["found_inf_per_device"].values())
+        optimizer_state["skipped"] = bool(found)
+        if found:
             return None
         return cast("float | None", optimizer.step(*args, **kwargs))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that is not done, then `optimizer.step(*args, **kwargs)`, or skip it.
 
-        A fused optimizer gets `grad_scale` and `found_inf` and decides on the device; for any
-        other one the host waits for the finding.
+        A fused optimizer gets `grad_scale` and `found_inf` and decides on the device; for others
+        see `skip_on`. An optimizer without any gradient is left alone.
+
+        A closure has to call `scaler.scale(loss).backward()` and return the loss as it was before
+        scaling. Every evaluation is unscaled and checked; one with Inf or NaN ends the step, which
+        is taken back as a whole and counts as skipped.
 
         Returns:
-            What `optimizer.step` returned; None if it was skipped.
+            What `optimizer.step` returned; None if the host skipped it.
 
         Raises:
-            RuntimeError: called twice for the optimizer since `update`, or given a closure.
-            AssertionError: nothing was scaled, or the optimizer has no gradient.
+            RuntimeError: called twice for the optimizer since `update`, or the closure did not
+                scale its loss.
+            AssertionError: nothing was scaled, or, if `strict`, the optimizer has no gradient.
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
-        if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._check_scale_growth_tracker("step")
+        closure = closures.closure_of(args, kwargs)
+        if closure is None:
+            self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
+        if closure is not None:
+            return self._step_with_closure(optimizer, state, args, kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._step_on_device(optimizer, state, args, kwargs)
+            return self._step_fused(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        if not state["found_inf_per_device"]:
-            raise AssertionError("No inf checks were recorded for this optimizer.")
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        if self._without_gradients(state):
+            return None
+        if self._skips_on_device(optimizer):
+            found = self._found(state)
+            result = conditional.step(optimizer, found, *args, **kwargs)
+        else:
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return result
+        return cast("float | None", result)
 
-    def _step_on_device(
+    def _skips_on_device(self, optimizer: torch.optim.Optimizer) -> bool:
+        wish = self._options.skip_on
+        if wish == "auto":
+            return torch.compiler.is_compiling() or conditional.possible(optimizer)
+        return wish == "device"
+
+    def _without_gradients(self, state: dict[str, Any]) -> bool:
+        """True if there was nothing to look at, so that the step does nothing."""
+        if state["found_inf_per_device"]:
+            return False
+        if self._options.strict:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        state["stage"] = OptState.STEPPED
+        return True
+
+    def _step_fused(
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
@@ -280,23 +424,52 @@ class GradScaler:
             result = optimizer.step(*args, **kwargs, grad_scaler=self)
             state["stage"] = OptState.STEPPED
             return cast("float | None", result)
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-        scale = self._get_scale_async()
-        assert scale is not None
-        found = state["found_inf_per_device"].values()
         outer = getattr(optimizer, "grad_scale", None)
+        scale = outer
         if state["stage"] is OptState.READY:
-            optimizer.grad_scale = scale * (1 if outer is None else outer)
+            if self._may_be_below_one():
+                state["allow_fp16"] = True  # which a fused optimizer takes
+                self.unscale_(optimizer)  # the optimizer would not see a quotient overflow
+            else:
+                self._check_inf_per_device(optimizer)
+                scale = self._get_scale_async()
+                assert scale is not None
+                scale = scale * (1 if outer is None else outer)
+                state["grad_scale"] = scale
+        if self._without_gradients(state):
+            return None
+        result = fused.step(optimizer, scale, self._found(state), args, kwargs)
+        state["stage"] = OptState.STEPPED
+        return cast("float | None", result)
+
+    def _step_with_closure(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        def spoiled() -> bool:
+            if not self._noted():
+                raise RuntimeError(
+                    "the closure given to step() did not scale its loss: call "
+                    "scaler.scale(loss).backward() in it, and return the loss itself."
+                )
+            if state["stage"] is not OptState.UNSCALED:
+                self.unscale_(optimizer)
+            state["stage"] = OptState.READY  # for the next evaluation
+            bad = any(f.item() for f in state["found_inf_per_device"].values())
+            if not bad:
+                self._noted().clear()
+            return bad
+
+        # Gradients that are there already are for an optimizer that uses them before it calls the
+        # closure (SAM), if they were made in this iteration.
+        if self._noted() and spoiled():
+            result, state["skipped"] = None, True
         else:
-            optimizer.grad_scale = outer
-        optimizer.found_inf = sum(t.to(scale.device, non_blocking=True) for t in found)
-        try:
-            result = optimizer.step(*args, **kwargs)
-            state["stage"] = OptState.STEPPED
-        finally:  # left behind, they would scale the next try twice
-            del optimizer.grad_scale
-            del optimizer.found_inf
+            result, state["skipped"] = closures.step(optimizer, spoiled, args, kwargs)
+        state["stage"] = OptState.STEPPED
         return cast("float | None", result)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -304,127 +477,65 @@ class GradScaler:
 
         Args:
             new_scale: a scale to use from now on, a number or a float tensor of one element on the
-                scaler's device; the growth count goes on. None lets the findings of this
-                iteration decide.
+                scaler's device; the growth count goes on. A tensor's value is brought between
+                `min_scale` and `max_scale`; NaN leaves the scale as it is. Skips are counted all
+                the same. None lets the findings of this iteration decide.
 
         Raises:
-            AssertionError: nothing was scaled or checked, or `new_scale` is not as above.
+            AssertionError: nothing was scaled or checked, or the tensor is not as above.
+            TypeError: `new_scale` is neither a number nor a tensor.
+            ValueError: the number is not between `min_scale` and `max_scale`.
+            StuckError: `on_stuck` is "raise", and this was one skip too many in a row.
         """
         if not self._enabled:
             return
-        scale, tracker = self._check_scale_growth_tracker("update")
-        if new_scale is not None:
-            if isinstance(new_scale, torch.Tensor):
-                _check_new_scale(new_scale, self._device)
-                scale.copy_(new_scale)
-            else:
-                scale.fill_(new_scale)
+        scale, _ = self._check_scale_growth_tracker("update")
+        given = new_scale is not None
+        if given:
+            self._set_scale(scale, new_scale)
+        states = list(self._per_optimizer_states.values())
+        looked = [s for s in states if s["found_inf_per_device"]]
+        if not looked and not given and (self._options.strict or not states):
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._end_iteration()
+        if not looked:
+            return
+        if not torch.compiler.is_compiling() and all("skipped" in s for s in looked):
+            self._update_on_host(looked, given)
         else:
-            found = [
-                f.to(device=scale.device, non_blocking=True)
-                for state in self._per_optimizer_states.values()
-                for f in state["found_inf_per_device"].values()
-            ]
-            if not found:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            interval = self._growth_interval
-            lowered = self._counted_against is None or interval < self._counted_against
-            if lowered and interval > 0:
-                # torch's kernel compares the count by equality; a count past a lowered interval
-                # is brought to just below it, so that the rule of `scaling.step`, >=, holds.
-                tracker.clamp_(max=interval - 1)
-            self._counted_against = interval
-            torch._amp_update_scale_(
-                scale,
-                tracker,
-                sum(found[1:], start=found[0]),
-                self._growth_factor,
-                self._backoff_factor,
-                interval,
-            )
-        self._per_optimizer_states = _fresh_states()
+            self._update_on_device(looked, given)
 
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale
+    def _end_iteration(self) -> None:
+        self._before, self._per_optimizer_states = self._per_optimizer_states, _fresh_states()
 
-    def get_scale(self) -> float:
-        """The scale, or 1.0 if disabled. Waits for the device."""
-        if not self._enabled:
-            return 1.0
-        scale = self._get_scale_async()
-        return self._init_scale if scale is None else cast(float, scale.item())
+    def _update_on_host(self, looked: list[dict[str, Any]], given: bool) -> None:
+        """Go on by the rule; the counts of skips alone, if the scale is `given`."""
+        skipped = any(s["skipped"] for s in looked)
+        loss = [s["loss"] for s in looked if s.get("loss") is not None] if skipped else []
+        before = self._read()
+        after = scaling.step(
+            self._rule, before, not skipped, loss_finite=not any(t.item() for t in loss)
+        )
+        if given:
+            after = scaling.ScaleState(*before[:2], *after[2:])
+        self._write(before, after)
+        self._watch = Watch()
+        self._look_if_stuck(after)
 
-    def get_growth_factor(self) -> float:
-        """The growth factor."""
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Use another growth factor from now on."""
-        self._growth_factor = new_factor
-
-    def get_backoff_factor(self) -> float:
-        """The backoff factor."""
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Use another backoff factor from now on."""
-        self._backoff_factor = new_factor
-
-    def get_growth_interval(self) -> int:
-        """The growth interval, in steps."""
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Use another growth interval from now on, in steps."""
-        self._growth_interval = new_interval
-
-    def _get_growth_tracker(self) -> int:
-        if not self._enabled:
-            return 0
-        if self._growth_tracker is None:
-            return self._init_growth_tracker
-        return cast(int, self._growth_tracker.item())
-
-    def is_enabled(self) -> bool:
-        """False if every method passes through."""
-        return self._enabled
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as five Python numbers, under the names that torch.amp gives them.
-
-        They are scale, growth_factor, backoff_factor, growth_interval and _growth_tracker; either
-        scaler loads the other's. Empty if disabled. To be taken after `update`. Waits for the
-        device.
-        """
-        if not self._enabled:
-            return {}
-        rule = ScaleRule(self._growth_factor, self._backoff_factor, self._growth_interval)
-        state = ScaleState(self.get_scale(), self._get_growth_tracker())
-        return scaling.to_state_dict(rule, state)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; does nothing if disabled. Nothing is changed if it raises.
-
-        Raises:
-            RuntimeError: the state is empty, as a disabled scaler's is.
-            KeyError: an entry is missing.
-            TypeError: an entry is not a number.
-        """
-        if not self._enabled:
-            return
-        if len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
-        rule, state = scaling.from_state_dict(state_dict)
-        self._growth_factor, self._backoff_factor, self._growth_interval = rule
-        self._init_scale, self._init_growth_tracker = state
-        self._counted_against = None
-        if self._scale is not None:
-            self._scale.fill_(state.scale)
-        if self._growth_tracker is not None:
-            self._growth_tracker.fill_(state.tracker)
+    def _update_on_device(self, looked: list[dict[str, Any]], given: bool) -> None:
+        """The same where only the device knows."""
+        scale, tracker, counts = self._tensors()
+        found = unscaling.either(self._found(s) for s in looked)
+        assert found is not None
+        loss = unscaling.either(s["loss"] for s in looked if s.get("loss") is not None)
+        moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
+        updating.update(self._rule, *moved, counts, found, loss)
+        self._known = None
+        if torch.compiler.is_compiling():
+            watching.tell(self._name, scale, tracker, counts)
+        else:
+            self._watch.wrote(scale)
+            self._updated(scale, tracker, counts)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -435,43 +546,27 @@ class GradScaler:
                     "of an iteration, or at the end after scaler.update()."
                 )
             # Numbers, not tensors, so that it can be loaded where the device is missing.
-            state["_init_scale"] = self.get_scale()
-            state["_init_growth_tracker"] = self._get_growth_tracker()
-            state["_scale"] = None
-            state["_growth_tracker"] = None
+            now = self._read()
+            state["_init_scale"], state["_init_growth_tracker"] = now[:2]
+            state["_init_counts"] = now[2:]
+            for name in ("_scale", "_growth_tracker", "_counts", "_known"):
+                state[name] = None
+            for name in ("_before", "_losses", "_name"):
+                del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["_enabled"]:
+            self._begin()
         self.__dict__.update(state)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Look for Inf and NaN without unscaling; for optimizers that unscale by themselves."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        one = torch.ones((), dtype=torch.float32, device=scale.device)
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, one, found_inf, True)
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._look(optimizer, None, allow_fp16=True)
         return cast(dict[str, Any], state["found_inf_per_device"])
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return cast(
             dict[str, Any], self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         )
-
-
-def _fresh_states() -> dict[int, dict[str, Any]]:
-    make: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state
-    return defaultdict(make)
-
-
-def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
-    reason = (
-        "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-        "torch.FloatTensor with requires_grad=False."
-    )
-    if new_scale.device.type != device:
-        raise AssertionError(reason)
-    if new_scale.numel() != 1:
-        raise AssertionError(reason)
-    if new_scale.requires_grad is not False:
-        raise AssertionError(reason)

@@ -105,8 +105,8 @@ class Scaler:
     def scale(self, loss: Any) -> Any:
         return self.it.scale(loss)
 
-    def step(self, weights: Any, grad: Any, rate: float) -> Any:
-        self.it.scale(torch.ones(()))  # makes the scale, which the gradient did elsewhere
+    def step(self, weights: Any, grad: Any, rate: float, loss: Any = None) -> Any:
+        self.it.scale(torch.ones(()) if loss is None else loss)  # makes the scale, notes the loss
         weights = weights.clone().requires_grad_()
         weights.grad = grad.clone()
         self.it.step(torch.optim.SGD([weights], lr=rate))

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.scaler import GradScaler
+from polymp.jax import GradScaler, linen_train_step, scaled
 from tests.jax.scaler_problem import STEPS, excess, optimizer, problem, train_step
 
 SICK = 3  # the device whose gradient is made infinite
@@ -52,6 +54,86 @@ def shard_maps(sick: Any, healthy: Any) -> dict[str, Any]:
             for grads, kind in ((sick, "sick"), (healthy, "healthy")):
                 after = run(GradScaler(8.0, growth_interval=1), jnp.ones(8), grads)
                 found[f"shard_map-{check}-{name}-{kind}"] = seen(*after)
+    return found
+
+
+def helpers() -> dict[str, Any]:
+    """The helpers in a shard_map: data parallel, with a sick row on one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    optimizer_ = scaled(optax.sgd(2.0**-3), GradScaler(64.0, growth_interval=1))
+    tx = optax.sgd(2.0**-3)
+    net = TrainState.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=tx)
+
+    def mean(tree: Any, check: bool) -> Any:
+        # With its types on, shard_map has already added up what it knows to be the same.
+        return jax.tree.map(lambda x: x / 8 if check else jax.lax.pmean(x, "data"), tree)
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        return (w * x).sum()
+
+    def averaged(w: Any, x: Any) -> Any:
+        return jax.lax.pmean(loss_fn(w["w"], x), "data")
+
+    def by_value_and_grad(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(w, x)
+        w = jnp.where(finite, w - mean(grads, check) * 2.0**-3, w)
+        return w, scaler.state, finite
+
+    def by_scaled(check: bool, w: Any, x: Any) -> Any:
+        state = optimizer_.init(w)
+        loss, grads = jax.value_and_grad(lambda w: loss_fn(w, x))(w)
+        grads = state.scaler.scale(mean(grads, check))
+        updates, state = optimizer_.update(grads, state, w, loss=loss)
+        return optax.apply_updates(w, updates), state.scaler.state, state.finite
+
+    def by_linen(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        _, state, scaler, finite = linen_train_step(scaler, net, averaged, x)
+        return state.params["w"], scaler.state, finite
+
+    found = {}
+    x = jnp.arange(8.0)
+    for name, step in (
+        ("value_and_grad", by_value_and_grad),
+        ("scaled", by_scaled),
+        ("linen", by_linen),
+    ):
+        for check in (True, False):
+            if name == "linen" and not check:
+                continue  # the loss is averaged, and with the types off its gradient is not
+            body = partial(step, check)
+            rows = jax.shard_map(
+                lambda w, x, body=body: jax.tree.map(lambda y: y[None], body(w, x)),
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P("data"),
+                check_vma=check,
+            )
+            for kind, value in (("healthy", 3.0), ("nan", jnp.nan), ("overflow", 1e38)):
+                w, state, finite = jax.jit(rows)(jnp.float32(1), x.at[SICK].set(value))
+                found[f"{name}-{check}-{kind}"] = seen(w, state.scale, finite) | {
+                    "spoiled": state.spoiled.tolist()
+                }
+    return found
+
+
+def explicit() -> dict[str, Any]:
+    """`scaled` where shardings are types: both branches have to agree on them."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+        ours = scaled(optax.adam(0.5), GradScaler(8.0))
+        state = ours.init(w)
+        found = {}
+        for kind, value in (("healthy", 1.0), ("sick", jnp.inf)):
+            grads = w.at[SICK].set(value, out_sharding=NamedSharding(mesh, P("data")))
+            updates, after = jax.jit(ours.update)(grads, state, w)
+            found[f"explicit-{kind}"] = {
+                "updates": updates.tolist(),
+                "spec": str(updates.sharding.spec),
+                "finite": bool(after.finite),
+            }
     return found
 
 
@@ -140,6 +222,8 @@ def main() -> None:
     print(
         json.dumps(
             shard_maps(sick, healthy)
+            | helpers()
+            | explicit()
             | partly_manual(sick)
             | replicated(sick)
             | pmaps(sick)

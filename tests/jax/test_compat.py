@@ -232,3 +232,56 @@ def test_equations_and_parameters_that_the_rewrite_reads():
     assert dot.keys() == keys
     cast = names(lambda x: x.astype(jnp.bfloat16), X)["convert_element_type"]
     assert cast.keys() == {"new_dtype", "weak_type", "sharding"}
+
+
+def test_is_ready():
+    assert compat.is_ready(jax.block_until_ready(jnp.ones(3)))
+
+
+def test_traces_are_those_that_python_runs_under():
+    assert compat.traces() == []
+    seen = []
+
+    @jax.jit
+    def outer(x):
+        def inner(x):
+            seen.append(compat.traces())
+            return jax.jit(lambda x: (seen.append(compat.traces()), x)[1])(x)
+
+        seen.append(compat.traces())
+        return jax.grad(inner)(x)
+
+    outer(1.0)
+    one, two, three = seen
+    assert (len(one), two[1:], three[1:]) == (1, one, two)
+    assert compat.traces() == []
+
+
+def test_equations_that_a_transposition_made():
+    def f(x):
+        with jax.named_scope("transpose"):
+            return (x * x).sum()
+
+    eqns = traced(jax.grad(f), X).eqns
+    back = [compat.in_backward(eqn.source_info.name_stack) for eqn in eqns]
+    assert back[0] is False
+    assert back[-1] is True
+    assert not any(compat.in_backward(e.source_info.name_stack) for e in traced(f, X).eqns)
+
+
+def test_where_an_equation_was_written():
+    def written(x):
+        return jnp.sin(x)
+
+    (eqn,) = traced(written, X).eqns
+    line = written.__code__.co_firstlineno + 1
+    said = compat.where_written(eqn)
+    assert said.startswith(f"{__file__}:{line}:")
+    assert "(test_where_an_equation_was_written.<locals>.written)" in said
+
+
+def test_what_a_jitted_function_traces_to():
+    nnx = pytest.importorskip("flax.nnx")
+    for jit in (jax.jit, nnx.jit):
+        jaxpr = compat.traced_jaxpr(jit(lambda x: jnp.sin(x)).trace(X))
+        assert [eqn.primitive.name for eqn in compat.opened(jaxpr)[0].eqns] == ["sin"]

@@ -223,6 +223,36 @@ def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh):
         assert seen["w"] == [0.0] * 3 + [1.0] + [0.0] * 4
 
 
+@pytest.mark.parametrize(
+    "way",
+    ["value_and_grad-True", "value_and_grad-False", "scaled-True", "scaled-False", "linen-True"],
+)
+def test_the_helpers_in_a_shard_map(on_mesh, way):
+    """A loss of one device that is NaN is nobody's overflow; gradients of 1e38 overflow."""
+    assert on_mesh[f"{way}-healthy"] == {
+        "w": [1.0 - 28.0 / 64] * 8,
+        "scale": [128.0] * 8,
+        "finite": [True] * 8,
+        "spoiled": [0] * 8,
+    }
+    for kind, scale, spoiled in (("nan", 64.0, 1), ("overflow", 32.0, 0)):
+        assert on_mesh[f"{way}-{kind}"] == {
+            "w": [1.0] * 8,
+            "scale": [scale] * 8,
+            "finite": [False] * 8,
+            "spoiled": [spoiled] * 8,
+        }
+
+
+def test_scaled_on_a_mesh_whose_shardings_are_types(on_mesh):
+    healthy, sick = on_mesh["explicit-healthy"], on_mesh["explicit-sick"]
+    assert healthy["finite"]
+    assert all(healthy["updates"])
+    assert (sick["updates"], sick["finite"]) == ([0.0] * 8, False)
+    assert healthy["spec"] == sick["spec"]
+    assert "data" in sick["spec"]
+
+
 def test_manual_over_one_axis_of_two(on_mesh):
     assert on_mesh["partly-manual-sick"] == {
         "w": [1.0] * 8,

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from tests.torch import scaler_differences
+
 Amp = Any
 BF16, FP16 = torch.bfloat16, torch.float16
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
-PROGRAMS: dict[str, Callable[[Amp], Any]] = {}
+PROGRAMS: dict[str, Callable[[Amp], Any]] = {}  # those of scalers are added below
 
 
 def program(function: Callable[[Amp], Any]) -> Callable[[Amp], Any]:
@@ -244,58 +246,6 @@ def with_blocks_interleaved(amp: Amp) -> bool:
     return on()
 
 
-def scaled(amp: Amp, **arguments: Any) -> Any:
-    """A scaler and a function that takes one good step with it."""
-    scaler = amp.GradScaler("cpu", init_scale=8.0, **arguments)
-    p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return scaler, step
-
-
-@program
-def lowered_growth_interval(amp: Amp) -> float:
-    scaler, step = scaled(amp, growth_interval=100)
-    for _ in range(5):
-        step()
-    scaler.set_growth_interval(3)
-    step()
-    return float(scaler.get_scale())
-
-
-@program
-def state_without_an_entry(amp: Amp) -> Any:
-    """The scale after a load that failed: half of a state, or all of the old one."""
-    scaler, _ = scaled(amp)
-    saved = scaler.state_dict() | {"scale": 2.0}
-    del saved["growth_interval"]
-    try:
-        scaler.load_state_dict(saved)
-    except KeyError:
-        return scaler.get_scale()
-    return "loaded"
-
-
-@program
-def update_with_an_int(amp: Amp) -> float:
-    scaler, step = scaled(amp)
-    step()
-    scaler.update(4)
-    return float(scaler.get_scale())
-
-
-@program
-def scale_a_named_tuple(amp: Amp) -> str:
-    scaled_pair = amp.GradScaler("cpu").scale(Pair(torch.ones(1), torch.ones(1)))
-    return type(scaled_pair).__name__
-
-
 def inside_forward(amp: Amp, value: Any) -> Any:
     """What reaches the forward of an autograd function with cast_inputs."""
     seen = []
@@ -337,6 +287,9 @@ def region_inside_a_region_of_torch(amp: Amp) -> str:
         torch.mm(X, w)
         with amp.autocast("cpu", BF16):
             return name(torch.mm(X, w))
+
+
+PROGRAMS |= scaler_differences.PROGRAMS
 
 
 def main(package: str) -> None:

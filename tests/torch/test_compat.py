@@ -1,14 +1,21 @@
 """Every private name of torch that polymp uses does what `compat` says; loud when one changes."""
 
+import subprocess
+import sys
 import threading
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch._C import _dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polymp.backends.torch import compat, regions
+from tests.torch.compiling import Count
 
 TESTED = (2, 13)
+ROOT = Path(__file__).parents[2]
 
 
 def test_autocast_keys_exist_for_the_devices_that_have_tables():
@@ -201,3 +208,211 @@ def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_r
     module.half()
     module.load_state_dict(module.state_dict())
     assert calls == ["call", "apply", "apply", "load"]
+
+
+# --- what the scaler asks for ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of this process only, and a mesh of one device for it."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_fused_kernel_unscales_the_dtypes_that_are_named(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        grad = torch.full((2,), 8.0, dtype=dtype, device=device)
+        found, inverse = torch.zeros((), device=device), torch.tensor(0.5, device=device)
+        call = torch._amp_foreach_non_finite_check_and_unscale_, [grad], found, inverse
+        if compat.unscales(device, dtype):
+            call[0](*call[1:])
+            assert grad.tolist() == [4.0, 4.0]
+        else:
+            with pytest.raises((RuntimeError, NotImplementedError), match="not implemented"):
+                call[0](*call[1:])
+    assert compat.unscales("cuda", torch.float16)
+    assert not compat.unscales("cuda", torch.bfloat16)
+
+
+def test_the_fused_kernel_refuses_sparse_gradients_before_it_changes_any():
+    grads = [torch.full((2,), 8.0), torch.ones(2).to_sparse()]
+    with pytest.raises(NotImplementedError, match="SparseCPU"):
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(()), torch.tensor(0.5))
+    assert grads[0].tolist() == [8.0, 8.0]
+
+
+def test_no_tensor_is_a_dtensor_before_somebody_imports_them():
+    """And polymp does not."""
+    script = (
+        "import sys, torch, polymp.torch\n"
+        "from polymp.backends.torch import compat\n"
+        "x = torch.ones(2)\n"
+        "assert 'torch.distributed.tensor' not in sys.modules\n"
+        "assert compat._dtensor() is None\n"
+        "assert compat.local(x) is x and compat.meshes([x]) == [] and not compat.is_partial(x)\n"
+        "import torch.distributed.tensor\n"
+        "assert compat._dtensor() is torch.distributed.tensor.DTensor\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_local_shares_the_memory_of_a_dtensor(alone):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = distribute_tensor(torch.ones(4), alone, [Shard(0)]).requires_grad_()
+    part = compat.local(whole)
+    assert type(part) is torch.Tensor
+    assert not part.requires_grad
+    part.mul_(2)
+    assert whole.full_tensor().tolist() == [2.0] * 4
+    plain = torch.ones(2)
+    assert compat.local(plain) is plain
+
+
+def test_meshes_are_named_once_in_the_order_of_their_use(alone):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    again = init_device_mesh("cpu", (1,))
+    made = [
+        distribute_tensor(torch.ones(2), mesh, places)
+        for mesh, places in (
+            (other, [Replicate(), Shard(0)]),
+            (alone, [Shard(0)]),
+            (again, [Shard(0)]),
+            (other, [Shard(0), Replicate()]),
+        )
+    ]
+    assert compat.meshes([torch.ones(1), *made]) == [other, alone]
+    assert compat.meshes([torch.ones(1)]) == []
+    assert [other.get_group(axis).size() for axis in range(other.ndim)] == [1, 1]
+
+
+def test_a_sum_that_is_not_made_yet_is_partial(alone):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    for placement in (Partial(), Replicate(), Shard(0)):
+        tensor = DTensor.from_local(torch.ones(2), alone, [placement])
+        assert compat.is_partial(tensor) is isinstance(placement, Partial)
+        made = compat.added_up(tensor)
+        assert not compat.is_partial(made)
+        assert compat.local(made).tolist() == [1.0, 1.0]
+    assert not compat.is_partial(torch.ones(2))
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_parameters_of_fsdp1_are_known_by_its_mark(alone, original):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    plain = torch.nn.Linear(2, 2)
+    assert not any(map(compat.in_fsdp1, plain.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated
+        wrapped = FullyShardedDataParallel(
+            plain, device_id=torch.device("cpu"), use_orig_params=original
+        )
+    params = list(wrapped.parameters())
+    assert params
+    assert all(map(compat.in_fsdp1, params))
+
+
+def test_a_group_is_spoken_to_on_a_device_that_it_knows(alone):
+    import torch.distributed as dist
+
+    found = torch.zeros(())
+    assert compat.speaking(dist.group.WORLD, found) is found
+    with FakeTensorMode():
+        elsewhere = torch.zeros((), device="cuda")
+        kinds = dist.get_backend_config(dist.group.WORLD)
+        expected = "cuda" if "cuda:" in kinds else "cpu"
+        assert compat.speaking(dist.group.WORLD, elsewhere).device.type == expected
+
+
+def test_fsdp1_marks_the_parameters_that_it_takes_over():
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    param = torch.nn.Parameter(torch.ones(2))
+    assert not compat.in_fsdp1(param)
+    _set_fsdp_flattened(param)
+    assert compat.in_fsdp1(param)
+
+
+def test_a_tensor_goes_to_a_device_that_the_group_speaks(monkeypatch):
+    tensor = torch.ones(3)
+    for config, device in (
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cpu:gloo", "cpu"),
+        ("undefined", "cpu"),
+        ("meta:fake", "meta"),
+    ):
+        monkeypatch.setattr("torch.distributed.get_backend_config", lambda group, c=config: c)
+        there = compat.speaking(None, tensor)
+        assert there.device.type == device
+        assert (there is tensor) == (device == "cpu")
+
+
+def test_a_scaler_of_torchs_notes_what_it_has_unscaled():
+    w = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([w], lr=1.0), torch.amp.GradScaler("cpu")
+    scaler.scale(w.sum()).backward()
+    assert not compat.unscaled_by_torch(optimizer)
+    scaler.unscale_(optimizer)
+    assert compat.unscaled_by_torch(optimizer)
+    assert not compat.unscaled_by_torch(torch.optim.SGD([w], lr=1.0))
+    scaler.update()
+    assert not compat.unscaled_by_torch(optimizer)
+
+
+def test_steps_of_torch_s_optimizers_are_in_the_two_wrappers_that_are_left_out():
+    w = torch.ones(2, requires_grad=True)
+    kinds = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Rprop]
+    for kind in kinds:
+        optimizer = kind([w], lr=0.5)  # the outer wrapper comes with the first of a class
+        assert compat._breaks_graphs(kind)
+        assert optimizer.defaults["differentiable"] is False
+    assert not compat._breaks_graphs(torch.optim.LBFGS)
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    Own([w], lr=0.5)
+    assert not compat._breaks_graphs(Own)
+
+
+def test_the_lists_that_an_optimizer_s_state_is_gathered_in():
+    lists = {k: compat._lists_of(k) for k in (torch.optim.SGD, torch.optim.Adam, torch.optim.Muon)}
+    assert lists == {torch.optim.SGD: 3, torch.optim.Adam: 6, torch.optim.Muon: 3}
+    assert compat._lists_of(torch.optim.LBFGS) is None
+
+    class Own(torch.optim.SGD):
+        def _init_group(self, group):
+            raise AssertionError
+
+    assert compat._lists_of(Own) is None
+
+
+def test_what_is_not_traced_breaks_a_graph_and_says_why():
+    @compat.untraced("for a reason")
+    def read(x):
+        return x.sum().item()
+
+    graphs = Count()
+    compiled = torch.compile(lambda x: read(x) + 1, backend=graphs)
+    assert compiled(torch.ones(3)) == 4.0
+    assert graphs.graphs == 0
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="for a reason"):
+        torch.compile(lambda x: read(x) + 1, backend="eager", fullgraph=True)(torch.ones(3))

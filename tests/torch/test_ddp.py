@@ -8,6 +8,7 @@ and talk gloo over the loopback interface.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import subprocess
@@ -132,6 +133,11 @@ def run_rank(rank: int, folder: Path) -> None:
         for kind in KINDS
     }
     notes |= {(name, "sharded", ""): sharded(amp.scaler, rank) for name, amp in amps.items()}
+    telling = Amp(autocast, functools.partial(GradScaler, process_group=dist.group.WORLD))
+    notes |= {
+        ("telling", "", kind): train(telling, rank, torch.float16, kind)
+        for kind in ("plain", "fused", "clipped")
+    }
     (folder / f"notes{rank}").write_bytes(pickle.dumps(notes))
     dist.destroy_process_group()
 
@@ -187,6 +193,17 @@ def test_an_overflow_on_one_rank_skips_on_both(notes: Any, dtype: torch.dtype, k
 def test_both_train_as_with_torch_s_classes(notes: Any, dtype: torch.dtype, kind: str) -> None:
     for of_rank in notes:
         assert of_rank["polymp", str(dtype), kind] == of_rank["torch", str(dtype), kind]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "clipped"])
+def test_ranks_that_tell_each_other_of_a_lost_loss_keep_the_scale(notes: Any, kind: str) -> None:
+    """It is lost on one rank only; without `process_group` the scale backs off, as torch's does."""
+    one, other = (of_rank["telling", "", kind] for of_rank in notes)
+    assert one == other
+    steps = [n for n in one if isinstance(n, dict)]
+    assert [n["skipped"] for n in steps] == [step == SPOILED for step in range(STEPS)]
+    assert [n["scale"] for n in steps] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
+    assert [n["count"] for n in steps] == [1, 0, 0, 1, 0, 1]
 
 
 def test_the_notes_can_differ(notes: Any) -> None:

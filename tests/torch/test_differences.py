@@ -1,6 +1,7 @@
 """The deliberate differences from torch.amp: each shown on both, and listed in the docs."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import torch
 import polymp.torch
 from tests.torch import programs
 from tests.torch.differences import PROGRAMS, after_a_change
+from tests.torch.training import ENTRIES
 
 ROOT = Path(__file__).parent.parent.parent
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-RAISES = re.compile(r"(RuntimeError|AttributeError|TypeError): .+")
+RAISES = re.compile(r"[A-Za-z]+Error: .+")
+INF = math.inf
 
 # What each program comes to: under torch.amp 2.13, and under polymp.
 DIFFERENCES: dict[str, tuple[Any, Any]] = {
@@ -36,14 +39,55 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
         ["bfloat16", "bfloat16", False],
     ),
     "with-blocks-interleaved": (True, False),
-    "lowered-growth-interval": (8.0, 16.0),
-    "state-without-an-entry": (2.0, 8.0),
-    "update-with-an-int": (RAISES, 4.0),
-    "scale-a-named-tuple": (RAISES, "Pair"),
     "cast-inputs-in-a-named-tuple": (RAISES, ["Pair", "float16"]),
     "cast-inputs-in-a-mapping": (["dict", "float16"], ["OrderedDict", "float16"]),
     "vmap-of-a-linear": ("float32", "bfloat16"),
     "region-inside-a-region-of-torch": (RAISES, "bfloat16"),
+    # of scalers
+    "lowered-growth-interval": (8.0, 16.0),
+    "state-without-an-entry": (2.0, 8.0),
+    "update-with-an-int": (RAISES, 4.0),
+    "scale-a-named-tuple": (RAISES, "Pair"),
+    "loss-not-finite": ([-1.0, 8.0, 0.0, 4.0], [0.0, 8.0, 0.0, 8.0]),
+    "loss-of-another-optimizer-not-finite": ([-1.0, 0.0, 4.0], [0.0, 0.0, 8.0]),
+    "two-hundred-overflows-and-a-good-step": (
+        ["nan", "0.0", "nan", "0.0"],
+        ["-1.0", repr(2.0**-126)] * 2,
+    ),
+    "growth-beyond-2-to-126": ([True, False], [True, True]),
+    "quotient-that-overflows": ([-INF, 2.0**-10] * 2, [0.0, 2.0**-11] * 2),
+    "quotient-that-overflows-before-it-is-clipped": (["nan", "0.0"], ["0.0", "0.0"]),
+    "fused-gradient-below-a-scale-of-1": ([0.5, INF], [1.0, INF]),
+    "fused-momentum-whose-first-step-is-skipped": ("nan", "-1.0"),
+    "optimizer-without-gradients": (RAISES, [None, 8.0, 1]),
+    "closure": (RAISES, [9.0, 0.0]),
+    "closure-by-position": ([9.0, -21.0], [9.0, 0.0]),
+    "lbfgs": (RAISES, [1.125, 2.625]),
+    "complex-gradients": (RAISES, [[[[-1.0, 0.0]], [[-1.0, 0.0]], 4.0]] * 2),
+    "float16-gradients-when-allowed": (RAISES, [[-1.0], [-1.0], 4.0]),
+    "gradients-in-compressed-rows": (RAISES, [2.0] * 4),
+    "step-that-tells-it-was-skipped": (RAISES, [False, True, False, 1]),
+    "fifty-skips-in-a-row": ([], ["ScalerWarning"]),
+    "scaler-of-a-bfloat16-region": ([], ["ScalerWarning"]),
+    "entries-of-a-state": (
+        list(ENTRIES),
+        [*ENTRIES, "min_scale", "max_scale", "hysteresis", "skips", "spoiled", "skipped"],
+    ),
+    "state-that-had-lost-its-scale": (
+        ["(0.0, 7)", "(inf, 7)", "(nan, 7)"],
+        ["ValueError, (8.0, 2000)"] * 3,
+    ),
+    "update-out-of-the-bounds": (["0.0", "inf", repr(2.0**127)], ["ValueError, 8.0"] * 3),
+    "update-with-a-tensor-out-of-the-bounds": (
+        ["0.0", "inf", "nan"],
+        [repr(2.0**-126), repr(2.0**126), "8.0"],
+    ),
+    "update-with-a-tensor-of-one-dimension": (RAISES, 4.0),
+    "first-scale-out-of-the-bounds": (["[0.0]", "[1e+38]", "[inf]"], ["ValueError, []"] * 3),
+    "constants-set-out-of-range": (
+        ["0.5", "2.0", "0"],
+        ["ValueError, 2.0", "ValueError, 0.5", "ValueError, 2000"],
+    ),
 }
 
 

@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from polymp.torch import GradScaler, autocast
-from tests.torch.training import PROGRAMS, Amp, Log, net, new_scaler, resumed, several, sgd
+from tests.torch.training import (
+    ENTRIES,
+    PROGRAMS,
+    Amp,
+    Log,
+    entries,
+    net,
+    new_scaler,
+    resumed,
+    several,
+    sgd,
+    spoiled,
+)
 
 # torch's Adagrad makes sparse tensors without saying whether they are to be checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -117,16 +129,20 @@ def test_states_of_either_scaler_load_into_the_other() -> None:
         optimizer = sgd(model.parameters())
         for step in range(3):
             optimizer.zero_grad()
-            one.scale(model(torch.ones(1, 4)).sum() * (float("inf") if step == 0 else 1)).backward()
+            loss = spoiled(model(torch.ones(1, 4)).sum(), float("inf") if step == 0 else 1.0)
+            one.scale(loss).backward()
             one.step(optimizer)
             one.update()
         other.load_state_dict(one.state_dict())
         return one.state_dict(), other.state_dict()
 
-    ours, theirs = states(POLYMP, TORCH), states(TORCH, POLYMP)
-    assert ours[0] == ours[1] == theirs[0] == theirs[1]
-    assert [type(v) for v in ours[0].values()] == [type(v) for v in theirs[0].values()]
-    assert (ours[0]["scale"], ours[0]["_growth_tracker"]) == (4.0, 2)
+    (ours, into_torch), (theirs, into_polymp) = states(POLYMP, TORCH), states(TORCH, POLYMP)
+    assert tuple(theirs) == tuple(into_torch) == tuple(ours)[:5] == ENTRIES
+    assert theirs == into_torch == entries(ours) == entries(into_polymp)
+    assert [type(v) for v in entries(ours).values()] == [type(v) for v in theirs.values()]
+    assert (ours["scale"], ours["_growth_tracker"]) == (4.0, 2)
+    assert [ours[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 1]
+    assert [into_polymp[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 0]
 
 
 def test_each_optimizer_skips_for_itself_and_the_scale_backs_off_once() -> None:

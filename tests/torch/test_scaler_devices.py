@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polymp.backends.torch.scaler import _refresh_per_optimizer_state
 from polymp.torch import GradScaler
 from tests.torch.test_scaler_rules import BOTH, ready, sgd, weight
+from tests.torch.training import entries
 
 
 class Unscalings(TorchDispatchMode):
@@ -171,10 +172,32 @@ def test_a_subclass_that_exchanges_findings(make: Any) -> None:
             scaler.unscale_(optimizer)
             log.append((scaler.step(optimizer), w.tolist()))
             scaler.update()
-            log.append(scaler.state_dict())
+            log.append(entries(scaler.state_dict()))
         return log
 
     ours = run(GradScaler)
     assert ours == run(torch.amp.GradScaler)
     assert [state["scale"] for state in ours[1::2]] == [2.0, 1.0, 1.0, 2.0]
     assert [weights for _, weights in ours[::2]] == [[1.0] * 2, [1.0] * 2, [0.5] * 2, [0.0] * 2]
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5], ids=["sum", "mean"])
+@pytest.mark.parametrize("kind", ["host", "fused", "undone"])
+def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(
+    kind: str, factor: float
+) -> None:
+    """Fused kernels of torch skip for 1 and for nothing else."""
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5, fused=kind == "fused")
+    scaler = GradScaler("cpu", skip_on="device" if kind == "undone" else "auto")
+    scaler.scale(w.sum()).backward()
+    assert w.grad is not None
+    w.grad[0] = float("inf")
+    scaler.unscale_(optimizer)
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.mul_(factor)
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [1.0, 1.0]
+    state = scaler.state_dict()
+    assert (state["skips"], state["skipped"], state["scale"]) == (1, 1, 2.0**15)

@@ -2,7 +2,8 @@
 
 A program takes `Amp`, the two classes under test, and returns a `Log`: after every iteration the
 scale, the growth count, what `step` returned, and every bit of parameters and gradients.
-`test_scaler` compares the logs of polymp's and of torch's classes.
+`test_scaler` compares the logs of polymp's and of torch's classes. What overflows here are
+gradients of finite losses: a loss that is not finite itself is among the differences.
 """
 
 from __future__ import annotations
@@ -18,14 +19,40 @@ from torch import nn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# Iterations whose loss is spoiled, and how.
+# Iterations whose gradient is spoiled, and how.
 NO_SPOILS: dict[int, float] = {}
 SPOILS = {1: float("inf"), 4: float("nan"), 5: 1e30}
+
+
+# What torch.amp's scaler saves; polymp's saves more.
+ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 class Amp(NamedTuple):
     autocast: Any
     scaler: Any
+
+
+def entries(state: dict[str, Any]) -> dict[str, Any]:
+    """Torch's entries of a scaler's state, in torch's order; none of a disabled one's."""
+    return {key: state[key] for key in ENTRIES} if state else {}
+
+
+class _Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def spoiled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same values; in the backward pass their gradient is multiplied by the factor."""
+    made: torch.Tensor = _Spoil.apply(x, factor)
+    return made
 
 
 class Log(list[Any]):
@@ -44,7 +71,8 @@ class Log(list[Any]):
             self.bits(p, p.grad)
 
     def scaler(self, scaler: Any) -> None:
-        self.append((scaler.get_scale(), scaler._get_growth_tracker(), scaler.state_dict()))
+        state = entries(scaler.state_dict())
+        self.append((scaler.get_scale(), scaler._get_growth_tracker(), state))
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -63,7 +91,7 @@ def new_scaler(amp: Amp, **arguments: Any) -> Any:
 def loss_of(amp: Amp, model: nn.Module, step: int, spoils: dict[int, float]) -> torch.Tensor:
     with amp.autocast("cpu", dtype=FP16):
         loss = model(data(step)).float().square().mean()
-    return loss * spoils.get(step, 1.0)
+    return spoiled(loss, spoils.get(step, 1.0))
 
 
 def plain(
@@ -88,6 +116,20 @@ def plain(
 
 def sgd(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **arguments)
+
+
+def at_a_bound(amp: Amp, start: float, spoils: dict[int, float], make: Any, steps: int) -> Log:
+    """Without a region, gradients of 1: only the scale is out of the ordinary."""
+    log, weight = Log(), torch.ones(3, requires_grad=True)
+    optimizer, scaler = make([weight]), new_scaler(amp, init_scale=start)
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(spoiled(weight, spoils.get(step, 1.0)).sum()).backward()
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.bits(weight, weight.grad)
+    return log
 
 
 def clipped(amp: Amp, make: Any, by_value: bool = False, spoils: dict[int, float] = SPOILS) -> Log:
@@ -134,12 +176,12 @@ def penalised(amp: Amp) -> Log:
     optimizer, scaler = sgd(model.parameters()), new_scaler(amp)
     for step in range(6):
         optimizer.zero_grad()
-        loss = loss_of(amp, model, step, {2: float("inf")})
+        loss = loss_of(amp, model, step, NO_SPOILS)
         scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
         gradients = [g * (1.0 / scaler.get_scale()) for g in scaled]
         with amp.autocast("cpu", dtype=FP16):
             loss = loss + torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-        scaler.scale(loss).backward()
+        scaler.scale(spoiled(loss, float("inf") if step == 2 else 1.0)).backward()
         log.append(scaler.step(optimizer))
         scaler.update()
         log.scaler(scaler)
@@ -162,9 +204,10 @@ def several(amp: Amp, unscale: tuple[int, ...] = ()) -> Log:
             optimizer.zero_grad()
         with amp.autocast("cpu", dtype=FP16):
             a, b = first(data(step)), second(data(step))
-            one = (2 * a + 3 * b).float().square().mean() * (float("inf") if step == 2 else 1.0)
-            spoil = float("nan") if step in (4, 5) else 1.0
-            two = F.mse_loss(head(a.detach()).float(), torch.ones(5, 1)) * spoil
+            one = (2 * a + 3 * b).float().square().mean()
+            two = F.mse_loss(head(a.detach()).float(), torch.ones(5, 1))
+        one = spoiled(one, float("inf") if step == 2 else 1.0)
+        two = spoiled(two, float("nan") if step in (4, 5) else 1.0)
         for loss in scaler.scale([one, two]):
             loss.backward(retain_graph=True)
         for at in unscale:
@@ -187,10 +230,10 @@ def sparse(amp: Amp, make: Any, dtype: torch.dtype = FP32) -> Log:
     optimizer, scaler = make(tables.parameters()), new_scaler(amp)
     for step in range(6):
         optimizer.zero_grad()
-        with amp.autocast("cpu", dtype=BF16):
+        with amp.autocast("cpu", dtype=FP16):
             rows = table(torch.tensor([1, 3, 1, step])).sum(0) + bag(torch.tensor([[0, 2, 2]]))[0]
-            loss = rows.float().square().sum() * (float("inf") if step in (1, 4) else 1.0)
-        scaler.scale(loss).backward()
+            loss = rows.float().square().sum()
+        scaler.scale(spoiled(loss, float("inf") if step in (1, 4) else 1.0)).backward()
         if step % 2:
             scaler.unscale_(optimizer)
         log.model(tables)
@@ -231,7 +274,7 @@ def mixed_parameters(amp: Amp) -> Log:
     for step in range(6):
         optimizer.zero_grad()
         loss = sum((p.float() ** 3).sum() for p in parameters[:4])
-        loss = loss + (parameters[2] * (float("inf") if step == 2 else 1.0)).sum()
+        loss = loss + spoiled(parameters[2], float("inf") if step == 2 else 1.0).sum()
         scaler.scale(loss).backward()
         if step % 2:
             scaler.unscale_(optimizer)
@@ -342,8 +385,15 @@ PROGRAMS: dict[str, Callable[[Amp], Log]] = {
     **{f"plain {name}": functools.partial(plain, make=make) for name, make in PLAIN.items()},
     "no overflow": functools.partial(plain, make=sgd, spoils=NO_SPOILS),
     "only overflows": functools.partial(plain, make=sgd, spoils={n: 1e38 for n in range(8)}),
-    "up to float32's limit": functools.partial(
-        plain, make=sgd, spoils=NO_SPOILS, init_scale=2.0**126, steps=6
+    # Two growths, or two overflows, after which the scale is where polymp's would stay.
+    "up to the bound": functools.partial(
+        at_a_bound, start=2.0**124, spoils=NO_SPOILS, make=sgd, steps=5
+    ),
+    "up to the bound, fused": functools.partial(
+        at_a_bound, start=2.0**124, spoils=NO_SPOILS, make=fused("SGD"), steps=5
+    ),
+    "down to the bound": functools.partial(
+        at_a_bound, start=2.0**-124, spoils={0: float("nan"), 1: float("inf")}, make=sgd, steps=3
     ),
     "odd factors": functools.partial(plain, make=sgd, growth_factor=1.7, backoff_factor=0.3),
     "disabled": functools.partial(plain, make=sgd, spoils=NO_SPOILS, enabled=False),

@@ -1,0 +1,214 @@
+"""One step of a scaler: look at loss and gradients, and take the step or skip it.
+
+Gradients, two branches and a scaler in; the result of one branch and the next scaler out. Every
+helper skips in this one way: traced code by `lax.cond`, whose branch alone divides the gradients,
+and eager code by asking. A select over all leaves would keep the old state and the new one alive
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from polymp.backends.jax import nnx, scaled
+
+if TYPE_CHECKING:
+    from polymp.backends.jax.scaler import GradScaler
+
+Axes = str | Sequence[str] | None
+
+
+class ScaledState(NamedTuple):
+    """The state of an optimizer in `polymp.jax.scaled`.
+
+    Attributes:
+        scaler: scales the next loss.
+        inner: the state of the optimizer inside.
+        finite: bool []; False if the last step was skipped.
+    """
+
+    scaler: Any
+    inner: Any
+    finite: Any
+
+
+def look(scaler: GradScaler, grads: Any, loss: Any, axis_names: Axes) -> tuple[Any, Any]:
+    """Whether gradients and loss are finite, and whether the loss is; bool [] each.
+
+    Args:
+        scaler: an enabled one.
+        grads: a pytree, multiplied by the scale, and `settled`.
+        loss: not scaled; None if nobody is to look at it.
+        axis_names: see `GradScaler.unscale`.
+    """
+    finite = scaled.all_finite(grads, scaler._one_scale(), axis_names)
+    if loss is None:
+        return finite, jnp.asarray(True)
+    if not any(map(scaled.is_float, jax.tree.leaves(loss))):
+        raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
+    loss_finite = scaler.loss_finite(loss, axis_names=axis_names)
+    return finite & loss_finite, loss_finite
+
+
+def choose(
+    scaler: GradScaler,
+    grads: Any,
+    take: Callable[[Any], Any],
+    skip: Callable[[], Any],
+    *,
+    loss: Any = None,
+    as_is: Any = (),
+    axis_names: Axes = None,
+) -> tuple[Any, GradScaler, Any]:
+    """What `take` makes of the true gradients, or what `skip` says; the next scaler; bool [].
+
+    Args:
+        scaler: whose scale the gradients are multiplied by.
+        grads: a pytree.
+        take: called with the true gradients.
+        skip: returns a pytree of the structure, shapes and dtypes that `take` returns.
+        loss: see `GradScaler.step`.
+        as_is: a pytree that has to be finite as it is, like the gradients.
+        axis_names: see `GradScaler.unscale`.
+    """
+    if not scaler.enabled:
+        return take(grads), scaler, jnp.asarray(True)
+    scale, grads = scaler._one_scale(), scaled.settled(grads)
+    finite, loss_finite = look(scaler, grads, loss, axis_names)
+    if jax.tree.leaves(as_is):
+        finite &= scaled.all_finite(as_is, jnp.float32(1), axis_names)
+
+    def apply() -> Any:
+        # Divided again and not kept from the check: XLA fuses the quotients into their use.
+        return take(scaled.divided(grads, scale))
+
+    if isinstance(finite, jax.core.Tracer):
+        result = lax.cond(finite, apply, skip)
+    else:
+        result = apply() if finite else skip()
+    return result, scaler.update(finite, loss_finite=loss_finite), finite
+
+
+def step(
+    scaler: GradScaler,
+    grads: Any,
+    update: Callable[..., Any],
+    state: tuple[Any, ...],
+    **options: Any,
+) -> tuple[Any, GradScaler, Any]:
+    """`GradScaler.step`; the options are those of `choose`."""
+    if not callable(update):
+        raise TypeError(
+            f"step(grads, update, *state) needs a function for update, got {type(update)}."
+        )
+    refuse_scaled(state, "step")
+    leaves, structure = jax.tree.flatten(state)
+
+    def take(grads: Any) -> list[Any]:
+        # A copy of the containers: what `update` changes in place is its own.
+        new = update(grads, *jax.tree.unflatten(structure, leaves))
+        new = (new,) if len(state) == 1 else new
+        check_replaces(state, new)
+        return arrays(new)
+
+    def skip() -> list[Any]:
+        return arrays(leaves)
+
+    result, scaler, finite = choose(scaler, grads, take, skip, **options)
+    after = with_arrays(state, result)
+    nnx.write_back(state, after)
+    return after[0] if len(state) == 1 else after, scaler, finite
+
+
+def one_bool(name: str, value: Any) -> Any:
+    """The value as an array.
+
+    Raises:
+        TypeError: it is not one bool.
+    """
+    try:
+        array = jnp.asarray(value)
+        good = array.dtype == jnp.bool_ and array.shape == ()
+        shown = shown_format(array)
+    except (TypeError, ValueError):
+        good, shown = False, repr(value)
+    if not good:
+        raise TypeError(f"{name} must be one bool, got {shown}.")
+    return array
+
+
+def refuse_scaled(tree: Any, name: str) -> None:
+    """Raise if there is a state of `polymp.jax.scaled` in the tree.
+
+    Raises:
+        TypeError: there is; gradients would be divided by two scales.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledState))
+    if any(isinstance(x, ScaledState) for x in leaves):
+        raise TypeError(
+            f"{name} was given the state of an optimizer that polymp.jax.scaled has wrapped: it "
+            "scales by itself, and gradients would be divided twice. Give the optimizer inside."
+        )
+
+
+def arrays(tree: Any) -> list[Any]:
+    """The leaves that a traced program can carry."""
+    return [x for x in jax.tree.leaves(tree) if scaled.is_array(x)]
+
+
+def with_arrays(tree: Any, replaced: list[Any]) -> Any:
+    """The tree with others for its `arrays`."""
+    leaves, structure = jax.tree.flatten(tree)
+    new = iter(replaced)
+    return jax.tree.unflatten(structure, [next(new) if scaled.is_array(x) else x for x in leaves])
+
+
+def check_replaces(old: Any, new: Any, name: str = "update") -> None:
+    """Raise if the new state is not of the old one's structure, shapes and dtypes.
+
+    Args:
+        old: the parts of the state.
+        new: what replaces them.
+        name: who returned that.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(new, tuple) or len(new) != len(old):
+        got = f"a tuple of {len(new)}" if isinstance(new, tuple) else f"{type(new)}"
+        raise TypeError(
+            f"{name} must return a tuple of what replaces the {len(old)} parts of the state, in "
+            f"their order; it returned {got}."
+        )
+    given: Any = jax.tree.structure(old)
+    returned: Any = jax.tree.structure(new)
+    if given != returned:
+        raise TypeError(
+            f"{name} must return the state in the structure that it came in, {given}; "
+            f"it returned {returned}."
+        )
+    was = jax.tree_util.tree_leaves_with_path(old)
+    for (path, x), y in zip(was, jax.tree.leaves(new), strict=True):
+        if scaled.is_array(x) and scaled.is_array(y):
+            before, after = shown_format(x), shown_format(y)
+            same = before == after
+        else:
+            before, after = x, y
+            same = scaled.is_array(x) == scaled.is_array(y) and (x is y or bool(x == y))
+        if not same:
+            where = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"{name} must keep the shapes and dtypes of the state, and what is no array; "
+                f"state{where} was {before} and came back as {after}."
+            )
+
+
+def shown_format(x: Any) -> str:
+    """Dtype and shape of an array, as messages show them."""
+    kind = jax.typeof(x)
+    return f"{kind.dtype}{list(kind.shape)}"

@@ -1,0 +1,106 @@
+"""Who must agree with this process on what a scaler found: groups, and the exchange.
+
+A gradient in pieces on several ranks can be Inf on one of them only. Parameters that are DTensors
+(FSDP2, tensor parallel) name their mesh; those of FSDP1 belong to all ranks; DDP adds up
+gradients, so that Inf reaches every rank by itself.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from polymp.backends.torch import compat
+
+
+class Circle(NamedTuple):
+    """The ranks that a finding is exchanged with.
+
+    Attributes:
+        groups: process groups, in the order of their exchanges, which every rank has to keep.
+        everybody: True if afterwards all ranks of the job know the same.
+    """
+
+    groups: tuple[Any, ...]
+    everybody: bool
+
+
+ALONE = Circle((), True)
+
+
+def distributed() -> bool:
+    """True if this process is one of several that can talk to each other."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
+    """Over which groups a finding about the parameters has to be exchanged.
+
+    The same on every rank that holds the same parameters, whether they have gradients or not. A
+    group of all ranks makes the others needless. The group that the caller gives comes last, for
+    ranks may hold other parameters, on other meshes: every rank of a mesh is through with that
+    before it waits for ranks outside it.
+
+    Args:
+        params: an optimizer's.
+        given: a process group to add, as the caller asks for.
+    """
+    if not distributed():
+        return ALONE
+    world = dist.get_world_size()
+    if given is not None and dist.get_world_size(given) == world:
+        return Circle((given,), True)
+    params = list(params)
+    meshes = compat.meshes(params)
+    found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    if given is None and any(map(compat.in_fsdp1, params)):
+        found.append(dist.group.WORLD)
+    sizes = {group: dist.get_world_size(group) for group in found if group is not given}
+    for group, size in sizes.items():
+        if size == world:
+            return Circle((group,), True)
+    over = [group for group, size in sizes.items() if size > 1]
+    if given is not None:
+        over.append(given)
+    return Circle(tuple(over), any(mesh.size() == world for mesh in meshes))
+
+
+def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
+    """Make every finding the largest one that any rank has, in place; one exchange for each group.
+
+    Args:
+        findings: float32 [] each, on one device.
+        groups: of a `Circle`.
+    """
+    together = torch.stack(findings)
+    for group in groups:
+        there = compat.speaking(group, together)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+        together = there.to(together.device)
+    for finding, largest in zip(findings, together.unbind(), strict=True):
+        finding.copy_(largest)
+
+
+def check_group(group: Any) -> None:
+    """Raise if findings cannot be exchanged over the group.
+
+    Raises:
+        TypeError: it is neither None nor a process group.
+        ValueError: this process is not in it.
+    """
+    if group is None:
+        return
+    if dist.is_available():
+        if group is dist.GroupMember.NON_GROUP_MEMBER or (
+            isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+        ):
+            raise ValueError(
+                f"process_group={group!r} is one that this process is not in. Give every rank a "
+                "group that it belongs to, such as torch.distributed.group.WORLD."
+            )
+        if isinstance(group, dist.ProcessGroup):
+            return
+    raise TypeError(
+        f"process_group must be a torch.distributed.ProcessGroup or None, got {group!r}."
+    )

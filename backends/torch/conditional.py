@@ -1,0 +1,133 @@
+"""An optimizer's step that a value on the device takes or leaves, without the host knowing.
+
+The step is taken, and what it has written is exchanged for what was there wherever the finding
+says so: parameters that have a gradient, and the tensors of their state. It costs a copy of both
+while the step runs, and two passes over them. What cannot be exchanged like that is put back on the
+host, which then waits for the finding: state that the step has made, numbers of Python's that it
+has changed, tensors on the CPU where the finding is not.
+
+torch's optimizers, after the step that made their state:
+
+    never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
+                           RMSprop, Rprop
+    wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
+                           a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
+    always wait            SparseAdam: its count of steps is a number
+    need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
+
+An optimizer that keeps other things than tensors and numbers in its state is not stepped before the
+host knows.
+"""
+
+from typing import Any
+
+import torch
+
+from polymp.backends.torch import compat, unscaling
+
+State = dict[str, Any]
+# Values that a step can only replace, not change in place.
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+
+
+def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`optimizer.step(*args, **kwargs)`, undone where `found` is not 0.
+
+    In code that torch.compile traces nothing can wait: there torch's optimizers make their state
+    before the step, a first one that is skipped leaves it as made, and SGD's momentum is then
+    zeros instead of None, which is the same to it unless `dampening` is set.
+
+    Args:
+        optimizer: any that writes only to numbers in its param_groups, to parameters that have a
+            gradient, and to the state of these.
+        found: float32 [].
+        *args: for the step.
+        **kwargs: for the step.
+
+    Returns:
+        What the step returned; None if it was skipped without being taken.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        compat.make_state(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    skip = found != 0
+    before = [dict(optimizer.state.get(p, {})) for p in params]
+    if not all(isinstance(v, _PLAIN) for state in before for v in state.values()):
+        return None if bool(skip) else compat.optimizer_step(optimizer, *args, **kwargs)
+    settings = [_settings(group) for group in optimizer.param_groups]
+    with torch.no_grad():
+        kept = [compat.local(p) for p in params]
+        for state in before:
+            kept += [compat.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
+        copies = [t.clone() for t in kept]
+
+    def undo() -> None:
+        skips = unscaling.OnDevices(skip)
+        with torch.no_grad():
+            for tensor, copy in zip(kept, copies, strict=True):
+                torch.where(skips.get(tensor.device), copy, tensor, out=tensor)
+        if compiling and isinstance(optimizer, torch.optim.SGD):
+            _momentum_from_zeros(optimizer, dict(zip(params, before, strict=True)), skips)
+        same = settings == [_settings(group) for group in optimizer.param_groups]
+        for p, state in zip(params, before, strict=True):
+            same = same and _same(state, optimizer.state.get(p, {}))
+        if not same and bool(skip):
+            for p, state in zip(params, before, strict=True):
+                if state:
+                    optimizer.state[p] = state
+                else:
+                    optimizer.state.pop(p, None)
+            for group, was in zip(optimizer.param_groups, settings, strict=True):
+                group.update(was)
+
+    if compiling:  # a graph that breaks in a try is given up
+        result = compat.optimizer_step(optimizer, *args, **kwargs)
+    else:
+        try:
+            result = compat.optimizer_step(optimizer, *args, **kwargs)
+        except BaseException:  # of the step or a hook, with parameters written already
+            undo()
+            raise
+    undo()
+    return result
+
+
+def possible(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer says that its step needs nothing of the host: `capturable`."""
+    return all(group.get("capturable", False) for group in optimizer.param_groups)
+
+
+def _momentum_from_zeros(
+    optimizer: torch.optim.SGD, before: dict[torch.Tensor, State], skips: unscaling.OnDevices
+) -> None:
+    """Make momentum that a skipped first step has left zeros, and note it as what was there."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            now = optimizer.state.get(p, {}).get("momentum_buffer")
+            if now is None or before[p].get("momentum_buffer") is not None or group["dampening"]:
+                continue
+            with torch.no_grad():
+                buffer = compat.local(now)
+                skip = skips.get(buffer.device)
+                torch.where(skip, torch.zeros_like(buffer), buffer, out=buffer)
+            before[p]["momentum_buffer"] = now
+
+
+def _settings(group: State) -> State:
+    """The numbers of a group that a step could change."""
+    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float))}
+
+
+def _same(before: State, after: State) -> bool:
+    """True if nothing but the values of tensors has changed."""
+    if before.keys() != after.keys():
+        return False
+    for key, was in before.items():
+        now = after[key]
+        if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
+            if now is not was:
+                return False
+        elif now != was:
+            return False
+    return True

@@ -1,0 +1,60 @@
+"""What torch's fused optimizers need where the device may skip their first step."""
+
+from typing import Any
+
+import torch
+
+from polymp.backends.torch import compat
+
+
+@compat.untraced(
+    "dynamo does not trace fused optimizers; in compiled code make them without fused=True"
+)
+def step(
+    optimizer: Any,
+    scale: torch.Tensor | None,
+    found: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`optimizer.step(*args, **kwargs)` under a `grad_scale` and a `found_inf`.
+
+    Dynamo does not trace it: it breaks the graph in a fused step anyway, and would lose attributes
+    that are set before the break and deleted after it.
+    """
+    optimizer.grad_scale = scale
+    optimizer.found_inf = found
+    try:
+        return optimizer.step(*args, **kwargs) if may_step(optimizer, found) else None
+    finally:  # left behind, they would scale the next try twice
+        del optimizer.grad_scale
+        del optimizer.found_inf
+
+
+def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
+    """Make the optimizer ready for a step that `found` may skip; False if it is not to be called.
+
+    The fused step of SGD makes its momentum without a value and counts on the first step to write
+    it. If that is skipped, the next one reads whatever the memory held (torch 2.13). Zeros lead to
+    what the first step would have written, unless `dampening` is set: the host waits for `found`
+    then, at steps in which a parameter has its first gradient.
+
+    Args:
+        optimizer: a fused one.
+        found: float32 [].
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    wait = False
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for p in group["params"]:
+            made = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+            if p.grad is None or made:
+                continue
+            if group["dampening"]:
+                wait = True
+            else:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+    return not (wait and bool(found))

@@ -1,0 +1,156 @@
+"""Gradients of one optimizer: gather them, multiply them by the inverse scale, find Inf and NaN.
+
+Lists of tensors in, findings out, one for each device, float32 []. Nothing here waits for a device.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from polymp.backends.torch import compat
+
+
+class OnDevices:
+    """Copies of a scalar tensor, one for each device that asks."""
+
+    def __init__(self, master: torch.Tensor) -> None:
+        self.master = master
+        self.copies: dict[torch.device, torch.Tensor] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        """The device's copy."""
+        if device not in self.copies:
+            self.copies[device] = moved(self.master, device, copy=True)
+        return self.copies[device]
+
+
+def moved(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> torch.Tensor:
+    """The tensor on a device, without waiting if that can be.
+
+    On its way to the CPU it can not: torch would let go on before the values are there.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every parameter of the optimizer, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def either(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The largest of some findings, float32 [] on one device; None if there are none."""
+    found = None
+    for finding in findings:
+        found = finding if found is None else torch.maximum(found, finding)
+    return found
+
+
+def unscale(
+    optimizer: torch.optim.Optimizer,
+    inverse: torch.Tensor,
+    found: torch.Tensor,
+    *,
+    float16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply every gradient by `inverse`, in place, and find what was not finite before.
+
+    Args:
+        optimizer: whose parameters' gradients they are; those without are passed over.
+        inverse: float32 [].
+        found: float32 []; what is known already, 0 if nothing.
+        float16: whether gradients may be float16.
+
+    Returns:
+        The finding of each device that has gradients: float32 [], 0 if all were finite.
+
+    Raises:
+        ValueError: a gradient is float16 and may not be; nothing has changed then.
+    """
+    inverses, founds = OnDevices(inverse), OnDevices(found)
+
+    def each(alike: list[list[torch.Tensor]]) -> None:
+        for grads in alike:
+            device = grads[0].device
+            if compat.unscales(device.type, grads[0].dtype):
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    grads, founds.get(device), inverses.get(device)
+                )
+            else:
+                _unscale_each(grads, founds.get(device), inverses.get(device))
+
+    with torch.no_grad():
+        grads = gradients(optimizer)
+        dtypes = {g.dtype for g in grads}
+        if not float16 and torch.float16 in dtypes:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if not grads:
+            return {}
+        if _alike(grads, dtypes):
+            try:
+                each([grads])
+            except NotImplementedError:  # one of them is sparse, and nothing has changed yet
+                each(_by_kind(optimizer))
+        else:
+            each(_by_kind(optimizer))
+    return founds.copies
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients that there are."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [g for g in grads if g is not None]
+
+
+def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
+    """True if one call of the kernel can take all of them, if none is sparse.
+
+    The kernel is given all the tensors before it touches any, and refuses them if one is sparse:
+    to look for that here would cost as much as gathering them.
+    """
+    return (
+        len(dtypes) == 1
+        and not grads[0].is_complex()
+        and set(map(type, grads)) == {torch.Tensor}
+        # An index is a device here, for a process has the CPU, -1, and one kind of accelerator.
+        and len({g.get_device() for g in grads}) == 1
+    )
+
+
+def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    """The values of all gradients, in lists of one device and dtype."""
+    kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for param in parameters(optimizer):
+        if param.grad is not None:
+            values = _values(param)
+            kinds[values.device, values.dtype].append(values)
+    return list(kinds.values())
+
+
+def _unscale_each(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
+    for grad in grads:
+        found.copy_(torch.maximum(found, (~grad.isfinite()).any()))
+        grad.mul_(inverse)
+
+
+def _values(param: torch.Tensor) -> torch.Tensor:
+    """What of a parameter's gradient can be multiplied in place, as a dense real tensor."""
+    grad = param.grad
+    assert grad is not None
+    if compat.is_partial(grad):  # only the sums can be judged, and the step needs them anyway
+        grad = param.grad = compat.added_up(grad)
+    grad = compat.local(grad)
+    if grad.is_sparse:
+        # Entries that share an index add up, and float16 can overflow there: only the sums can
+        # be judged.
+        if grad.dtype is torch.float16 and not grad.is_coalesced():
+            grad = param.grad = grad.coalesce()
+        grad = grad._values()
+    elif grad.layout is not torch.strided:  # compressed rows, columns and blocks of them
+        grad = grad.values()
+    if grad.is_complex():
+        if grad.is_conj():
+            grad = param.grad = grad.resolve_conj()
+        grad = torch.view_as_real(grad)
+    return grad

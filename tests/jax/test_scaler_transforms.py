@@ -1,0 +1,190 @@
+"""`GradScaler` for JAX under the transforms, and what becomes of it in jaxprs and in HLO."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from polymp.backends.jax.scaler import GradScaler
+from tests.jax.scaler_tools import KINDS, flat, kinds, numbers, values, with_shape
+
+
+def test_a_batch_of_scalers_under_vmap():
+    batch = jax.vmap(lambda _: GradScaler(4.0, growth_interval=1))(jnp.arange(3))
+    with pytest.raises(
+        TypeError,
+        match=r"^this GradScaler is a batch of shape \(3,\); call its methods in jax.vmap\.$",
+    ):
+        batch.scale(1.0)
+    grads = jnp.asarray([[1.0, 2.0], [np.inf, 1.0], [4.0, np.nan]]) * 4
+    weights = jnp.zeros((3, 2))
+    run = jax.vmap(lambda s, g, w: s.step(g, lambda g, w: w - g, w))
+    new, after, finite = run(batch, grads, weights)
+    assert finite.tolist() == [True, False, False]
+    assert new.tolist() == [[-1.0, -2.0], [0.0, 0.0], [0.0, 0.0]]
+    assert after.state.scale.tolist() == [8.0, 2.0, 2.0]
+
+
+def test_gradients_flow_through_scale():
+    scaler = GradScaler(8.0)
+    w = jnp.asarray([1.0, 2.0], jnp.float16)
+    loss, grad = jax.value_and_grad(lambda w: scaler.scale((w * w).sum()))(w)
+    assert (loss.dtype, float(loss)) == (jnp.float32, 40.0)
+    assert (grad.dtype, grad.tolist()) == (jnp.float16, [16.0, 32.0])
+    second = jax.grad(lambda w: jax.grad(lambda w: scaler.scale(w**3))(w))(2.0)
+    assert second == 8.0 * 12.0
+
+
+def test_microbatches_are_added_up_scaled_and_checked_once():
+    scaler = GradScaler(2.0**10)
+
+    @jax.jit
+    def run(scaler, batches):
+        def add(total, x):
+            return total + jax.grad(lambda w: scaler.scale((w * x).sum()))(1.0), None
+
+        total, _ = jax.lax.scan(add, 0.0, batches)
+        return scaler.step(total, lambda g, w: g, jnp.float32(-1))
+
+    assert run(scaler, jnp.arange(6.0).reshape(3, 2))[0] == 15.0
+    new, after, finite = run(scaler, jnp.asarray([[1.0, 2.0], [np.inf, 1.0], [1.0, 1.0]]))
+    assert (float(new), float(after.state.scale), bool(finite)) == (-1.0, 512.0, False)
+
+
+def test_no_promotion_is_left_to_chance():
+    def run(scaler, grads, weights):
+        scaler.scale(grads)
+        scaler.unscale(grads)
+        return scaler.step(grads, lambda g, w: jax.tree.map(jnp.subtract, w, g), weights)
+
+    grads = [jnp.ones(2, jnp.float16), jnp.ones(2), jnp.ones(2, jnp.complex64)]
+    weights = [jnp.ones(2), jnp.ones(2), jnp.ones(2, jnp.complex64)]
+    with jax.numpy_dtype_promotion("strict"):
+        new, _, _ = jax.jit(run)(GradScaler(2.0, growth_factor=1.1), grads, weights)
+    assert [x.tolist() for x in new] == [[0.5, 0.5]] * 3
+
+
+def test_a_scaler_is_carried_and_donated():
+    """Each of its arrays is a buffer of its own: none is given away twice."""
+    step = jax.jit(
+        lambda s, g, w: s.step(g, lambda g, w: w - g, w)[:2][::-1], donate_argnums=(0, 2)
+    )
+    first = GradScaler(2.0, growth_interval=1)
+    scaler, w = first, jnp.zeros(3)
+    for _ in range(3):
+        scaler, w = step(scaler, scaler.scale(jnp.ones(3)), w)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert (values(scaler), w.tolist(), kinds(scaler)) == ((16.0, 0), [-3.0] * 3, KINDS)
+
+
+def test_growth_in_every_turn_of_a_scan():
+    """Interval 1: what unscales a gradient is the scale that its loss had, though the next grew."""
+
+    def body(carry, x):
+        scaler, w = carry
+        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)
+        w, after, finite = scaler.step(grads, lambda g, w: w - g, w)
+        return (after, w), (scaler.state.scale, grads[0], finite)
+
+    xs = jnp.asarray([[1.0, 2.0]] * 5).at[2].set(jnp.inf)
+    start = GradScaler(4.0, growth_interval=1), jnp.zeros(2)
+    (scaler, w), (scales, grads, finite) = jax.jit(lambda c: jax.lax.scan(body, c, xs))(start)
+    assert scales.tolist() == [4, 8, 16, 8, 16]
+    assert grads.tolist() == [4, 8, np.inf, 8, 16]
+    assert finite.tolist() == [True, True, False, True, True]
+    assert w.tolist() == [-4.0, -8.0]
+    assert numbers(scaler.state) == (32.0, 0, 0, 0, 1)
+
+
+# --- what it compiles to -------------------------------------------------------------------------
+
+SHAPE = (311, 257)
+
+
+def adam_step(scaler: GradScaler, w: Any, state: Any, x: Any) -> Any:
+    def scaled_loss(w: Any) -> Any:
+        loss = ((x @ w) ** 2).mean()
+        return scaler.scale(loss), loss
+
+    def update(grads: Any, w: Any, state: Any) -> Any:
+        updates, state = ADAM.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    grads, loss = jax.grad(scaled_loss, has_aux=True)(w)
+    return scaler.step(grads, update, w, state, loss=loss)
+
+
+def by_select(scaler: GradScaler, w: Any, state: Any, x: Any) -> Any:
+    """What others do: divide, step, and select."""
+    grads = jax.grad(lambda w: scaler.scale(((x @ w) ** 2).mean()))(w)
+    grads, finite = scaler.unscale(grads)
+    updates, new_state = ADAM.update(grads, state, w)
+    new = optax.apply_updates(w, updates), new_state
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state))
+    return kept, scaler.update(finite), finite
+
+
+ADAM = optax.adam(1e-3)
+
+
+def compiled(step: Any) -> tuple[str, float]:
+    """The HLO, and the memory for intermediate results in copies of the weights."""
+    w = jnp.ones(SHAPE)
+    run = jax.jit(step, donate_argnums=(0, 1, 2))
+    program = run.lower(GradScaler(), w, ADAM.init(w), jnp.ones((5, SHAPE[0]))).compile()
+    return program.as_text(), program.memory_analysis().temp_size_in_bytes / w.nbytes
+
+
+def entry(text: str) -> list[str]:
+    """The lines of the program itself that make an array of the weights' shape."""
+    (lines,) = re.findall(r"^ENTRY .*?^\}", text, re.DOTALL | re.MULTILINE)
+    made = rf"= f32\[{SHAPE[0]},{SHAPE[1]}\]\S* (?!parameter|get-tuple-element|bitcast)"
+    return [line for line in lines.splitlines() if re.search(made, line)]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA on CPU makes of it")
+def test_no_select_and_no_more_passes_than_the_check():
+    text, temp = compiled(adam_step)
+    others, more = compiled(by_select)
+    select = rf"f32\[{SHAPE[0]},{SHAPE[1]}\]\S* select\("
+    assert re.search(select, others)  # the oracle sees one
+    assert not re.search(select, text)
+    assert text.count(" conditional(") == 1
+    # Outside of the branches one array of that size is made, the scaled gradient; the check reads
+    # it and the branch divides it within the optimizer's own loops.
+    assert len(entry(text)) == 1
+    assert "dot" in entry(text)[0]
+    assert len(entry(others)) > 1
+    assert temp < 1.3  # that gradient
+    assert more > 1.8  # and some of the state, old and new
+
+
+CHECKED = ["optimization_barrier", "mul", "is_finite", "reduce_and", "cond"]
+
+
+def test_the_quotients_are_made_in_the_branch_and_the_state_is_not_selected():
+    def run(scaler, grads, weights):
+        return scaler.step(grads, lambda g, w: w - g, weights)
+
+    jaxpr = jax.make_jaxpr(run)(GradScaler(), jnp.ones((7, 3)), jnp.ones((7, 3)))
+    assert with_shape(jaxpr, (7, 3)) == CHECKED
+    (cond,) = (eqn for eqn in flat(jaxpr) if eqn.primitive.name == "cond")
+    branches = [with_shape(branch, (7, 3)) for branch in cond.params["branches"]]
+    assert branches == [[], ["mul", "sub"]]
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_a_loss_costs_nothing_of_the_gradients_size(looked):
+    def run(scaler, grads, weights, loss):
+        return scaler.step(grads, lambda g, w: w - g, weights, loss=loss if looked else None)
+
+    w = jnp.ones((7, 3))
+    jaxpr = jax.make_jaxpr(run)(GradScaler(), w, w, jnp.float32(1))
+    assert with_shape(jaxpr, (7, 3)) == CHECKED
+    assert len([e for e in flat(jaxpr) if e.primitive.name == "cond"]) == 1

@@ -1,0 +1,212 @@
+"""A run goes on in the other framework, and back, with every bit of its scaler."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polymp.scaling import SMALLEST, ScaleRule, ScaleState, from_state_dict, step, to_state_dict
+from tests.conftest import need
+
+# What a step finds: all is finite; a gradient is not; the loss is not.
+GOOD, OVERFLOW, SPOILED = "good", "overflow", "spoiled"
+steps = st.lists(st.sampled_from([GOOD, GOOD, OVERFLOW, SPOILED]), max_size=6)
+rules = st.fixed_dictionaries(
+    {
+        "growth_factor": st.sampled_from([2.0, 4.0, 1.5, 1.1, 3.0]),
+        "backoff_factor": st.sampled_from([0.5, 0.25, 0.3]),
+        "growth_interval": st.integers(1, 3),
+        "hysteresis": st.integers(0, 2),
+        "max_scale": st.sampled_from([2.0**126, 2.0**18]),
+        "min_scale": st.sampled_from([SMALLEST, 2.0**14]),
+    }
+)
+
+
+class Torch:
+    """A run of `polymp.torch.GradScaler`: real losses, backwards and an optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        import torch
+
+        from polymp.torch import GradScaler
+
+        self.torch = torch
+        self.weight = torch.ones(2, requires_grad=True)
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
+        self.scaler = GradScaler("cpu", **options)
+
+    def step(self, found: str) -> None:
+        self.optimizer.zero_grad()
+        loss = (self.weight * 1e-3).sum()
+        loss = loss * float("nan") if found == SPOILED else loss
+        self.scaler.scale(loss).backward()
+        if found == OVERFLOW:
+            assert self.weight.grad is not None
+            self.weight.grad[1] = float("inf")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)
+
+
+class Jax:
+    """A run of `polymp.jax.GradScaler`: a jitted step."""
+
+    def __init__(self, **options: Any) -> None:
+        import jax
+
+        from polymp.jax import GradScaler
+
+        self.scaler = GradScaler(**options)
+        self.jitted = jax.jit(_jax_step)
+
+    def step(self, found: str) -> None:
+        nan, inf = float("nan"), float("inf")
+        spoil = nan if found == SPOILED else 1.0
+        self.scaler = self.jitted(self.scaler, spoil, inf if found == OVERFLOW else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.scaler = self.scaler.load_state_dict(state)
+
+
+def _jax_step(scaler: Any, spoil: Any, inf: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def loss(w: Any) -> Any:
+        value = (w * 1e-3).sum() * spoil
+        return scaler.scale(value), value
+
+    grads, value = jax.grad(loss, has_aux=True)(jnp.ones(2))
+    _, scaler, _ = scaler.step(grads.at[1].add(inf), lambda g, w: w - g, jnp.ones(2), loss=value)
+    return scaler
+
+
+def by_rule(options: dict[str, Any], history: list[str]) -> dict[str, Any]:
+    """What the rule says, on Python numbers."""
+    names = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
+    rule = ScaleRule(**{names.get(key, key): value for key, value in options.items()})
+    state = ScaleState(2.0**16)
+    for found in history:
+        state = step(rule, state, found == GOOD, loss_finite=found != SPOILED)
+    return to_state_dict(rule, state)
+
+
+@pytest.fixture(autouse=True)
+def _both() -> None:
+    need("torch")
+    need("jax")
+
+
+@settings(max_examples=25)
+@given(options=rules, legs=st.lists(steps, min_size=3, max_size=3))
+@pytest.mark.parametrize("first", [Torch, Jax])
+def test_there_and_back_is_one_run(first, options, legs):
+    second = Jax if first is Torch else Torch
+    one, other = first(**options), second()
+    saved = None
+    for runner, history in zip((one, other, one), legs, strict=True):
+        if saved is not None:
+            runner.load(saved)
+            assert runner.state_dict() == saved, "loaded and saved again"
+        for found in history:
+            runner.step(found)
+        saved = json.loads(json.dumps(runner.state_dict()))  # Python numbers, and as they were
+        assert saved == runner.state_dict()
+    assert saved == by_rule(options, [found for leg in legs for found in leg])
+
+
+@settings(max_examples=25)
+@given(options=rules, history=steps)
+def test_both_save_the_same_of_one_history(options, history):
+    runs = Torch(**options), Jax(**options)
+    for run in runs:
+        for found in history:
+            run.step(found)
+    assert runs[0].state_dict() == runs[1].state_dict() == by_rule(options, history)
+
+
+@settings(max_examples=25)
+@given(options=rules, history=steps)
+def test_torch_amp_loads_what_jax_saved(options, history):
+    import torch
+
+    run = Jax(**options)
+    for found in history:
+        run.step(found)
+    saved = run.state_dict()
+    amp = torch.amp.GradScaler("cpu")
+    amp.load_state_dict(saved)
+    theirs = amp.state_dict()
+    assert theirs == {key: saved[key] for key in theirs}
+    assert Jax().scaler.load_state_dict(theirs).state_dict()["scale"] == saved["scale"]
+
+
+def test_what_torch_saves_as_a_file_jax_loads(tmp_path):
+    import torch
+
+    run = Torch(growth_interval=2)
+    for found in (GOOD, GOOD, GOOD, OVERFLOW, SPOILED):
+        run.step(found)
+    torch.save(run.state_dict(), tmp_path / "scaler.pt")
+    there = Jax()
+    there.load(torch.load(tmp_path / "scaler.pt", weights_only=True))
+    assert there.state_dict() == run.state_dict()
+    assert there.scaler.state.skips.tolist() == 2
+
+
+@pytest.mark.parametrize("kind", [Torch, Jax])
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("scale", 0.0, ValueError),
+        ("scale", float("inf"), ValueError),
+        ("growth_interval", 0, ValueError),
+        ("skips", -1, ValueError),
+        ("spoiled", 1.5, TypeError),
+        ("_growth_tracker", "three", TypeError),
+    ],
+)
+def test_what_is_wrong_is_refused_alike_and_changes_nothing(kind, key, value, error):
+    run = kind(growth_interval=2)
+    for found in (GOOD, OVERFLOW):
+        run.step(found)
+    before = run.state_dict()
+    with pytest.raises(error, match=key) as caught:
+        run.load(before | {key: value})
+    assert run.state_dict() == before
+    with pytest.raises(error) as core:
+        from_state_dict(before | {key: value})
+    assert str(caught.value) == str(core.value)
+
+
+def test_both_say_the_same_of_bfloat16():
+    import warnings
+
+    import jax
+    import torch
+
+    import polymp.jax
+    import polymp.torch
+    from polymp.gradients import NO_EFFECT
+
+    rule = {"growth_interval": 987654}  # the warning comes once for a rule
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with polymp.torch.autocast("cpu", dtype=torch.bfloat16):
+            polymp.torch.GradScaler("cpu", **rule).scale(torch.ones(1))
+        cost = polymp.jax.autocast(lambda w: (w * w).sum())
+        jax.grad(lambda w: polymp.jax.GradScaler(**rule).scale(cost(w)))(jax.numpy.ones(2))
+    assert [str(w.message) for w in caught] == [NO_EFFECT] * 2

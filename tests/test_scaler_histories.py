@@ -1,0 +1,561 @@
+"""One history, every implementation: the same scale, tracker and counters after every step.
+
+A history is a scaler's settings and a list of events: a step and what was found in it, another
+scale, another interval. `COLUMNS` lists the implementations, which all run the same 10,000
+histories; what they are held to, bit for bit, is the rule on Python numbers. Where torch.amp is
+sound, so is torch's own kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from polymp import scaling
+from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
+from tests.conftest import need
+
+# Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
+# the time.
+COUNT, ROWS, EXAMPLES, WIDTH = 10_000, 250, 46, 12
+
+# An event, by what is drawn for it; a zero is a good step, so that histories shrink to those.
+GOOD, OVERFLOW, LOST, LOST_ONLY, INTERVAL, SCALE = range(6)
+DRAWN = [GOOD] * 8 + [OVERFLOW] * 3 + [LOST, LOST, LOST_ONLY, INTERVAL, SCALE]
+FOUND = {  # gradients finite, loss finite
+    GOOD: (True, True),
+    OVERFLOW: (False, True),
+    LOST: (False, False),
+    LOST_ONLY: (True, False),
+}
+
+INTERVALS = (2, 1, 3, 5)
+SCALES = (2.0**16, 1.0, 3.0, 0.7, SMALLEST, LARGEST, 1e-30, 1e30, 40.0, 1 / 3)
+RULES = tuple(
+    map(
+        scaling.checked,
+        (
+            ScaleRule(),
+            ScaleRule(1.1, 0.7),
+            ScaleRule(2.0, 0.5, min_scale=0.125, max_scale=32.0, hysteresis=2),
+            ScaleRule(1.1, 0.7, min_scale=0.3, max_scale=44.4, hysteresis=1),
+            ScaleRule(3.0, 0.25, min_scale=1.0, max_scale=2.0**24),
+            ScaleRule(5.0, 0.1),  # grows by more than the kernel is asked for
+        ),
+    )
+)
+
+
+class Event(NamedTuple):
+    kind: int
+    interval: int  # in force from here on
+    scale: float  # what SCALE sets
+
+
+class History(NamedTuple):
+    rule: ScaleRule  # but for the interval
+    first: float
+    interval: int
+    events: tuple[Event, ...]
+
+
+def history(rule: ScaleRule, drawn: bytes) -> History:
+    """Read a history from `WIDTH` bytes: its first scale, first interval, length and events."""
+    start, length, *rest = drawn
+
+    def scale(at: int) -> float:
+        bounded = min(max(SCALES[at % len(SCALES)], rule.min_scale), rule.max_scale)
+        return float(scaling.as_float32(bounded))
+
+    interval = INTERVALS[start // 16 % len(INTERVALS)]
+    first, events = scale(start), []
+    now = interval
+    for byte in rest[: 3 + length % (len(rest) - 2)]:
+        kind = DRAWN[byte % len(DRAWN)]
+        now = INTERVALS[byte // 16 % len(INTERVALS)] if kind == INTERVAL else now
+        events.append(Event(kind, now, scale(byte // 16)))
+    return History(rule, first, interval, tuple(events))
+
+
+def histories(rule: ScaleRule, drawn: bytes) -> list[History]:
+    rows = [drawn[at : at + WIDTH] for at in range(0, len(drawn), WIDTH)]
+    return [history(rule, row) for row in rows]
+
+
+# --- the implementations: the state after every event --------------------------------------------
+
+States = list[tuple[float, ...]]  # scale, tracker, skips, spoiled, skipped
+Column = Callable[[list[History]], list[States]]
+
+
+def by_numbers(all_: list[History], step: Callable[..., ScaleState] = scaling.step) -> list[States]:
+    """The rule on Python numbers."""
+
+    def run(it: History) -> Iterator[ScaleState]:
+        state = ScaleState(it.first)
+        for event in it.events:
+            if event.kind in FOUND:
+                finite, loss = FOUND[event.kind]
+                rule = it.rule._replace(interval=event.interval)
+                state = step(rule, state, finite, loss_finite=loss)
+            elif event.kind == SCALE:
+                state = state._replace(scale=event.scale)
+            yield state
+
+    return [[tuple(map(float, state)) for state in run(it)] for it in all_]
+
+
+def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
+    """`GradScaler` around an optimizer; nothing reads its state before the end."""
+
+    def run(it: History) -> States:
+        import torch
+
+        from polymp.torch import GradScaler
+
+        rule = it.rule
+        scaler = GradScaler(
+            "cpu", it.first, rule.growth, rule.backoff, it.interval, min_scale=rule.min_scale,
+            max_scale=rule.max_scale, hysteresis=rule.hysteresis, **options,
+        )  # fmt: skip
+        weight = torch.ones((), requires_grad=True)
+        optimizer = make([weight])
+        kept = []
+        for event in it.events:
+            if event.kind == INTERVAL:
+                scaler.set_growth_interval(event.interval)
+            finite, loss = FOUND.get(event.kind, (True, True))
+            scaled = scaler.scale(_numbers()[loss, True])
+            if event.kind in FOUND:
+                # What backward gives for the loss times the weight; or times a root of 0.
+                weight.grad = scaler._scale * _numbers()[finite, False]
+                assert loss or bool(scaled.isnan())
+                scaler.step(optimizer)
+                scaler.update()
+            elif event.kind == SCALE:
+                scaler.update(event.scale)
+            kept.append(
+                torch.cat([scaler._scale.view(1), scaler._growth_tracker.view(1), scaler._counts])
+            )
+        saved = scaler.state_dict()
+        last = tuple(
+            float(saved[k]) for k in ("scale", "_growth_tracker", "skips", "spoiled", "skipped")
+        )
+        states = [tuple(row) for row in torch.stack(kept).tolist()]
+        assert states[-1] == last
+        return states
+
+    return lambda all_: [run(it) for it in all_]
+
+
+@cache
+def _numbers() -> dict[tuple[bool, bool], Any]:
+    """A loss (True) and a factor of a gradient (False), finite or not."""
+    import torch
+
+    values = {(True, True): 1.0, (False, True): np.nan, (True, False): 1.0, (False, False): np.inf}
+    return {key: torch.tensor(value) for key, value in values.items()}
+
+
+def host(all_: list[History]) -> list[States]:
+    import torch
+
+    return with_torch(lambda ws: torch.optim.SGD(ws, lr=0.1, foreach=False))(all_)
+
+
+def device(all_: list[History]) -> list[States]:
+    """By turns an optimizer whose step is undone, and a fused one, which skips by itself."""
+    import torch
+
+    undone = with_torch(lambda ws: torch.optim.SGD(ws, lr=0.1, foreach=False), skip_on="device")
+    fused = with_torch(lambda ws: torch.optim.SGD(ws, lr=0.1, fused=True))
+    return [(fused if at % 2 else undone)([it])[0] for at, it in enumerate(all_)]
+
+
+class Padded(NamedTuple):
+    """Up to `ROWS` histories of one rule side by side; those too short stand still.
+
+    Arrays [ROWS, events], of one shape always, so that nothing is compiled twice.
+    """
+
+    kind: np.ndarray
+    finite: np.ndarray
+    loss: np.ndarray
+    interval: np.ndarray
+    scale: np.ndarray
+
+
+def side_by_side(all_: list[History]) -> list[History]:
+    return all_ + all_[-1:] * (ROWS - len(all_))
+
+
+def padded(all_: list[History]) -> Padded:
+    most = WIDTH - 2
+    rest = Event(INTERVAL, 1, 1.0)
+    rows = [it.events + (rest,) * (most - len(it.events)) for it in side_by_side(all_)]
+    kind = np.array([[e.kind for e in row] for row in rows], np.int32)
+    found = np.array([[FOUND.get(k, (True, True)) for k in row] for row in kind.tolist()])
+    return Padded(
+        kind,
+        found[..., 0],
+        found[..., 1],
+        np.array([[e.interval for e in row] for row in rows], np.int32),
+        np.array([[e.scale for e in row] for row in rows], np.float32),
+    )
+
+
+def cut(all_: list[History], states: Any) -> list[States]:
+    """Lists of the states of each history from an array [ROWS, events, 5]."""
+    lists = np.asarray(states, np.float64).tolist()
+    return [
+        [tuple(state) for state in row[: len(it.events)]]
+        for it, row in zip(all_, lists, strict=False)
+    ]
+
+
+@cache
+def _compiled(rule: ScaleRule, backend: str) -> Any:
+    import torch
+
+    from polymp.backends.torch import updating
+
+    # The interval is a tensor here, so that a rule is compiled once.
+    @torch.compile(backend=backend, fullgraph=True, dynamic=False)
+    def update(interval: Any, *state_and_found: Any) -> None:
+        updating.update(rule._replace(interval=interval), *state_and_found)
+
+    return update
+
+
+def compiled(all_: list[History]) -> list[States]:
+    """The update on the device, compiled; a row of scales at once."""
+    import torch
+
+    it, rule = padded(all_), all_[0].rule
+    # One rule goes through the compiler of code, too: it is the one that could round otherwise.
+    update = _compiled(rule, "inductor" if rule.growth == 1.1 and rule.hysteresis else "eager")
+    scale = torch.tensor([h.first for h in side_by_side(all_)])
+    tracker = torch.zeros(ROWS, dtype=torch.int32)
+    counts = torch.zeros(3, ROWS)
+    kept = []
+    for at in range(it.kind.shape[1]):
+        kind = torch.tensor(it.kind[:, at])
+        state = [t.clone() for t in (scale, tracker, counts)]
+        bad_loss = torch.tensor(~it.loss[:, at]).float()
+        found = torch.maximum(torch.tensor(~it.finite[:, at]).float(), bad_loss)
+        update(torch.tensor(it.interval[:, at]), *state, found, bad_loss)
+        stepped = kind < INTERVAL
+        for old, new in zip((scale, tracker, counts), state, strict=True):
+            old.copy_(torch.where(stepped, new, old))
+        scale.copy_(torch.where(kind == SCALE, torch.tensor(it.scale[:, at]), scale))
+        kept.append(torch.cat([scale[None], tracker[None], counts]).T.clone())
+    return cut(all_, torch.stack(kept, 1).numpy())
+
+
+@cache
+def _with_interval(rule: ScaleRule, interval: int) -> Any:
+    from polymp.jax import GradScaler
+
+    return GradScaler(
+        rule.min_scale, rule.growth, rule.backoff, interval,
+        min_scale=rule.min_scale, max_scale=rule.max_scale, hysteresis=rule.hysteresis,
+    )  # fmt: skip
+
+
+def _of(rule: ScaleRule, interval: int, leaves: Iterable[Any]) -> Any:
+    """A scaler from its leaves, under a rule that is part of its structure."""
+    import jax
+
+    return jax.tree.unflatten(jax.tree.structure(_with_interval(rule, interval)), list(leaves))
+
+
+def _in_jax(advance: Callable[..., Any]) -> Column:
+    """One history after the other, event by event."""
+
+    def run(it: History) -> States:
+        import jax
+        import jax.numpy as jnp
+
+        fresh = jax.tree.leaves(_with_interval(it.rule, it.interval))
+        scaler = _of(it.rule, it.interval, [jnp.float32(it.first), *fresh[1:]])
+        kept = []
+        for event in it.events:
+            leaves = jax.tree.leaves(scaler)
+            if event.kind in FOUND:
+                scaler = advance(scaler, *FOUND[event.kind])
+            elif event.kind == SCALE:
+                scaler = _of(it.rule, event.interval, [jnp.float32(event.scale), *leaves[1:]])
+            else:
+                scaler = _of(it.rule, event.interval, leaves)
+            kept.append(jax.tree.leaves(scaler))
+        return [tuple(float(x) for x in leaves) for leaves in kept]
+
+    return lambda all_: [run(it) for it in all_]
+
+
+def eager(all_: list[History]) -> list[States]:
+    import jax.numpy as jnp
+
+    one = {value: jnp.asarray(value) for value in (True, False)}
+    return _in_jax(lambda s, finite, loss: s.update(one[finite], loss_finite=one[loss]))(all_)
+
+
+def _train(scaler: Any, finite: Any, loss: Any) -> Any:
+    """A step of training by a loss whose gradient is 1, Inf, or, with the loss, NaN."""
+    import jax
+    import jax.numpy as jnp
+
+    value = jnp.where(loss, 1.0, jnp.nan)
+    grads = scaler.state.scale * jnp.where(finite, 1.0, jnp.inf)
+    _, scaler, _ = scaler.step(grads, lambda g, w: w - g, jnp.float32(1), loss=value)
+    assert isinstance(scaler.state.scale, jax.Array)
+    return scaler
+
+
+@cache
+def _jitted() -> Any:
+    import jax
+
+    return jax.jit(_train)
+
+
+def jit(all_: list[History]) -> list[States]:
+    return _in_jax(lambda *args: _jitted()(*args))(all_)
+
+
+@cache
+def _scanned(rule: ScaleRule) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def under(interval: int) -> Callable[..., Any]:
+        return lambda state, *found: _train(_of(rule, interval, state), *found).state
+
+    def one(first: Any, events: Any) -> Any:
+        def body(state: ScaleState, event: Padded) -> Any:
+            at = jnp.argmax(event.interval == jnp.asarray(INTERVALS))
+            after = jax.lax.switch(at, [*map(under, INTERVALS)], state, event.finite, event.loss)
+            stepped = event.kind < INTERVAL
+            after = jax.tree.map(lambda new, old: jnp.where(stepped, new, old), after, state)
+            after = after._replace(scale=jnp.where(event.kind == SCALE, event.scale, after.scale))
+            return after, jnp.stack([x.astype(jnp.float32) for x in after])
+
+        start = ScaleState(first, *(jnp.int32(0) for _ in range(4)))
+        return jax.lax.scan(body, start, events)[1]
+
+    return jax.jit(jax.vmap(one))
+
+
+def scan(all_: list[History]) -> list[States]:
+    """Whole histories as one scan, all of them side by side."""
+    first = np.array([it.first for it in side_by_side(all_)], np.float32)
+    return cut(all_, _scanned(all_[0].rule)(first, padded(all_)))
+
+
+COLUMNS: dict[str, Column] = {
+    "torch, host": host,
+    "torch, device": device,
+    "torch, compiled": compiled,
+    "jax, eager": eager,
+    "jax, jit": jit,
+    "jax, scan": scan,
+}
+
+
+# --- the tests -----------------------------------------------------------------------------------
+
+
+def all_alike(all_: list[History], expected: list[States], found: list[States]) -> None:
+    """Raise with the first history in which the states differ, up to the event where they do."""
+    assert len(all_) == len(expected) == len(found)
+    for it, wanted, got in zip(all_, expected, found, strict=True):
+        if wanted != got:
+            at = [a == b for a, b in zip(wanted, got, strict=True)].index(False)
+            raise AssertionError(
+                f"{it._replace(events=it.events[: at + 1])}\n{got[at]} is not {wanted[at]}"
+            )
+
+
+def run_all(check: Callable[[list[History]], None]) -> None:
+    """Draw 10,000 different histories and hand them to the check, many at a time."""
+    seen: set[History] = set()
+    used: set[ScaleRule] = set()
+
+    # Not shrunk, for that takes minutes: `all_alike` shows one history, up to where it fails.
+    @settings(max_examples=EXAMPLES, phases=[Phase.generate])
+    @given(st.integers(0, EXAMPLES), st.binary(min_size=ROWS * WIDTH, max_size=ROWS * WIDTH))
+    def draw(which: int, drawn: bytes) -> None:
+        rule = RULES[which % len(RULES)]
+        new = dict.fromkeys(it for it in histories(rule, drawn) if it not in seen)
+        if new:
+            check([*new])
+        seen.update(new)
+        used.add(rule)
+
+    draw()
+    assert len(seen) >= COUNT
+    assert used == set(RULES)
+
+
+# Torch's own code warns when its compiler is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("column", COLUMNS)
+def test_every_implementation_follows_the_rule_bit_for_bit(column: str) -> None:
+    need(column.split(",")[0])
+    run_all(lambda all_: all_alike(all_, by_numbers(all_), COLUMNS[column](all_)))
+
+
+def sound(it: History, states: States) -> int:
+    """How many events of a history torch.amp gets right: none of what the rule is there for."""
+    tracker, scale = 0.0, it.first
+    rule = it.rule
+    for at, (event, state) in enumerate(zip(it.events, states, strict=True)):
+        product = scale * (rule.growth if event.kind == GOOD else rule.backoff)
+        if event.kind in (LOST, LOST_ONLY) or (event.kind == OVERFLOW and rule.hysteresis):
+            return at
+        if event.kind in FOUND:
+            if tracker >= event.interval or not rule.min_scale <= product <= rule.max_scale:
+                return at
+        scale, tracker = state[:2]
+    return len(it.events)
+
+
+def by_torch_s_kernel(it: History, count: int) -> list[tuple[float, ...]]:
+    """Scale and tracker after each of the first events, as torch.amp has them."""
+    import torch
+
+    scale, tracker = torch.tensor(it.first), torch.tensor(0, dtype=torch.int32)
+    states = []
+    for event in it.events[:count]:
+        if event.kind in FOUND:
+            found = torch.tensor(float(event.kind != GOOD))
+            torch._amp_update_scale_(
+                scale, tracker, found, it.rule.growth, it.rule.backoff, event.interval
+            )
+        elif event.kind == SCALE:
+            scale.fill_(event.scale)
+        states.append((scale.item(), float(tracker.item())))
+    return states
+
+
+def agrees_with_torch(all_: list[History], states: list[States]) -> int:
+    """Raise where torch.amp is sound and differs; how many events were compared."""
+    compared = 0
+    for it, ours in zip(all_, states, strict=True):
+        count = sound(it, ours)
+        theirs = by_torch_s_kernel(it, count)
+        assert [state[:2] for state in ours[:count]] == theirs, it
+        compared += count
+    return compared
+
+
+def test_where_torch_amp_is_sound_the_rule_is_torch_s() -> None:
+    need("torch")
+    compared = []
+    run_all(lambda all_: compared.append(agrees_with_torch(all_, by_numbers(all_))))
+    assert sum(compared) > COUNT
+
+
+# --- the tests can fail --------------------------------------------------------------------------
+
+MUTATIONS = {
+    "equality with the interval": ("tracker + 1 >= rule.interval", "tracker + 1 == rule.interval"),
+    "one good step too many": ("tracker + 1 >= rule.interval", "tracker >= rule.interval"),
+    "backs off before hysteresis is used up": ("> rule.hysteresis", ">= rule.hysteresis"),
+    "no hysteresis": ("> rule.hysteresis", "> 0"),
+    "hysteresis counts lost losses": ("skips - spoiled > rule", "skips > rule"),
+    "growth in float32": (
+        "as_float32(scale * rule.growth)",
+        "float(np.float32(scale) * np.float32(rule.growth))",
+    ),
+    "backoff in float32": (
+        "as_float32(scale * rule.backoff)",
+        "float(np.float32(scale) * np.float32(rule.backoff))",
+    ),
+    "growth is not rounded": ("as_float32(scale * rule.growth)", "scale * rule.growth"),
+    "no upper bound": ("where(grown < rule.max_scale, grown, rule.max_scale)", "grown"),
+    "stops short of the upper bound": (
+        "where(grown < rule.max_scale, grown, rule.max_scale)",
+        "where(grown < rule.max_scale, grown, scale)",
+    ),
+    "no lower bound": ("where(lowered > rule.min_scale, lowered, rule.min_scale)", "lowered"),
+    "a lost loss lowers the scale": ("where(loss_finite, down, scale)", "down"),
+    "a lost loss ends the good streak": ("where(loss_finite, zero, tracker)", "zero"),
+    "an overflow does not end the good streak": ("where(loss_finite, zero, tracker)", "tracker"),
+    "growth does not end the good streak": ("where(due, zero, tracker + 1)", "tracker + 1"),
+    "skips go on": ("where(good, zero, skips + 1)", "where(good, skips, skips + 1)"),
+    "spoiled goes on": (
+        "where(good, zero, where(loss_finite, spoiled, spoiled + 1))",
+        "where(loss_finite, spoiled, spoiled + 1)",
+    ),
+    "an overflow resets spoiled": (
+        "where(loss_finite, spoiled, spoiled + 1)",
+        "where(loss_finite, zero, spoiled + 1)",
+    ),
+    "skipped counts overflows alone": (
+        "where(good, skipped, skipped + 1)",
+        "where(loss_finite & (finite == False), skipped + 1, skipped)",
+    ),
+    "only gradients are looked at": ("good = finite & loss_finite", "good = finite"),
+}  # fmt: skip
+
+
+def mutated(old: str, new: str) -> Callable[..., ScaleState]:
+    source = inspect.getsource(scaling.step)
+    assert source.count(old) == 1, f"the rule does not say {old!r} any more, or more than once"
+    names = {**vars(scaling), "np": np}
+    exec(compile(source.replace(old, new), "mutated", "exec"), names)
+    step: Callable[..., ScaleState] = names["step"]
+    return step
+
+
+def fixed() -> list[History]:
+    rows = random.Random(0)
+    return [it for rule in RULES for it in histories(rule, rows.randbytes(ROWS * WIDTH))]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_a_wrong_rule_is_noticed(name: str) -> None:
+    all_ = fixed()
+    all_alike(all_, by_numbers(all_), by_numbers(all_))
+    with pytest.raises(AssertionError, match="is not"):
+        all_alike(all_, by_numbers(all_), by_numbers(all_, mutated(*MUTATIONS[name])))
+
+
+@pytest.mark.parametrize("field", range(len(ScaleState._fields)), ids=ScaleState._fields)
+def test_one_wrong_number_is_noticed(field: int) -> None:
+    all_ = fixed()[:2]
+    wrong = by_numbers(all_)
+    last = list(wrong[1][-1])
+    last[field] = float(np.nextafter(last[field], np.inf))
+    wrong[1][-1] = tuple(last)
+    with pytest.raises(AssertionError, match="is not"):
+        all_alike(all_, by_numbers(all_), wrong)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one good step too many",
+        "growth in float32",
+        "backoff in float32",
+        "growth is not rounded",
+        "growth does not end the good streak",
+        "an overflow does not end the good streak",
+    ],
+)
+def test_torch_s_kernel_notices_a_wrong_rule(name: str) -> None:
+    need("torch")
+    all_ = fixed()
+    with pytest.raises(AssertionError):
+        agrees_with_torch(all_, by_numbers(all_, mutated(*MUTATIONS[name])))

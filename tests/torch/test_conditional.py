@@ -1,0 +1,424 @@
+"""`conditional.step`: every optimizer of torch, taken or undone on the device, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polymp.backends.torch import conditional
+from polymp.torch import GradScaler
+
+# torch's SparseAdam and Adagrad make sparse tensors without saying whether they are to be checked.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+NEVER, ELSEWHERE, ALWAYS = "never", "unless found on the CPU", "always"
+Make = Callable[[Any], optim.Optimizer]
+CAPTURABLE = (
+    optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.ASGD,
+    optim.RMSprop, optim.Rprop,
+)  # fmt: skip
+
+# Every optimizer of torch, and when its step waits for the finding once its state is there.
+OPTIMIZERS: dict[str, tuple[Make, str]] = {
+    "SGD": (partial(optim.SGD, lr=0.1), NEVER),
+    "SGD, momentum": (partial(optim.SGD, lr=0.1, momentum=0.9), NEVER),
+    "SGD, dampening": (partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), NEVER),
+    "SGD, nesterov": (partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), NEVER),
+    "Muon": (partial(optim.Muon, lr=0.1), NEVER),
+    "Adagrad": (optim.Adagrad, ELSEWHERE),
+    "Adafactor": (optim.Adafactor, ELSEWHERE),
+    "SparseAdam": (optim.SparseAdam, ALWAYS),
+    "Adam, amsgrad": (partial(optim.Adam, amsgrad=True), ELSEWHERE),
+    "RMSprop, centered": (partial(optim.RMSprop, centered=True, momentum=0.9), ELSEWHERE),
+    "lr is a tensor": (partial(optim.AdamW, lr=torch.tensor(0.1), foreach=False), ELSEWHERE),
+}
+for kind in CAPTURABLE:
+    waits = NEVER if kind is optim.ASGD else ELSEWHERE  # ASGD reads its count of steps itself
+    OPTIMIZERS[kind.__name__] = (partial(kind, foreach=False), waits)
+    OPTIMIZERS[f"{kind.__name__}, foreach"] = (partial(kind, foreach=True), waits)
+    OPTIMIZERS[f"{kind.__name__}, capturable"] = (partial(kind, capturable=True), NEVER)
+    OPTIMIZERS[f"{kind.__name__}, capturable foreach"] = (
+        partial(kind, capturable=True, foreach=True), NEVER,
+    )  # fmt: skip
+every = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@pytest.fixture(autouse=True)
+def capturable_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows `capturable` on accelerators only, but what it does works on the CPU."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+            monkeypatch.setattr(
+                module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda"]
+            )
+
+
+def weights(name: str) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    shapes = [(3, 4), (2, 2), (1, 3)] if name == "Muon" else [(3, 4), (5,), ()]
+    return [torch.randn(s, generator=random).requires_grad_() for s in shapes]
+
+
+def give(name: str, params: list[torch.Tensor], at: int, *, bad: bool) -> None:
+    """New gradients; the last parameter has none at first."""
+    random = torch.Generator().manual_seed(at)
+    for i, p in enumerate(params):
+        if i == len(params) - 1 and at < 3:
+            continue
+        p.grad = torch.randn(p.shape, generator=random)
+        if bad:
+            p.grad.view(-1)[0] = (float("inf"), float("nan"), float("-inf"))[i]
+        if name == "SparseAdam" and p.dim():
+            p.grad = p.grad.to_sparse(1)
+
+
+def everything(params: list[torch.Tensor], optimizer: optim.Optimizer) -> Any:
+    states = [optimizer.state.get(p, {}) for p in params]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return copy.deepcopy([[p.detach() for p in params], states, groups])
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return (
+            isinstance(theirs, torch.Tensor)
+            and ours.dtype is theirs.dtype
+            and ours.reshape(-1).view(torch.uint8).equal(theirs.reshape(-1).view(torch.uint8))
+        )
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in ours.items())
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def makes(name: str) -> Any:
+    make = OPTIMIZERS[name][0]
+    if name == "SparseAdam":  # takes no scalars
+        return lambda params: make([p for p in params if p.dim()])
+    return make
+
+
+HISTORIES = ("1011010001", "0110100010")
+
+
+def first_difference(name: str, history: str, step: Any) -> int | None:
+    """The first iteration after which a twin, not stepped at all where it is bad, is different."""
+    (ours, mine), (theirs, plain) = (
+        (params, makes(name)(params)) for params in (weights(name), weights(name))
+    )
+    for at, bad in enumerate(history):
+        for params in (ours, theirs):
+            give(name, params, at, bad=bad == "1")
+        step(mine, torch.tensor(float(bad)))
+        if bad == "0":
+            plain.step()
+        if not same(everything(ours, mine), everything(theirs, plain)):
+            return at
+    return None
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@every
+def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:
+    assert first_difference(name, history, conditional.step) is None
+
+
+# --- steps that are wrong ------------------------------------------------------------------------
+
+
+def never_skips(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
+    optimizer.step()
+
+
+def always_skips(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
+    conditional.step(optimizer, torch.ones(()))
+
+
+def keeps_the_state(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
+    """Undoes the parameters only."""
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    if found:
+        for p, was in zip(params, before, strict=True):
+            p.data.copy_(was)
+
+
+def by_arithmetic(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
+    """Undoes by a product, into which NaN runs."""
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    for p, was in zip(params, before, strict=True):
+        p.data.copy_(found * was + (1 - found) * p)
+
+
+@pytest.mark.parametrize("step", [never_skips, always_skips, keeps_the_state, by_arithmetic])
+@pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "Rprop", "SparseAdam"])
+def test_a_wrong_step_is_seen(name: str, step: Any) -> None:
+    assert first_difference(name, HISTORIES[0], step) is not None
+
+
+# --- who waits -----------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op is torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+
+def reads(step: Callable[[], Any]) -> int:
+    with Reads() as mode:
+        step()
+    return mode.count
+
+
+@every
+def test_the_first_step_waits_and_later_ones_as_listed(name: str) -> None:
+    """On the CPU; values that the optimizer reads by itself do not count."""
+    (ours, mine), (theirs, plain) = (
+        (params, makes(name)(params)) for params in (weights(name), weights(name))
+    )
+    waits = []
+    for at in range(3, 8):
+        for params in (ours, theirs):
+            give(name, params, at, bad=False)
+        found = torch.zeros(())
+        waits.append(reads(lambda f=found: conditional.step(mine, f)) - reads(plain.step))
+    first = name not in ("SGD", "Adagrad")  # which make no state in a step
+    later = OPTIMIZERS[name][1] == ALWAYS
+    assert waits == [int(first)] + [int(later)] * 4
+
+
+@every
+def test_what_is_kept_where_and_as_what_says_who_waits(name: str) -> None:
+    """On a device of another kind: a count on the CPU has to wait, one that is a number always."""
+    params = [p.detach().to("meta").requires_grad_() for p in weights(name)]
+    optimizer = makes(name)(params)
+    lists: list[list[Any]] = [[] for _ in range(8)]
+    if name == "SparseAdam":
+        for p in params:  # it has no function that makes state
+            optimizer.state[p]["step"] = 0
+    else:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        make: Any = optimizer._init_group
+        used = len(inspect.signature(make).parameters) - 1
+        make(optimizer.param_groups[0], *lists[:used])
+    values = [v for state in optimizer.state.values() for v in state.values()]
+    numbers = any(isinstance(v, (int, float)) for v in values)
+    on_cpu = any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values)
+    assert (ALWAYS if numbers else ELSEWHERE if on_cpu else NEVER) == OPTIMIZERS[name][1]
+    kind = type(optimizer).__name__
+    rows = (conditional.__doc__ or "").split("\n\n")[3]
+    assert kind in rows
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    there = {
+        n for n, v in vars(optim).items()
+        if isinstance(v, type) and issubclass(v, optim.Optimizer) and v is not optim.Optimizer
+    }  # fmt: skip
+    tried = {type(makes(name)(weights(name))).__name__ for name in OPTIMIZERS}
+    assert there - tried == {"LBFGS"}  # which needs a closure
+
+
+def test_a_finding_goes_to_the_cpu_only_by_waiting() -> None:
+    """A copy to the CPU that nobody waits for would be read before it is there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    seen: list[tuple[str, bool]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if op is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+                seen.append((str(kwargs["device"]), kwargs.get("non_blocking", False)))
+            return op(*args, **kwargs)
+
+    class Counts(optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["step"].add_(1)
+
+    with FakeTensorMode():
+        w = torch.ones(2, device="cuda:0", requires_grad=True)
+        w.grad = torch.ones_like(w)
+        optimizer = Counts([w], {})
+        for device in ("cuda:0", "cpu"):
+            optimizer.state[w]["step"] = torch.zeros((), device=device)
+            with Copies():
+                conditional.step(optimizer, torch.zeros((), device="cuda:0"))
+    assert seen == [("cuda:0", True), ("cuda:0", True), ("cpu", False)]
+
+
+# --- what is not torch's own ---------------------------------------------------------------------
+
+
+class KeepsLists(optim.Optimizer):
+    """Its history cannot be put back by exchanging tensors."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> str:  # type: ignore[override]
+        self.steps += 1
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("history", []).append(p.grad.clone())
+        return "stepped"
+
+
+def test_an_optimizer_with_a_list_in_its_state_is_not_stepped_before_the_host_knows() -> None:
+    w = torch.ones(2, requires_grad=True)
+    w.grad = torch.ones(2)
+    optimizer = KeepsLists([w], {})
+    optimizer.state[w]["history"] = []
+    assert conditional.step(optimizer, torch.ones(())) is None
+    assert (optimizer.steps, optimizer.state[w]["history"]) == (0, [])
+    assert conditional.step(optimizer, torch.zeros(())) == "stepped"
+    assert len(optimizer.state[w]["history"]) == 1
+
+
+class CountsInItsGroup(optim.Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] *= 2.0
+
+
+def test_numbers_of_a_group_are_put_back() -> None:
+    w = torch.ones(2, requires_grad=True)
+    w.grad = torch.ones(2)
+    optimizer = CountsInItsGroup([w], {"k": 0, "d": 1.0})
+    for found in (0.0, 1.0, 0.0, 1.0):
+        assert reads(lambda f=found: conditional.step(optimizer, torch.tensor(f))) == 1
+    assert (optimizer.param_groups[0]["k"], optimizer.param_groups[0]["d"]) == (2, 4.0)
+
+
+def test_a_state_that_says_none_is_put_back() -> None:
+    w = torch.ones(2, requires_grad=True)
+    w.grad = torch.ones(2)
+    optimizer = optim.SGD([w], lr=0.5, momentum=0.9)
+    optimizer.state[w]["momentum_buffer"] = None
+    conditional.step(optimizer, torch.ones(()))
+    assert (w.tolist(), optimizer.state[w]) == ([1.0, 1.0], {"momentum_buffer": None})
+    conditional.step(optimizer, torch.zeros(()))
+    assert (w.tolist(), optimizer.state[w]["momentum_buffer"].tolist()) == ([0.5, 0.5], [1.0, 1.0])
+
+
+def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
+    """What it costs: nothing is copied of a parameter without a gradient."""
+    copied = 0
+
+    class Clones(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal copied
+            copied += args[0].numel() if op is torch.ops.aten.clone.default else 0
+            return op(*args, **(kwargs or {}))
+
+    params = [torch.ones(7, requires_grad=True), torch.ones(100, requires_grad=True)]
+    optimizer = optim.Adam(params, foreach=False)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    params[1].grad = None
+    with Clones():
+        conditional.step(optimizer, torch.ones(()))
+    assert copied == 3 * 7 + 1  # the parameter, two moments, the count of steps
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A process group of this process only, and its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, about its functions
+@pytest.mark.parametrize("foreach", [False, True])
+def test_dtensors(alone: Any, foreach: bool) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def made() -> tuple[torch.Tensor, optim.Optimizer]:
+        w = distribute_tensor(torch.arange(6.0).reshape(3, 2), alone, [Shard(0)])
+        w = torch.nn.Parameter(w)
+        return w, optim.AdamW([w], foreach=foreach)
+
+    (ours, mine), (theirs, plain) = made(), made()
+    for at, bad in enumerate("1001101"):
+        for w in (ours, theirs):
+            grad = torch.full((3, 2), float("nan") if bad == "1" else at + 1.0)
+            w.grad = distribute_tensor(grad, alone, [Shard(0)])
+        conditional.step(mine, torch.tensor(float(bad)))
+        if bad == "0":
+            plain.step()
+        assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+        states = mine.state.get(ours, {}), plain.state.get(theirs, {})
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[0].items():
+            value, expected = (getattr(v, "_local_tensor", v) for v in (value, states[1][key]))
+            assert torch.equal(value, expected)
+
+
+# --- asked for by the scaler ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum", "AdamW", "Adam, capturable", "SparseAdam"])
+def test_a_scaler_gives_the_same_whether_host_or_device_skips(name: str) -> None:
+    def run(skip_on: Any) -> Any:
+        params = weights(name)
+        optimizer = makes(name)(params)
+        scaler = GradScaler("cpu", 8.0, growth_interval=2, skip_on=skip_on)
+        log = []
+        for at, bad in enumerate("10011000101"):
+            give(name, params, at, bad=bad == "1")
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            log.append(scaler.step_skipped(optimizer).item())
+            scaler.update()
+            log.append(scaler.state_dict())
+        return [log, everything(params, optimizer)]
+
+    assert same(run("host"), run("device"))
+    assert same(run("host"), run("auto"))
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
+def test_a_step_that_raises_is_undone_where_it_was_to_be_skipped(steps: int, found: float) -> None:
+    w = torch.ones(2, requires_grad=True)
+    optimizer = optim.Adam([w], lr=0.5)
+    w.grad = torch.ones(2)
+    for _ in range(steps):
+        optimizer.step()
+    before, was = w.tolist(), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.register_step_post_hook(lambda *_: 1 // 0)
+    w.grad = torch.full((2,), float("nan") if found else 1.0)
+    with pytest.raises(ZeroDivisionError):
+        conditional.step(optimizer, torch.tensor(found))
+    assert w.isfinite().all()
+    assert (w.tolist() == before) == bool(found)
+    if found:
+        assert str(optimizer.state_dict()["state"]) == str(was)

@@ -1,0 +1,88 @@
+"""A fused SGD whose first step is skipped: its momentum must not be what the memory held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from polymp.backends.torch import fused
+from polymp.torch import GradScaler
+
+# What the gradients are, before they are scaled: the first two steps are skipped.
+HISTORY = (float("inf"), float("nan"), 1.0, -0.5, 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_is_zero_by_chance() -> Iterator[None]:
+    """In this mode torch fills with NaN what it makes without a value."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(kind: Any, late: bool = False, **options: Any) -> tuple[list[list[float]], float]:
+    """Both parameters after each step, and the last scale; `late`: one's gradient comes later."""
+    params = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    optimizer = torch.optim.SGD(params, lr=0.25, **options)
+    scaler = kind("cpu", init_scale=2.0**10)
+    seen = []
+    for at, value in enumerate(HISTORY):
+        optimizer.zero_grad()
+        used = params[:1] if late and at < 3 else params
+        scale = scaler.scale(torch.ones(()))
+        for p in used:
+            p.grad = torch.full_like(p, value) * scale
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [p.tolist() for p in params]
+    return seen, scaler.get_scale()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"momentum": 0.5},
+    {"momentum": 0.5, "dampening": 0.25},
+    {"momentum": 0.5, "nesterov": True, "weight_decay": 0.125},
+    {"momentum": 0.5, "maximize": True},
+    {},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_steps_are_those_of_an_sgd_that_is_not_fused(options: dict[str, Any]) -> None:
+    expected = train(torch.amp.GradScaler, fused=False, foreach=False, **options)
+    assert train(GradScaler, fused=True, **options) == expected
+    assert expected[1] == 256.0
+
+
+def test_a_parameter_may_have_its_first_gradient_later() -> None:
+    expected = train(torch.amp.GradScaler, True, fused=False, foreach=False, momentum=0.5)
+    assert train(GradScaler, True, fused=True, momentum=0.5) == expected
+
+
+def test_torch_reads_what_the_memory_held() -> None:
+    seen, _ = train(torch.amp.GradScaler, fused=True, momentum=0.5)
+    assert str(seen[-1]) == "[nan, nan]"
+
+
+def test_that_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "may_step", lambda optimizer, found: True)
+    seen, _ = train(GradScaler, fused=True, momentum=0.5)
+    assert str(seen[-1]) == "[nan, nan]"
+
+
+def test_nothing_waits_without_dampening() -> None:
+    """Reading the finding would raise: a tensor on the device meta has no value."""
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    found = torch.zeros((), device="meta")
+    plain = torch.optim.SGD([p], lr=0.1, momentum=0.5, fused=True)
+    assert fused.may_step(plain, found)
+    assert plain.state[p]["momentum_buffer"].tolist() == [0.0, 0.0]
+    damped = torch.optim.SGD([p], lr=0.1, momentum=0.5, dampening=0.1, fused=True)
+    with pytest.raises(RuntimeError, match="meta"):
+        fused.may_step(damped, found)
+    assert fused.may_step(torch.optim.AdamW([p], fused=True), found)

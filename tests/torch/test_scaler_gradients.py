@@ -1,0 +1,327 @@
+"""Gradients of every kind: formats, layouts, and optimizers that have some of each or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polymp.torch import GradScaler
+
+INF, NAN = float("inf"), float("nan")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*invariant checks:UserWarning")
+REAL = (torch.float32, torch.bfloat16, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+EVERY = (*REAL, torch.float16, *COMPLEX)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Values that every format holds: the scaled ones are 2**10 times as large.
+VALUES = (0.0, -0.0, 1.0, -2.5, 2.0**-20, 60.0, -(2.0**-24))
+
+
+def bits(t: torch.Tensor) -> list[int]:
+    dense = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return real.contiguous().view(BITS[real.element_size()]).reshape(-1).tolist()
+
+
+def values(dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    real = torch.tensor(VALUES, dtype=torch.float64) * scale
+    if dtype.is_complex:
+        return torch.complex(real, real.flip(0)).to(dtype)
+    return real.to(dtype)
+
+
+def dense(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    p = torch.zeros(len(VALUES), dtype=dtype, requires_grad=True)
+    p.grad = values(dtype, scale)
+    return p
+
+
+def transposed(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """The gradient is not contiguous."""
+    p = torch.zeros(len(VALUES), 2, dtype=dtype, requires_grad=True)
+    p.grad = torch.stack([values(dtype, scale), values(dtype, scale).flip(0)]).t()
+    assert not p.grad.is_contiguous()
+    return p
+
+
+def conjugated(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """The gradient is a lazy conjugate, where the format has one."""
+    p = torch.zeros(len(VALUES), dtype=dtype, requires_grad=True)
+    p.grad = values(dtype, scale).conj()
+    assert p.grad.is_conj() == dtype.is_complex
+    return p
+
+
+def coalesced(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    p = torch.zeros(20, dtype=dtype, requires_grad=True)
+    where = torch.arange(len(VALUES))[None] * 2
+    p.grad = torch.sparse_coo_tensor(where, values(dtype, scale), (20,)).coalesce()
+    return p
+
+
+def uncoalesced(dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Two entries for one place, whose sum counts."""
+    p = torch.zeros(20, dtype=dtype, requires_grad=True)
+    where = torch.tensor([[0, 3, 5, 7, 9, 3, 19]])
+    p.grad = torch.sparse_coo_tensor(where, values(dtype, scale), (20,))
+    assert not p.grad.is_coalesced()
+    return p
+
+
+KINDS: dict[str, Callable[[torch.dtype, float], torch.Tensor]] = {
+    f.__name__: f for f in (dense, transposed, conjugated, coalesced, uncoalesced)
+}
+every = pytest.mark.parametrize("dtype", EVERY, ids=str)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def ready(scale: float = 1024.0, **options: Any) -> GradScaler:
+    scaler = GradScaler("cpu", **{"init_scale": scale, "allow_fp16": True} | options)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def unscaled(scaler: Any, params: list[torch.Tensor]) -> bool:
+    """Whether Inf or NaN was found."""
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(float(f) for f in found.values())
+
+
+@kinds
+@every
+def test_by_a_power_of_two_gradients_come_out_as_they_were(dtype, kind) -> None:
+    p, wanted = KINDS[kind](dtype, 1024.0), KINDS[kind](dtype, 1.0)
+    assert not unscaled(ready(), [p])
+    assert p.grad.dtype is dtype
+    assert p.grad.layout is wanted.grad.layout
+    assert bits(p.grad) == bits(wanted.grad)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("scale", [3.0, 65536.0, 1.1])
+def test_bit_for_bit_what_torch_unscales(dtype, kind, scale) -> None:
+    ours, theirs = KINDS[kind](dtype, 1.0), KINDS[kind](dtype, 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(()))
+    assert unscaled(ready(scale), [ours]) == unscaled(scaler, [theirs]) is False
+    assert bits(ours.grad) == bits(theirs.grad)
+
+
+@pytest.mark.parametrize("kind", ["dense", "coalesced"])
+def test_float16_and_complex_are_those_of_torchs_kernel(kind) -> None:
+    """torch refuses them in its scaler; its kernel takes their values."""
+    for dtype in (torch.float16, *COMPLEX):
+        p, q = KINDS[kind](dtype, 1.0), KINDS[kind](dtype, 1.0)
+        unscaled(ready(3.0), [p])
+        raw = q.grad if kind == "dense" else q.grad._values()
+        raw = torch.view_as_real(raw) if dtype.is_complex else raw
+        inverse = torch.tensor(3.0).double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_([raw], torch.zeros(()), inverse)
+        assert bits(p.grad) == bits(q.grad)
+
+
+@every
+@kinds
+@given(
+    at=st.integers(0, len(VALUES) - 1),
+    bad=st.sampled_from([INF, -INF, NAN]),
+    part=st.booleans(),
+)
+def test_one_bad_value_is_found_anywhere(dtype, kind, at, bad, part) -> None:
+    p = KINDS[kind](dtype, 1.0)
+    raw = p.grad if p.grad.layout is torch.strided else p.grad._values()
+    with torch.no_grad():
+        raw[at] = complex(1.0, bad) if dtype.is_complex and part else bad
+    good = [KINDS[k](dtype, 1.0) for k in KINDS]
+    assert unscaled(ready(), [*good[:2], p, *good[2:]])
+    assert not unscaled(ready(), good)
+
+
+def test_float16_gradients_are_refused_unless_asked_for_and_nothing_has_changed() -> None:
+    for kind in KINDS:
+        first, p = dense(torch.float32, 1024.0), KINDS[kind](torch.float16, 1024.0)
+        before = bits(first.grad), bits(p.grad)
+        optimizer = torch.optim.SGD([first, p], lr=1.0)
+        with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
+            ready(allow_fp16=False).unscale_(optimizer)
+        assert (bits(first.grad), bits(p.grad)) == before
+
+
+def test_float16_entries_of_one_place_that_overflow_together_are_found() -> None:
+    p = torch.zeros(4, dtype=torch.float16, requires_grad=True)
+    each = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
+    p.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), each, (4,))
+    assert unscaled(ready(), [p])
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
+@pytest.mark.filterwarnings("ignore:.*in beta state:UserWarning")
+def test_compressed_gradients(layout) -> None:
+    make = {
+        "csr": lambda t: t.to_sparse_csr(),
+        "csc": lambda t: t.to_sparse_csc(),
+        "bsr": lambda t: t.to_sparse_bsr((2, 2)),
+        "bsc": lambda t: t.to_sparse_bsc((2, 2)),
+    }[layout]
+    for spoil in (False, True):
+        raw = torch.tensor([[1024.0, 0, 0, 0], [0, 512.0, 0, 0]])
+        if spoil:
+            raw[1, 1] = NAN
+        p = make(torch.zeros(2, 4)).requires_grad_()
+        p.grad = make(raw)
+        assert unscaled(ready(), [p]) is spoil
+        assert p.grad.to_dense()[0, 0] == 1.0
+
+
+# --- one optimizer, many kinds -------------------------------------------------------------------
+
+choice = st.tuples(st.sampled_from(EVERY), st.sampled_from(sorted(KINDS)), st.booleans())
+
+
+@given(chosen=st.lists(choice, min_size=1, max_size=8), spoiled=st.integers(-8, 7))
+def test_an_optimizer_may_have_gradients_of_every_kind(chosen, spoiled) -> None:
+    params, wanted = [], []
+    for at, (dtype, kind, has) in enumerate(chosen):
+        p, w = KINDS[kind](dtype, 1024.0), KINDS[kind](dtype, 1.0)
+        if at == spoiled and has:
+            raw = p.grad if p.grad.layout is torch.strided else p.grad._values()
+            raw[2] = INF
+        if not has:
+            p.grad = w.grad = None
+        params.append(p)
+        wanted.append(w)
+    scaler = ready()
+    if not any(has for *_, has in chosen):
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        scaler.unscale_(optimizer)
+        assert not bool(scaler.found_inf(optimizer))
+        return
+    bad = 0 <= spoiled < len(chosen) and chosen[spoiled][2]
+    assert unscaled(scaler, params) == bad
+    for at, (p, w) in enumerate(zip(params, wanted, strict=True)):
+        assert (p.grad is None) == (w.grad is None)
+        if p.grad is not None and at != spoiled:
+            assert bits(p.grad) == bits(w.grad)
+
+
+def test_complex_training_is_that_of_float32_parts() -> None:
+    """A complex weight trained with the scaler, and its real and imaginary part without."""
+    start = torch.complex(torch.linspace(-1, 1, 5), torch.linspace(2, 0, 5))
+    w = start.clone().requires_grad_()
+    parts = torch.view_as_real(start).clone().requires_grad_()
+    target = torch.complex(torch.ones(5), -torch.ones(5))
+    optimizer, plain = torch.optim.SGD([w], lr=0.25), torch.optim.SGD([parts], lr=0.25)
+    scaler = GradScaler("cpu", growth_interval=2)
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale(torch.view_as_real(w - target).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        plain.zero_grad()
+        (parts - torch.view_as_real(target)).square().sum().backward()
+        plain.step()
+    assert bits(w) == bits(parts)
+    assert scaler.get_scale() == 2.0**19
+
+
+def test_float16_weights_train_when_asked_for() -> None:
+    w = torch.tensor([1.0, -1.0], dtype=torch.float16, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([w], lr=0.5), GradScaler("cpu", 8.0, allow_fp16=True)
+    scaler.scale((w * torch.tensor([0.5, 2.0], dtype=torch.float16)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [0.75, -2.0]
+
+
+def test_an_embedding_with_sparse_gradients_trains_as_without_the_scaler() -> None:
+    def train(make: Callable[[], Any]) -> list[int]:
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(10, 4, sparse=True)
+        optimizer, scaler = torch.optim.SparseAdam(table.parameters(), lr=0.1), make()
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = table(torch.tensor([1, 3, 3, 7 + step % 2])).square().sum()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return bits(table.weight)
+
+    ours = train(lambda: GradScaler("cpu", 256.0))
+    assert ours == train(lambda: None) == train(lambda: torch.amp.GradScaler("cpu", 256.0))
+
+
+# --- without gradients ---------------------------------------------------------------------------
+
+
+def without(strict: bool = False, fused: bool = False) -> tuple[torch.Tensor, Any, GradScaler]:
+    p = torch.ones(2, requires_grad=True)
+    return p, torch.optim.SGD([p], lr=1.0, fused=fused), ready(strict=strict)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_gradient_is_no_step_and_no_count(fused) -> None:
+    p, optimizer, scaler = without(fused=fused)
+    before = scaler.state_dict()
+    assert scaler.step(optimizer) is None
+    assert bool(scaler.step_skipped(optimizer))  # it was not taken
+    scaler.update()
+    assert scaler.state_dict() == before
+    assert p.tolist() == [1.0, 1.0]
+    assert not bool(scaler.found_inf(optimizer))
+
+
+def test_strict_raises_what_torch_raises() -> None:
+    said = []
+    for make in (torch.amp.GradScaler, lambda device: GradScaler(device, strict=True)):
+        _, optimizer, _ = without()
+        scaler = make("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(AssertionError) as raised:
+            scaler.step(optimizer)
+        said.append(str(raised.value))
+    assert said == ["No inf checks were recorded for this optimizer."] * 2
+
+
+def test_strict_raises_for_a_fused_optimizer_too() -> None:
+    _, optimizer, scaler = without(strict=True, fused=True)
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)  # torch.amp raises in update() only
+
+
+def test_strict_raises_in_update_if_nothing_was_looked_at() -> None:
+    _, optimizer, scaler = without(strict=True)
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+
+
+def test_an_optimizer_without_gradients_beside_one_with() -> None:
+    p, optimizer, scaler = without()
+    q = dense(torch.float32, 1024.0)
+    other = torch.optim.SGD([q], lr=1.0)
+    scaler.step(optimizer)
+    scaler.step(other)
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] == 1
+    assert bits(q) == bits(-values(torch.float32) + 0.0)
+    assert p.tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_without_values() -> None:
+    p = torch.zeros(0, requires_grad=True)
+    p.grad = torch.zeros(0)
+    assert not unscaled(ready(), [p, dense(torch.float32, 1.0)])

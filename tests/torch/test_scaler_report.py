@@ -1,0 +1,387 @@
+"""What a scaler says of what it saw: found_inf, step_skipped, skipped_steps, report()."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from polymp.gradients import Gradient
+from polymp.torch import GradScaler
+
+INF, NAN = float("inf"), float("nan")
+pytestmark = pytest.mark.filterwarnings("ignore:.*invariant checks:UserWarning")
+
+MAKES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
+    "host": ({}, lambda p: torch.optim.SGD(p, lr=0.5)),
+    "fused": ({}, lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
+    "undone": ({"skip_on": "device"}, lambda p: torch.optim.SGD(p, lr=0.5)),
+}
+everywhere = pytest.mark.parametrize("by", MAKES)
+
+
+def start(by: str, **options: Any) -> tuple[torch.Tensor, torch.optim.Optimizer, GradScaler]:
+    asked, make = MAKES[by]
+    w = torch.ones(3, requires_grad=True)
+    return w, make([w]), GradScaler("cpu", **{"init_scale": 8.0} | asked | options)
+
+
+def backward(scaler: GradScaler, w: torch.Tensor, bad: float | None = None) -> None:
+    w.grad = None
+    scaler.scale(w.sum()).backward()
+    assert w.grad is not None
+    if bad is not None:
+        w.grad[1] = bad
+
+
+# --- what happened -------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("bad", [None, INF, NAN])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_found_inf_and_step_skipped_before_and_after_update(by, bad, unscale) -> None:
+    w, optimizer, scaler = start(by)
+    for _ in range(2):  # the second iteration answers for itself
+        backward(scaler, w, bad)
+        if unscale:
+            scaler.unscale_(optimizer)
+            assert bool(scaler.found_inf(optimizer)) == (bad is not None)
+            with pytest.raises(RuntimeError, match="called before this SGD's step"):
+                scaler.step_skipped(optimizer)
+        scaler.step(optimizer)
+        for _ in range(2):
+            for said in (scaler.found_inf(optimizer), scaler.step_skipped(optimizer)):
+                assert (said.dtype, said.shape, said.device) == (torch.bool, (), w.device)
+                assert bool(said) == (bad is not None)
+            if scaler._per_optimizer_states:
+                scaler.update()
+
+
+@everywhere
+@given(history=st.lists(st.sampled_from([None, INF, "loss"]), max_size=12))
+def test_skipped_steps_counts_all_of_them(by, history) -> None:
+    w, optimizer, scaler = start(by, on_stuck=lambda report: None)
+    said = scaler.skipped_steps
+    assert (said.dtype, said.shape, int(said)) == (torch.int32, (), 0)
+    for at, bad in enumerate(history, 1):
+        if bad == "loss":
+            w.grad = None
+            scaler.scale((w * NAN).sum()).backward()
+        else:
+            backward(scaler, w, bad)
+        scaler.step(optimizer)
+        scaler.update()
+        assert int(scaler.skipped_steps) == sum(b is not None for b in history[:at])
+        assert bool(scaler.step_skipped(optimizer)) == (bad is not None)
+
+
+def test_each_optimizer_is_answered_for() -> None:
+    w, optimizer, scaler = start("host")
+    v, other, _ = start("host")
+    backward(scaler, w)
+    backward(scaler, v, INF)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="has not looked at the gradients of this SGD"):
+        scaler.found_inf(other)
+    scaler.step(other)
+    scaler.update()
+    assert [bool(scaler.step_skipped(o)) for o in (optimizer, other)] == [False, True]
+
+
+def test_what_was_never_stepped_or_long_ago_is_an_error() -> None:
+    w, optimizer, scaler = start("host")
+    for ask in (scaler.found_inf, scaler.step_skipped):
+        with pytest.raises(RuntimeError, match="in this iteration or the last: call step"):
+            ask(optimizer)
+    backward(scaler, w)
+    scaler.step(optimizer)
+    scaler.update()
+    v, other, _ = start("host")
+    backward(scaler, v)
+    scaler.step(other)
+    scaler.update()
+    with pytest.raises(RuntimeError, match="in this iteration or the last"):
+        scaler.step_skipped(optimizer)
+
+
+def test_disabled_nothing_was_skipped() -> None:
+    _, optimizer, _ = start("host")
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.step(optimizer)
+    for said in (scaler.found_inf(optimizer), scaler.step_skipped(optimizer)):
+        assert (said.dtype, bool(said)) == (torch.bool, False)
+    assert int(scaler.skipped_steps) == 0
+    assert scaler.report().gradients == ()
+
+
+def test_a_float16_of_all_kinds_is_found_when_unscaled_only() -> None:
+    """Found before or after unscaling: at a scale below 1 the quotient may be what overflows."""
+    w, optimizer, scaler = start("host", init_scale=2.0**-20)
+    backward(scaler, w)
+    w.grad.fill_(2.0**120)
+    scaler.unscale_(optimizer)
+    assert bool(scaler.found_inf(optimizer))
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+finite = [0.0, -0.0, 1.0, -3.0, 2.0**-14, 2.0**-17, 2.0**-17 * 0.999, -(2.0**-30), 1e-40]
+rows = st.one_of(
+    st.lists(st.lists(st.sampled_from(numbers), min_size=1, max_size=12), min_size=1, max_size=5)
+    for numbers in (finite, [*finite, INF, -INF, NAN])
+)
+
+
+def counted(grad: np.ndarray[Any, Any], scale: float) -> tuple[int, ...]:
+    """Inf, NaN, zero, subnormal, by numpy; of the true gradient and the scale."""
+    size = np.abs(grad)
+    with np.errstate(invalid="ignore"):
+        small = (size != 0) & (size * scale < 2.0**-14)
+    return tuple(int(a.sum()) for a in (np.isinf(size), np.isnan(size), size == 0, small))
+
+
+def given_gradients(
+    values: list[list[float]], dtype: torch.dtype, by: str
+) -> tuple[list[np.ndarray[Any, Any]], GradScaler, list[torch.Tensor]]:
+    """True gradients, and a scaler of scale 8 that has looked at the scaled ones."""
+    asked, make = MAKES[by]
+    params, true = [], []
+    for row in values:
+        t = torch.tensor(row, dtype=torch.float64).to(dtype)
+        if dtype.is_complex:
+            t = torch.complex(t.real, t.real.flip(0))
+        p = torch.zeros_like(t).requires_grad_()
+        p.grad = torch.view_as_complex(torch.view_as_real(t) * 8) if t.is_complex() else t * 8
+        params.append(p)
+        true.append(t.numpy() + 0)
+    scaler = GradScaler("cpu", init_scale=8.0, **asked)
+    scaler.scale(torch.ones(()))
+    optimizer = make(params)
+    scaler.step(optimizer)
+    scaler.update(8.0)
+    scaler._keep = optimizer  # type: ignore[attr-defined]
+    return true, scaler, params
+
+
+@everywhere
+@given(values=rows)
+def test_counts_are_numpys(by, values) -> None:
+    true, scaler, _ = given_gradients(values, torch.float32, by)
+    report = scaler.report()
+    assert [g[2:] for g in report.gradients] == [counted(t, 8.0) for t in true]
+    assert [g.shape for g in report.gradients] == [t.shape for t in true]
+    size = sum(t.size for t in true)
+    lost = sum(sum(counted(t, 8.0)[2:]) for t in true)
+    assert report.underflowed == lost / size
+    assert [g.name for g in report.bad] == [
+        f"group 0, parameter {i}" for i, t in enumerate(true) if not np.isfinite(t).all()
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128], ids=str)
+@given(values=rows)
+def test_counts_of_wide_and_complex_gradients(dtype, values) -> None:
+    true, scaler, _ = given_gradients(values, dtype, "host")
+    found = [g[2:] for g in scaler.report().gradients]
+    for counts, t in zip(found, true, strict=True):
+        size = np.abs(t)  # Inf beside NaN is Inf, as numpy and torch have it
+        assert counts[0] == int(np.isinf(size).sum())
+        assert counts[1] == int(np.isnan(size).sum())
+        assert counts[2] == int((size == 0).sum())
+
+
+def test_the_oracle_of_counts_notices_a_wrong_scale() -> None:
+    true, scaler, _ = given_gradients([[2.0**-17, 2.0**-17 * 0.999, 0.0]], torch.float32, "host")
+    assert scaler.report().gradients[0][2:] == counted(true[0], 8.0) == (0, 0, 1, 1)
+    assert counted(true[0], 1.0) == (0, 0, 1, 2)
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_what_a_sparse_gradient_lacks_is_zero(unique) -> None:
+    p = torch.zeros(5, 4, requires_grad=True)
+    where = torch.tensor([[0, 3 if unique else 0]])
+    each = torch.tensor([[1.0, 0.0, INF, 2.0**-20], [1.0, 0.0, 0.0, 0.0]])
+    p.grad = torch.sparse_coo_tensor(where, each, (5, 4))
+    optimizer, scaler = torch.optim.SGD([p], lr=1.0), GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    wanted = counted(p.grad.to_dense().numpy(), 2.0)
+    assert scaler.report().gradients == (Gradient("group 0, parameter 0", (5, 4), *wanted),)
+    assert wanted[0] == 1
+    assert wanted[2] == (16 if unique else 17)
+
+
+@everywhere
+def test_a_report_before_and_after_unscaling_says_the_same(by) -> None:
+    """Fused optimizers unscale by themselves; gradients stay scaled in a step that they skip."""
+    w, optimizer, scaler = start(by)
+    for bad in (0.0, INF):
+        backward(scaler, w)
+        w.grad.copy_(torch.tensor([2.0**-13, 2.0**-15, bad]))
+        if by == "fused":
+            scaler._check_inf_per_device(optimizer)
+            assert scaler.report().gradients[0][4:] == (int(bad == 0), 1)
+        scaler.step(optimizer)
+        (row,) = scaler.report().gradients
+        assert row[2:] == (int(bad == INF), 0, int(bad == 0), 1)
+        scaler.update(8.0)
+        assert scaler.report().gradients == (row,)
+        assert w.grad[0] == 2.0 ** (-13 if by == "fused" and bad else -16)
+
+
+def test_after_zero_grad_there_is_nothing_to_say() -> None:
+    w, optimizer, scaler = start("host")
+    backward(scaler, w, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert len(scaler.report().bad) == 1
+    optimizer.zero_grad()
+    report = scaler.report()
+    assert report.gradients == ()
+    assert (report.underflowed, report.bad) == (0.0, ())
+    assert "no gradients: ask after step and before zero_grad" in str(report)
+    assert report.state.skips == 1
+
+
+def test_reports_before_anything_and_after_the_optimizer_is_gone() -> None:
+    w, optimizer, scaler = start("host")
+    assert scaler.report().gradients == ()
+    backward(scaler, w)
+    scaler.step(optimizer)
+    scaler.update()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None, "the scaler keeps optimizers alive"
+    assert scaler.report().gradients == ()
+
+
+def test_the_table() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 16.0)
+    scaler.scale(model(torch.ones(1, 2)).sum() * 0).backward()
+    model[1].weight.grad.copy_(torch.tensor([[INF, NAN]]))
+    model[0].bias.grad.fill_(2.0**-16)
+    scaler.step(optimizer)
+    scaler.update()
+    assert str(scaler.report(model)).splitlines() == [
+        "the loss scale is 8; 1 step skipped so far, among them the last",
+        "1 of 4 gradients have Inf or NaN",
+        "77.8% of all values are 0 or below normal float16 numbers",
+        "          size  Inf  NaN    zero  subnormal",
+        "1.weight     2    1    1    0.0%       0.0%",
+        "0.weight     4    0    0  100.0%       0.0%",
+        "0.bias       2    0    0    0.0%     100.0%",
+        "1.bias       1    0    0  100.0%       0.0%",
+    ]
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def looked(optimizer: torch.optim.Optimizer, named: Any = None) -> GradScaler:
+    scaler = GradScaler("cpu", named=named)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    return scaler
+
+
+def names(scaler: GradScaler, named: Any = None) -> list[str]:
+    return [g.name for g in scaler.report(named).gradients]
+
+
+def test_names_from_wherever_they_are_known() -> None:
+    model = nn.Linear(2, 1)
+    pairs = [("w", model.weight), ("b", model.bias)]
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    plain = torch.optim.SGD(groups, lr=0.1)
+    own = torch.optim.SGD(model.named_parameters(prefix="own"), lr=0.1)
+    assert names(looked(plain)) == ["group 0, parameter 0", "group 1, parameter 0"]
+    assert names(looked(own)) == ["own.weight", "own.bias"]
+    assert names(looked(plain, model)) == names(looked(own, model)) == ["weight", "bias"]
+    assert names(looked(plain, iter(pairs))) == ["w", "b"]
+    assert names(looked(plain, pairs[:1])) == ["w", "group 1, parameter 0"]
+    assert names(looked(own, pairs[1:])) == ["own.weight", "b"]
+    assert names(looked(plain), model) == ["weight", "bias"]
+    assert names(looked(plain, model), pairs) == ["w", "b"], "report's own come first"
+
+
+@pytest.mark.parametrize("named", [3, "weight", [("w",)], [(1, torch.ones(()))], [("w", 3)]])
+def test_names_that_are_none(named) -> None:
+    for ask in (lambda: GradScaler("cpu", named=named), lambda: GradScaler("cpu").report(named)):
+        with pytest.raises(TypeError, match="named must be a module or pairs of a name and a"):
+            ask()
+
+
+def test_a_module_that_named_parameters_is_not_kept_alive() -> None:
+    model = nn.Linear(2, 1)
+    scaler = GradScaler("cpu", named=model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert scaler.report().gradients == ()
+
+
+# --- learning-rate schedulers --------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("first", [None, INF], ids=["first good", "first skipped"])
+@given(history=st.lists(st.sampled_from([None, None, INF, NAN]), max_size=6))
+def test_a_scheduler_goes_on_with_taken_steps_only_and_does_not_warn(by, first, history) -> None:
+    """The recipe. Warnings are errors here, and torch warns of a scheduler that is ahead."""
+    w, optimizer, scaler = start(by)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    taken = 0
+    for bad in (first, *history):
+        backward(scaler, w, bad)
+        scaler.step(optimizer)
+        scaler.update()
+        if not scaler.step_skipped(optimizer):
+            scheduler.step()
+        taken += bad is None
+        assert scheduler.last_epoch == taken
+        assert scheduler.get_last_lr() == [0.5 * 0.5**taken]
+
+
+def test_without_the_recipe_torch_warns_of_a_first_step_that_is_skipped() -> None:
+    """So the test above can fail."""
+    w, optimizer, scaler = start("host")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    backward(scaler, w, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize("check_loss", [True, False])
+def test_gradients_that_are_not_unscaled_yet_are_not_counted_as_those_of_the_last_step(
+    check_loss: bool,
+) -> None:
+    """They are scaled: to scale them once more would hide what underflowed."""
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    scaler = GradScaler("cpu", check_loss=check_loss)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale((w * 1e-10).sum()).backward()
+        assert scaler.report().gradients == ()
+        scaler.unscale_(optimizer)
+        assert [g.subnormal for g in scaler.report().gradients] == [2]
+        scaler.step(optimizer)
+        scaler.update()
+        assert [g.subnormal for g in scaler.report().gradients] == [2]

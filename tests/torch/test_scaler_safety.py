@@ -1,0 +1,491 @@
+"""`GradScaler` cannot lose a run: bounds, hysteresis, lost losses, rows of skips, honest use."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polymp import scaling
+from polymp.errors import ScalerWarning, StuckError
+from polymp.gradients import GradientReport
+from polymp.scaling import ScaleRule, ScaleState
+from polymp.torch import GradScaler, autocast
+
+INF, NAN = float("inf"), float("nan")
+Optimizer = torch.optim.Optimizer
+
+# Who decides that a step is skipped: the host, the optimizer on the device, or what undoes it.
+DECIDERS: dict[str, tuple[dict[str, Any], Callable[[Any], Optimizer]]] = {
+    "host": ({}, lambda p: torch.optim.SGD(p, lr=0.5)),
+    "fused": ({}, lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
+    "undone": ({"skip_on": "device"}, lambda p: torch.optim.SGD(p, lr=0.5)),
+}
+everywhere = pytest.mark.parametrize("by", DECIDERS)
+
+
+class Run:
+    """One weight, one optimizer, one scaler, and what losses do to them."""
+
+    def __init__(self, by: str = "host", **options: Any) -> None:
+        asked, make = DECIDERS[by]
+        self.w = torch.tensor([1.0, -2.0], requires_grad=True)
+        self.optimizer = make([self.w])
+        asked = {"init_scale": 8.0, "on_stuck": "raise"} | asked | options
+        self.scaler = GradScaler("cpu", **asked)
+
+    def iterate(self, *factors: float) -> None:
+        """One iteration of a microbatch for each factor: its loss is `w.sum() * factor`."""
+        self.optimizer.zero_grad()
+        for factor in factors:
+            self.scaler.scale((self.w * factor).sum()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def overflow(self) -> None:
+        """One iteration with a finite loss and a gradient that is Inf."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.w.sum()).backward()
+        assert self.w.grad is not None
+        self.w.grad[1] = INF
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def skip(self, factor: float) -> None:
+        """One iteration that is skipped: an overflow, or a loss that is NaN by its factor."""
+        if factor == 1.0:
+            self.overflow()
+        else:
+            self.iterate(factor)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+
+# --- the scale -----------------------------------------------------------------------------------
+
+
+@everywhere
+def test_five_hundred_overflows_end_at_the_lower_bound_and_the_next_good_step_is_right(by) -> None:
+    run = Run(by, on_stuck=lambda report: None, init_scale=2.0**16)
+    before = run.w.detach().clone()
+    for _ in range(500):
+        run.overflow()
+    assert torch.equal(run.w, before)
+    assert run.state["scale"] == scaling.SMALLEST == 2.0**-126
+    assert (run.state["skips"], run.state["skipped"]) == (500, 500)
+    run.iterate(0.5)  # torch.amp multiplies 0 by Inf here and writes NaN
+    if by == "host":
+        assert math.isfinite(float(run.w.grad.sum()))
+    assert run.w.isfinite().all()
+
+
+@everywhere
+@given(
+    bad=st.lists(st.booleans(), min_size=1, max_size=12),
+    floor=st.sampled_from([2.0**-126, 1.0, 4.0, 8.0]),
+    ceiling=st.sampled_from([8.0, 16.0, 24.0, 2.0**126]),
+    hysteresis=st.integers(0, 3),
+)
+def test_the_scale_stays_between_its_bounds_and_follows_the_rule(
+    by, bad, floor, ceiling, hysteresis
+):
+    run = Run(by, min_scale=floor, max_scale=ceiling, hysteresis=hysteresis, growth_interval=1)
+    rule = ScaleRule(interval=1, min_scale=floor, max_scale=ceiling, hysteresis=hysteresis)
+    state = ScaleState(8.0)
+    for overflow in bad:
+        if overflow:
+            run.overflow()
+        else:
+            run.iterate(0.25)
+        state = scaling.step(rule, state, not overflow)
+        assert run.state == scaling.to_state_dict(rule, state)
+        assert floor <= run.state["scale"] <= ceiling
+
+
+@everywhere
+def test_hysteresis_tolerates_so_many_overflows_in_a_row(by) -> None:
+    run, scales = Run(by, hysteresis=2), []
+    for good in (False, False, True, False, False, False, False):
+        if good:
+            run.iterate(1.0)
+        else:
+            run.overflow()
+        scales.append(run.state["scale"])
+    assert scales == [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
+
+
+@everywhere
+def test_a_quotient_that_overflows_is_a_skip(by) -> None:
+    """At a scale below 1, a scaled gradient can be finite and the true one not."""
+    run = Run(by, init_scale=2.0**-10)
+    run.optimizer.zero_grad()
+    run.scaler.scale(run.w.sum()).backward()
+    run.w.grad.fill_(1e36)
+    before = run.w.detach().clone()
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert torch.equal(run.w, before)
+    assert bool(run.scaler.step_skipped(run.optimizer))
+    assert run.state["skips"] == 1
+
+
+# --- losses that are not finite ------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_a_lost_loss_skips_and_leaves_scale_and_tracker(by, value) -> None:
+    run = Run(by)
+    run.iterate(1.0)
+    before = run.w.detach().clone()
+    run.iterate(value)
+    assert torch.equal(run.w, before)
+    keys = "scale", "_growth_tracker", "skips", "spoiled", "skipped"
+    assert [run.state[k] for k in keys] == [8.0, 1, 1, 1, 1]
+    run.iterate(1.0)
+    assert [run.state[k] for k in keys] == [8.0, 2, 0, 0, 1]
+
+
+@everywhere
+def test_without_check_loss_a_lost_loss_is_an_overflow_as_in_torch(by) -> None:
+    run, theirs = Run(by, check_loss=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    run.iterate(1.0)
+    run.iterate(NAN)
+    w = torch.tensor([1.0, -2.0], requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    for factor in (1.0, NAN):
+        optimizer.zero_grad()
+        theirs.scale((w * factor).sum()).backward()
+        theirs.step(optimizer)
+        theirs.update()
+    assert theirs.state_dict().items() <= run.state.items()
+    assert (run.state["scale"], run.state["spoiled"]) == (4.0, 0)
+    assert torch.equal(w, run.w)
+
+
+@everywhere
+@pytest.mark.parametrize("at", range(3))
+def test_one_lost_loss_among_three_microbatches_spoils_the_step(by, at) -> None:
+    run = Run(by)
+    before = run.w.detach().clone()
+    run.iterate(*(NAN if i == at else 1.0 for i in range(3)))
+    assert torch.equal(run.w, before)
+    assert (run.state["scale"], run.state["spoiled"]) == (8.0, 1)
+    run.iterate(1.0, 1.0, 1.0)  # and nothing of it is left in the next
+    assert torch.equal(run.w, before - 1.5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 2), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16])
+def test_losses_of_every_shape_are_looked_at(shape, dtype) -> None:
+    for spoil in (False, True):
+        run = Run()
+        factor = torch.ones(shape, dtype=dtype)
+        if spoil and factor.numel():
+            factor.view(-1)[-1] = INF
+        scaled = run.scaler.scale(run.w.sum().to(dtype) * factor)
+        scaled.sum().backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        assert run.state["spoiled"] == int(spoil and factor.numel() > 0)
+
+
+def test_losses_in_lists_and_tuples_are_all_looked_at() -> None:
+    run = Run()
+    good, bad = run.w.sum(), run.w.sum() * NAN
+    scaled = run.scaler.scale((good, [good, bad]))
+    torch.autograd.backward([scaled[0], *scaled[1]])
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.state["spoiled"] == 1
+
+
+def test_a_value_that_overflows_when_scaled_only_is_no_lost_loss() -> None:
+    run = Run(init_scale=2.0**16)
+    run.iterate(1e37)  # the loss is finite; its scaled gradient is not
+    assert [run.state[k] for k in ("scale", "spoiled", "skips")] == [2.0**15, 0, 1]
+
+
+# --- several optimizers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [("host", "host"), ("fused", "fused"), ("host", "fused")])
+def test_each_optimizer_skips_for_itself_and_the_scale_backs_off_once(kinds) -> None:
+    weights = [torch.ones(2, requires_grad=True) for _ in kinds]
+    optimizers = [DECIDERS[kind][1]([w]) for kind, w in zip(kinds, weights, strict=True)]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for bad in (None, 0, 1, None):
+        before = [w.detach().clone() for w in weights]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(weights[0].sum() + weights[1].sum()).backward()
+        if bad is not None:
+            weights[bad].grad[0] = NAN
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for i, (w, was) in enumerate(zip(weights, before, strict=True)):
+            assert torch.equal(w, was if i == bad else was - 0.5)
+            assert bool(scaler.step_skipped(optimizers[i])) == (i == bad)
+    assert [scaler.state_dict()[k] for k in ("scale", "skipped", "skips")] == [2.0, 2, 0]
+
+
+def test_a_lost_loss_spoils_every_optimizer_of_the_iteration() -> None:
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=0.5) for w in weights]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weights[0].sum()).backward()
+    scaler.scale(weights[1].sum() * INF).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(w, torch.ones(2)) for w in weights)
+    assert scaler.state_dict()["spoiled"] == 1
+
+
+# --- rows of skips -------------------------------------------------------------------------------
+
+
+def play(run: Run, rows: list[int], good: int = 1) -> None:
+    """Rows of so many overflows, with good steps after each."""
+    for row in rows:
+        for _ in range(row):
+            run.overflow()
+        for _ in range(good):
+            run.iterate(1.0)
+
+
+@everywhere
+@pytest.mark.parametrize("after", [1, 2, 5, 50])
+def test_a_function_is_called_once_for_each_row_that_is_too_long(by, after) -> None:
+    told: list[GradientReport] = []
+    run = Run(by, on_stuck=told.append, stuck_after=after)
+    # The host learns of what the device did at most seven updates later.
+    late = 0 if by == "host" else 7
+    play(run, [after + late, after - 1, after + late + 3, after + late])
+    assert len(told) == 3
+    if by == "host":
+        assert [t.state.skips for t in told] == [after] * 3
+    assert all(after <= t.state.skips <= after + late for t in told)
+
+
+@everywhere
+def test_no_row_that_is_too_short_is_told_of(by) -> None:
+    told: list[GradientReport] = []
+    play(Run(by, on_stuck=told.append, stuck_after=6), [5] * 8)
+    assert told == []
+
+
+@everywhere
+def test_warn_says_it_once(by) -> None:
+    run = Run(by, on_stuck="warn", stuck_after=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        play(run, [30])
+    assert [w.category for w in caught] == [ScalerWarning]
+    assert "steps in a row were skipped" in str(caught[0].message)
+
+
+@everywhere
+def test_raise_raises_when_everything_is_updated(by) -> None:
+    run = Run(by, on_stuck="raise", stuck_after=5)
+    with pytest.raises(StuckError, match=r"^\d+ steps in a row were skipped; the loss scale is "):
+        play(run, [20])
+    updates = run.state["skips"]
+    assert updates == 5 if by == "host" else 5 <= updates <= 5 + 7
+    assert run.state["scale"] == 8.0 * 0.5**updates
+    run.overflow()  # told once in a row
+    assert run.state["skips"] == updates + 1
+
+
+def test_fifty_is_the_default() -> None:
+    run = Run()
+    for _ in range(49):
+        run.overflow()
+    with pytest.raises(StuckError, match=r"^50 steps"):
+        run.overflow()
+
+
+def test_the_message_says_what_was_seen_and_what_to_try() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, named=model, on_stuck="raise", stuck_after=2)
+
+    def skip() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        model[0].weight.grad[0, 0] = INF
+        model[0].weight.grad[2, 1] = NAN
+        model[1].bias.grad.fill_(-INF)
+        scaler.step(optimizer)
+        scaler.update()
+
+    skip()
+    with pytest.raises(StuckError) as raised:
+        skip()
+    assert str(raised.value) == (
+        "2 steps in a row were skipped; the loss scale is 2. Inf or NaN in 2 of 4 gradients: "
+        "0.weight (1 Inf, 1 NaN of 6), 1.bias (1 Inf, 0 NaN of 1). Gradients that overflow at any "
+        "scale come from values beyond float16's largest, 65504: try bfloat16, which needs no "
+        "scaler, or keep the modules named here in float32 (a policy, or pin)."
+    )
+
+
+def test_the_message_tells_lost_losses_from_overflows() -> None:
+    for kinds, said, unsaid in (
+        ((NAN, NAN), "In 2 of these steps the loss itself was not finite", "overflow at any"),
+        ((1.0, NAN), "In 1 of these steps the loss itself was not finite", "nothing"),
+        ((1.0, 1.0), "Gradients that overflow at any scale", "loss itself"),
+    ):
+        run = Run(stuck_after=2)
+        run.skip(kinds[0])
+        with pytest.raises(StuckError) as raised:
+            run.skip(kinds[1])
+        assert said in str(raised.value)
+        assert unsaid not in str(raised.value)
+
+
+def test_the_message_says_when_the_scale_is_at_its_bound() -> None:
+    run = Run(stuck_after=3, min_scale=4.0)
+    with pytest.raises(StuckError, match=r"the loss scale is 4 \(its lower bound\)\."):
+        play(run, [3])
+
+
+# --- honest use ----------------------------------------------------------------------------------
+
+
+def test_a_bfloat16_region_is_warned_of_once_and_works_all_the_same() -> None:
+    run = Run()
+    with autocast("cpu", torch.bfloat16):
+        loss = run.w.sum()
+    with pytest.warns(ScalerWarning, match="no effect in a bfloat16 region"):
+        scaled = run.scaler.scale(loss)
+    assert scaled.item() == 8.0 * loss.item()
+    run.scaler.scale(loss)  # a second warning would be an error
+
+
+def test_inside_the_region_it_is_warned_of_too() -> None:
+    with autocast("cpu", torch.bfloat16), pytest.warns(ScalerWarning, match="dtype="):
+        GradScaler("cpu").scale([torch.ones(())])
+
+
+def test_other_regions_are_not_warned_of() -> None:
+    with autocast("cpu", torch.bfloat16):
+        pass  # from before the scaler was made
+    run = Run()
+    run.scaler.scale(run.w.sum())
+    with autocast("cpu", enabled=False):
+        run.scaler.scale(run.w.sum())
+    with autocast("cpu", torch.float16):
+        run.scaler.scale(run.w.sum())
+    with autocast("cpu", torch.bfloat16):
+        run.scaler.scale(run.w.sum())  # it has seen a region already
+
+
+def test_a_region_after_a_loss_without_one_is_looked_at() -> None:
+    run = Run()
+    run.scaler.scale(run.w.sum())
+    with autocast("cpu", torch.bfloat16), pytest.warns(ScalerWarning, match="bfloat16"):
+        run.scaler.scale(run.w.sum())
+
+
+def test_a_disabled_scaler_does_not_warn() -> None:
+    with autocast("cpu", torch.bfloat16):
+        GradScaler("cpu", dtype=torch.bfloat16).scale(torch.ones(()))
+        GradScaler("cpu", enabled=False).scale(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled"),
+    [(None, True), (torch.float16, True), (torch.bfloat16, False), (torch.float32, False)],
+    ids=str,
+)
+def test_with_dtype_it_works_for_float16_only(dtype, enabled) -> None:
+    run = Run(dtype=dtype)
+    loss = run.w.sum()
+    assert run.scaler.is_enabled() == enabled
+    assert (run.scaler.scale(loss) is loss) == (not enabled)
+    assert run.scaler.get_scale() == (8.0 if enabled else 1.0)
+    assert GradScaler("cpu", enabled=False, dtype=dtype).is_enabled() is False
+
+
+WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, got 'float16'."),
+    ({"min_scale": 0.0}, ValueError, "got min_scale=0.0"),
+    ({"min_scale": 2.0**-127}, ValueError, r"from 2\*\*-126"),
+    ({"max_scale": 2.0**127}, ValueError, r"to 2\*\*126"),
+    ({"min_scale": 4.0, "max_scale": 2.0}, ValueError, "min_scale=4.0 and max_scale=2.0"),
+    ({"min_scale": 16.0}, ValueError, "init_scale must be from min_scale to max_scale"),
+    ({"init_scale": INF}, ValueError, "got inf"),
+    ({"init_scale": "8"}, TypeError, "init_scale must be a number, got '8'."),
+    ({"hysteresis": -1}, ValueError, "hysteresis must be from 0 to 2147483647, got -1."),
+    ({"hysteresis": 1.5}, TypeError, "hysteresis must be a whole number, got 1.5."),
+    ({"on_stuck": "explode"}, ValueError, "on_stuck must be 'warn', 'raise' or a function"),
+    ({"stuck_after": 0}, ValueError, "stuck_after must be a whole number from 1 up, got 0."),
+    ({"stuck_after": True}, ValueError, "got True."),
+    ({"skip_on": "gpu"}, ValueError, "skip_on must be 'auto', 'host' or 'device', got 'gpu'."),
+    ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
+    ({"backoff_factor": -0.5}, ValueError, "backoff_factor must be between 0 and 1, got -0.5."),
+    ({"named": 3}, TypeError, "named must be a module or pairs of a name and a parameter"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "kind", "said"), WRONG, ids=lambda a: str(a)[:40])
+def test_wrong_arguments_are_named(arguments, kind, said) -> None:
+    with pytest.raises(kind, match=said):
+        GradScaler("cpu", **{"init_scale": 8.0} | arguments)
+
+
+@pytest.mark.parametrize("new", [0.0, INF, NAN, -1.0, 2.0**127])
+def test_update_refuses_a_scale_that_could_lose_the_run(new) -> None:
+    run = Run()
+    run.scaler.scale(run.w.sum())
+    with pytest.raises(ValueError, match="new_scale must be from min_scale to max_scale"):
+        run.scaler.update(new)
+    assert run.scaler.get_scale() == 8.0
+    run.scaler.update(torch.tensor(new))  # a tensor's value nobody can wait for: it is bounded
+    bounded = 8.0 if math.isnan(new) else min(max(new, 2.0**-126), 2.0**126)
+    assert run.scaler.get_scale() == bounded
+
+
+def test_the_oracle_of_the_bounds_would_notice_torchs_scaler() -> None:
+    """torch.amp's scale reaches 0, and the next good step writes NaN."""
+    w = torch.ones(2, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([w], lr=0.5), torch.amp.GradScaler("cpu")
+    for _ in range(200):
+        optimizer.zero_grad()
+        scaler.scale((w * INF).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < scaling.SMALLEST
+    optimizer.zero_grad()
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+    assert not w.isfinite().all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skips_are_counted_under_a_scale_that_is_given(fused: bool) -> None:
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0, fused=fused)
+    told: list[Any] = []
+    scaler = GradScaler("cpu", on_stuck=told.append, stuck_after=3)
+    for scale in (8.0, torch.tensor(4.0), 2.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0):
+        optimizer.zero_grad()
+        scaler.scale(w.sum()).backward()
+        w.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update(scale)
+        assert scaler.get_scale() == float(scale)
+        assert scaler._get_growth_tracker() == 0
+    assert int(scaler.skipped_steps) == 9
+    assert w.tolist() == [1.0, 1.0]
+    assert len(told) == 1

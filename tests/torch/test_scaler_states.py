@@ -1,0 +1,336 @@
+"""A scaler's state: to and from torch.amp's, through files, copies and bad hands."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polymp import scaling
+from polymp.scaling import ScaleRule, ScaleState
+from polymp.torch import GradScaler
+
+INF, NAN = float("inf"), float("nan")
+TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+OWN = ("min_scale", "max_scale", "hysteresis", "skips", "spoiled", "skipped")
+KINDS = ("loop", "fused", "undone")
+
+
+class Run:
+    """A weight trained under a scaler; spoiled where the history says so."""
+
+    def __init__(self, scaler: Any, kind: str = "loop") -> None:
+        self.scaler = scaler
+        self.w = torch.tensor([1.0, -0.5, 2.0], requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.w], lr=0.125, fused=kind == "fused")
+
+    def take_over(self, other: Run) -> None:
+        """Weight and optimizer as the other's."""
+        self.w.data.copy_(other.w.data)
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+
+    def play(self, history: str) -> list[Any]:
+        """`+` a good step, `-` an overflow, `?` a lost loss; the state and weight after each."""
+        log = []
+        for what in history:
+            self.optimizer.zero_grad()
+            self.scaler.scale((self.w.square() * (NAN if what == "?" else 1.0)).sum()).backward()
+            if what == "-":
+                assert self.w.grad is not None
+                self.w.grad[0] = INF
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            log.append((self.scaler.state_dict(), self.w.tolist()))
+        return log
+
+
+def polymps(kind: str = "loop", **options: Any) -> GradScaler:
+    asked = {"skip_on": "device"} if kind == "undone" else {}
+    return GradScaler("cpu", **{"init_scale": 64.0, "growth_interval": 3} | asked | options)
+
+
+def torchs(**options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **{"init_scale": 64.0, "growth_interval": 3} | options)
+
+
+histories = st.text("++-?", max_size=10)
+ours = st.fixed_dictionaries(
+    {
+        "init_scale": st.sampled_from([1.0, 64.0, scaling.as_float32(3.3), 2.0**20]),
+        "growth_factor": st.sampled_from([2.0, 1.5, 8.0]),
+        "backoff_factor": st.sampled_from([0.5, 0.7]),
+        "growth_interval": st.integers(1, 4),
+        "min_scale": st.sampled_from([2.0**-126, 2.0**-3, 1.0]),
+        "max_scale": st.sampled_from([2.0**20, 2.0**126]),
+        "hysteresis": st.integers(0, 2),
+    }
+)
+every = pytest.mark.parametrize("kind", KINDS)
+
+# --- torch.amp ------------------------------------------------------------------------------------
+
+
+@every
+@settings(max_examples=40)
+@given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
+def test_into_torchs_scaler_which_goes_on_as_ours(kind, history, after) -> None:
+    one = Run(polymps(kind), kind)
+    one.play(history)
+    other = Run(torchs(init_scale=2.0, growth_interval=7), kind)
+    other.scaler.load_state_dict(one.scaler.state_dict())
+    other.take_over(one)
+    for (mine, w), (theirs, v) in zip(one.play(after), other.play(after), strict=True):
+        assert {k: mine[k] for k in TORCHS} == theirs
+        assert w == v
+
+
+@every
+@settings(max_examples=40)
+@given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
+def test_out_of_torchs_scaler(kind, history, after) -> None:
+    one = Run(torchs(), kind)
+    one.play(history)
+    other = Run(polymps(kind, init_scale=2.0, growth_interval=7, hysteresis=0), kind)
+    other.play("+--")
+    other.scaler.load_state_dict(one.scaler.state_dict())
+    assert [other.scaler.state_dict()[k] for k in ("skips", "spoiled", "skipped")] == [0, 0, 0]
+    other.take_over(one)
+    for (theirs, w), (mine, v) in zip(one.play(after), other.play(after), strict=True):
+        assert {k: mine[k] for k in TORCHS} == theirs
+        assert w == v
+
+
+def test_torchs_state_keeps_our_bounds_and_brings_the_scale_between_them() -> None:
+    scaler = polymps(min_scale=4.0, max_scale=128.0, hysteresis=2)
+    for theirs, wanted in ((2.0**16, 128.0), (0.5, 4.0), (8.0, 8.0)):
+        scaler.load_state_dict(torchs(init_scale=theirs).state_dict())
+        state = scaler.state_dict()
+        assert [state[k] for k in ("scale", "min_scale", "max_scale", "hysteresis")] == [
+            wanted, 4.0, 128.0, 2,
+        ]  # fmt: skip
+
+
+def test_the_entries_are_numbers_of_python() -> None:
+    run = Run(polymps())
+    for history in ("", "+-?"):
+        run.play(history)
+        state = run.scaler.state_dict()
+        assert tuple(state) == TORCHS + OWN
+        assert [type(v) for v in state.values()] == (
+            [float] * 3 + [int] * 2 + [float] * 2 + [int] * 4
+        )
+        assert json.loads(json.dumps(state)) == state
+
+
+# --- files and copies -----------------------------------------------------------------------------
+
+
+def saved(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def through_state(scaler: GradScaler, how: Any) -> GradScaler:
+    twin = polymps(init_scale=1.0, skip_on=scaler._options.skip_on)
+    twin.load_state_dict(how(scaler.state_dict()))
+    return twin
+
+
+WAYS = {
+    "state_dict": lambda s: through_state(s, dict),
+    "torch.save": lambda s: through_state(s, saved),
+    "json": lambda s: through_state(s, lambda d: json.loads(json.dumps(d))),
+    "pickled state": lambda s: through_state(s, lambda d: pickle.loads(pickle.dumps(d))),
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@every
+@settings(max_examples=20)
+@given(options=ours, history=histories, after=histories)
+def test_a_run_goes_on_bit_for_bit(way, kind, options, history, after) -> None:
+    whole = Run(polymps(kind, on_stuck=print, **options), kind)
+    first = Run(polymps(kind, on_stuck=print, **options), kind)
+    wanted = whole.play(history + after)
+    log = first.play(history)
+    before = first.scaler.state_dict()
+    second = Run(WAYS[way](first.scaler), kind)
+    assert second.scaler.state_dict() == before
+    second.take_over(first)
+    assert log + second.play(after) == wanted
+    assert first.scaler.state_dict() == before, "the copy shares something with the first"
+
+
+@given(options=ours, history=histories)
+def test_a_state_is_that_of_the_core(options, history) -> None:
+    """`scaling` alone reads it, and writes the same: nothing of it is torch's."""
+    run = Run(polymps(**options))
+    run.play(history)
+    state = run.scaler.state_dict()
+    rule, numbers = scaling.from_state_dict(state)
+    assert scaling.to_state_dict(rule, numbers) == state
+    assert rule == run.scaler._rule
+    for what in history:
+        numbers = scaling.step(rule, numbers, what == "+", loss_finite=what != "?")
+    run.play(history)
+    assert scaling.to_state_dict(rule, numbers) == run.scaler.state_dict()
+
+
+def test_a_copy_keeps_what_was_asked_for() -> None:
+    told: list[Any] = []
+    model = torch.nn.Linear(2, 1)
+    scaler = polymps(on_stuck="raise", stuck_after=7, strict=True, named=model)
+    for twin in (copy.copy(scaler), copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin._options == scaler._options
+        assert twin._rule == scaler._rule
+    assert copy.copy(polymps(on_stuck=told.append))._options.on_stuck == told.append
+
+
+def test_pickling_in_mid_iteration_is_refused() -> None:
+    run = Run(polymps())
+    run.scaler.scale(run.w.sum()).backward()
+    run.scaler.unscale_(run.optimizer)
+    for way in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(AssertionError, match="only be pickled at the beginning"):
+            way(run.scaler)
+
+
+def test_a_disabled_scaler_has_no_state_and_none_is_loaded_into_it() -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({"scale": "nonsense"})
+    assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        polymps().load_state_dict({})
+
+
+# --- bad states -----------------------------------------------------------------------------------
+
+WRONG = ("two", None, NAN, INF, -1, -0.5, [1.0, 2.0], b"8", True, {}, 2**31, 1.5)
+# What is right all the same where it stands: a number that the entry can be.
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "scale": (2**31, 1.5),
+    "growth_factor": (2**31, 1.5),
+    "growth_interval": (2**31,),  # beyond every run: taken as the longest
+    "max_scale": (2**31, 1.5),
+    "min_scale": (2**31, 1.5),
+}
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["before scale()", "after"])
+@pytest.mark.parametrize("key", TORCHS + OWN)
+@given(wrong=st.sampled_from([*WRONG, "absent"]))
+def test_one_spoiled_entry_is_named_and_changes_nothing(made, key, wrong) -> None:
+    run = Run(polymps(min_scale=1.0, max_scale=2.0**20, hysteresis=1))
+    if made:
+        run.play("+-+")
+    state = polymps(init_scale=2.0, growth_interval=9).state_dict()
+    if wrong == "absent":
+        del state[key]
+        if key in OWN:
+            return  # torch.amp saves none
+    else:
+        state[key] = wrong
+    if any(wrong is r or (wrong == r and type(wrong) is type(r)) for r in RIGHT.get(key, ())):
+        run.scaler.load_state_dict(state)
+        return
+    before = run.scaler.state_dict(), vars(run.scaler).copy()
+    with pytest.raises((KeyError, TypeError, ValueError)) as raised:
+        run.scaler.load_state_dict(state)
+    assert key in str(raised.value)
+    assert wrong == "absent" or repr(wrong) in str(raised.value)
+    assert (run.scaler.state_dict(), vars(run.scaler)) == before
+
+
+@pytest.mark.parametrize("state", [None, 3, [1.0], "scale"])
+def test_what_is_no_state_at_all(state) -> None:
+    scaler = polymps()
+    before = scaler.state_dict()
+    with pytest.raises(TypeError, match="a scaler's state must be a dictionary, got"):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+
+
+def test_the_state_of_a_run_that_torch_lost_is_refused_with_a_way_out() -> None:
+    state = torchs().state_dict() | {"scale": 0.0}
+    with pytest.raises(ValueError, match=r"scale must be positive and finite, got 0\.0: the run"):
+        polymps().load_state_dict(state)
+
+
+def test_a_state_beyond_float32_is_rounded_into_it() -> None:
+    scaler = polymps()
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1.1})
+    assert scaler.get_scale() == scaling.as_float32(1.1) != 1.1
+    scaler.scale(torch.ones(()))
+    assert math.isclose(scaler._scale.item(), 1.1, rel_tol=1e-6)
+    assert scaler.get_scale() == scaler._scale.item()
+
+
+def test_the_first_scale_is_float32_once_it_is_used() -> None:
+    """What is unscaled with and what is remembered are the number that the loss is scaled with."""
+    scaler = polymps(init_scale=1.1)
+    run = Run(scaler)
+    scaler.scale(run.w.sum())
+    assert scaler.get_scale() == scaler._scale.item() == scaling.as_float32(1.1)
+    (last,) = run.play("-")
+    rule = ScaleRule(interval=3)
+    assert last[0] == scaling.to_state_dict(
+        rule, scaling.step(rule, ScaleState(scaling.as_float32(1.1)), False)
+    )
+
+
+# --- a state that others write --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_written_without_a_new_version_is_the_one_that_is_divided_by(kind) -> None:
+    """As `torch.distributed` writes, or `.data`."""
+    run = Run(polymps(kind), kind)
+    run.play("+++")
+    run.scaler._scale.data.fill_(2.0)
+    run.optimizer.zero_grad()
+    run.scaler.scale(run.w.sum()).backward()
+    run.scaler.unscale_(run.optimizer)
+    assert run.w.grad is not None
+    assert run.w.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["written", "replaced"])
+def test_a_quotient_that_overflows_by_a_scale_that_others_wrote_is_a_skip(kind, way) -> None:
+    run = Run(polymps(kind), kind)
+    run.play("+" * 12)  # so many that what was copied to the host has arrived
+    if way == "written":
+        run.scaler._scale.fill_(2.0**-10)
+    else:
+        run.scaler._scale = torch.tensor(2.0**-10)
+    before = run.w.tolist()
+    run.optimizer.zero_grad()
+    run.scaler.scale(run.w.sum()).backward()
+    assert run.w.grad is not None
+    run.w.grad.fill_(1e37)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.w.tolist() == before
+    assert run.scaler.get_scale() == 2.0**-11
+
+
+def test_a_scaler_first_used_in_inference_mode_trains() -> None:
+    expected = Run(polymps()).play("+-+")
+    scaler = polymps()
+    with torch.inference_mode():
+        assert scaler.scale(torch.ones(())).item() == 64.0
+    assert Run(scaler).play("+-+") == expected

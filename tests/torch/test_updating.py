@@ -1,0 +1,261 @@
+"""The scale's rule on a device, and what the host hears of it.
+
+`updating` against `scaling.step` on Python numbers, bit for bit, by the rule's own lines on tensors
+and by torch's kernel; `Watch` against a device that is late.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polymp import scaling
+from polymp.backends.torch import updating, watching
+from polymp.backends.torch.watching import Watch
+from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
+
+TAME = (2.0, 4.0, 1.1, 1.5, 3.7, 1 + 2**-20)
+WILD = (4.5, 10.0, 2.0**40, 1e300)
+BACKOFFS = (0.5, 0.25, 0.7, 0.1, 0.99, 1e-30)
+float32s = st.floats(SMALLEST, LARGEST, width=32)
+# What was found, and what of it in the loss: the finding of a loss is one of the step.
+FOUND = ((0, None), (1, None), (0, 0), (1, 0), (1, 1))
+
+
+@st.composite
+def rules(draw: st.DrawFn, growths: tuple[float, ...], hysteresis: int) -> ScaleRule:
+    low, high = sorted((draw(float32s), draw(float32s)))
+    if draw(st.booleans()):
+        low, high = SMALLEST, LARGEST
+    return scaling.checked(
+        ScaleRule(
+            draw(st.sampled_from(growths)), draw(st.sampled_from(BACKOFFS)),
+            draw(st.sampled_from((1, 2, 3, 2000, 2**31 - 1))), low, high,
+            draw(st.integers(0, hysteresis)),
+        )
+    )  # fmt: skip
+
+
+@st.composite
+def states(draw: st.DrawFn, rule: ScaleRule) -> ScaleState:
+    scale = draw(st.floats(rule.min_scale, rule.max_scale, width=32))
+    tracker = draw(st.sampled_from((0, 1, 2, 1998, 1999, 2000, 5000)))
+    skips = draw(st.integers(0, 9))
+    return ScaleState(
+        scale, tracker, skips, draw(st.integers(0, skips)), draw(st.integers(skips, 2**23))
+    )
+
+
+def on_device(
+    way: Any, rule: ScaleRule, state: ScaleState, history: list[tuple[int, int | None]]
+) -> list[ScaleState]:
+    scale, tracker = torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32)
+    counts = torch.tensor(state[2:], dtype=torch.float32)
+    seen = []
+    for found, loss in history:
+        bad = None if loss is None else torch.tensor(float(loss))
+        way(rule, scale, tracker, counts, torch.tensor(float(found)), bad)
+        seen.append(
+            ScaleState(scale.item(), int(tracker.item()), *(int(c) for c in counts.tolist()))
+        )
+    assert (scale.dtype, tracker.dtype, counts.dtype) == (
+        torch.float32, torch.int32, torch.float32,
+    )  # fmt: skip
+    return seen
+
+
+def on_host(
+    rule: ScaleRule, state: ScaleState, history: list[tuple[int, int | None]]
+) -> list[ScaleState]:
+    seen = []
+    for found, loss in history:
+        state = scaling.step(rule, state, not found, loss_finite=None if loss is None else not loss)
+        seen.append(state)
+    return seen
+
+
+histories = st.lists(st.sampled_from(FOUND), min_size=1, max_size=12)
+
+
+@given(st.data(), histories)
+def test_the_kernel_the_rule_on_tensors_and_python_numbers_agree(data: Any, history: Any) -> None:
+    rule = data.draw(rules(TAME, 0))
+    state = data.draw(states(rule))
+    expected = on_host(rule, state, history)
+    assert on_device(updating._by_rule, rule, state, history) == expected
+    assert on_device(updating._by_kernel, rule, state, history) == expected
+    assert on_device(updating.update, rule, state, history) == expected
+
+
+@given(st.data(), histories)
+def test_with_hysteresis_and_wild_growth(data: Any, history: Any) -> None:
+    rule = data.draw(rules(TAME + WILD, 4))
+    state = data.draw(states(rule))
+    expected = on_host(rule, state, history)
+    assert on_device(updating._by_rule, rule, state, history) == expected
+    assert on_device(updating.update, rule, state, history) == expected
+
+
+def test_the_kernel_is_kept_from_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("_by_rule", "_by_kernel"):
+        monkeypatch.setattr(updating, name, lambda *_, name=name: calls.append(name))
+    for rule in (ScaleRule(), ScaleRule(growth=4.0), ScaleRule(hysteresis=1), ScaleRule(growth=5)):
+        updating.update(rule, *[torch.zeros(())] * 4, None)
+    assert calls == ["_by_kernel", "_by_kernel", "_by_rule", "_by_rule"]
+
+
+def forgets_the_loss(rule: Any, *state: Any) -> None:
+    updating._by_kernel(rule, *state[:-1], None)
+
+
+def forgets_the_bounds(rule: ScaleRule, *state: Any) -> None:
+    updating._by_kernel(rule._replace(min_scale=SMALLEST, max_scale=LARGEST), *state)
+
+
+def by_equality(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, _: Any) -> None:
+    torch._amp_update_scale_(scale, tracker, found, rule.growth, rule.backoff, rule.interval)
+
+
+def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, _: Any) -> None:
+    after = scaling.step(
+        rule, ScaleState(scale, tracker, *counts.unbind()), found == 0, torch.where
+    )
+    for old, new in zip((scale, tracker, counts), (*after[:2], after[2:]), strict=True):
+        old.copy_(torch.stack(new) if isinstance(new, tuple) else new)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule", "state", "found"),
+    [
+        (forgets_the_loss, ScaleRule(), ScaleState(8.0), (1, 1)),
+        (forgets_the_bounds, ScaleRule(min_scale=8.0), ScaleState(8.0), (1, 0)),
+        (by_equality, ScaleRule(interval=2), ScaleState(8.0, 5), (0, None)),
+        (in_float32, ScaleRule(growth=1.1, interval=1), ScaleState(3.0), (0, None)),
+    ],
+)
+def test_a_wrong_update_is_seen(wrong: Any, rule: Any, state: ScaleState, found: Any) -> None:
+    expected = on_host(rule, state, [found])
+    assert on_device(updating.update, rule, state, [found]) == expected
+    assert on_device(wrong, rule, state, [found]) != expected
+
+
+# --- Watch ---------------------------------------------------------------------------------------
+
+
+class Late:
+    """An event that comes after it was asked for so many times."""
+
+    waits: ClassVar[list[int]] = []  # of the events still to be made
+
+    def __init__(self, *_: Any) -> None:
+        self.left = Late.waits.pop(0) if Late.waits else 0
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+class FarAway(torch.Tensor):
+    """A tensor that says it is on a GPU; its copies to the CPU are true ones."""
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda:0")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return result.clone() if isinstance(result, torch.Tensor) else result
+
+
+def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
+    made = (
+        torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32),
+        torch.tensor(state[2:], dtype=torch.float32),
+    )  # fmt: skip
+    return [t.as_subclass(kind) for t in made]
+
+
+@given(
+    st.lists(st.sampled_from(FOUND), min_size=1, max_size=60),
+    st.lists(st.integers(0, 9), max_size=20),
+    st.sampled_from((ScaleRule(interval=2), ScaleRule(1.1, 0.7, 3), ScaleRule(2.0, 0.1, 1, 1e-3))),
+    st.booleans(),
+)
+def test_its_bound_is_never_above_the_scale(
+    history: Any, waits: list[int], rule: ScaleRule, far: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Event", Late)
+        patch.setattr(Late, "waits", list(waits))
+        watch, state, past = Watch(), ScaleState(16.0), []
+        assert watch.at_least(rule.backoff, rule.min_scale) == rule.min_scale
+        for found in history:
+            state = on_host(rule, state, [found])[0]
+            past.append(state)
+            new = watch.updated(*tensors(state, FarAway if far else torch.Tensor))
+            assert watch.at_least(rule.backoff, rule.min_scale) <= state.scale
+            if watch.seen is None:
+                assert not new
+            else:  # it is a state that was there, as long ago as it says
+                assert past[-1 - watch.age] == watch.seen
+            if not far:
+                assert (watch.seen is not None) == (len(past) > 4)
+                assert watch.seen is None or watch.age <= 4
+
+
+def test_it_forgets_the_age_and_is_seen() -> None:
+    """The oracle above notices a Watch that takes what arrives for new."""
+
+    class Ageless(Watch):
+        def updated(self, *state: torch.Tensor) -> bool:
+            new = super().updated(*state)
+            self.age = 0
+            return new
+
+    rule, state, watch = ScaleRule(), ScaleState(16.0), Ageless()
+    above = False
+    for _ in range(12):
+        state = on_host(rule, state, [(1, None)])[0]
+        watch.updated(*tensors(state, torch.Tensor))
+        above |= watch.at_least(rule.backoff, rule.min_scale) > state.scale
+    assert above
+
+
+def test_counts_beyond_float32_s_whole_numbers_come_over_exactly() -> None:
+    watch = Watch()
+    tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
+    for _ in range(5):
+        watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 0.0, 2.0**24]))
+    assert watch.seen == ScaleState(8.0, 2**31 - 1, 1, 0, 2**24)
+
+
+def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> None:
+    class Hears:
+        def __init__(self) -> None:
+            self.heard: list[list[Any]] = []
+
+        def hears(self, *state: torch.Tensor) -> None:
+            self.heard.append([t.tolist() for t in state])
+
+    one, two = Hears(), Hears()
+    names = [watching.listen(h.hears) for h in (one, two)]
+    state = tensors(ScaleState(8.0, 1, 2, 1, 5), torch.Tensor)
+    for name in (names[0], names[1], names[1]):
+        watching.tell(name, *state)
+    assert (len(one.heard), len(two.heard)) == (1, 2)
+    assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]
+    del two
+    watching.tell(names[1], *state)
+    assert names[1] not in watching._hear
+    assert names[0] in watching._hear

@@ -27,6 +27,7 @@ bench: $(READY)
 	$(PY) benchmarks/torch_overhead.py
 	$(PY) benchmarks/policies.py
 	$(PY) benchmarks/jax_overhead.py
+	$(PY) benchmarks/scaler.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv

@@ -476,6 +476,7 @@ def test_float16_without_a_scaler_learns_nothing(fw: ModuleType) -> None:
     assert trained(fw, "float16", scaled=False) == it.excess(it.start)
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler has no effect in a bfloat16 region")
 def test_a_bound_of_training_is_one_of_its_format(fw: ModuleType) -> None:
     """Float32's, which bfloat16 and float16 miss: they round."""
     it = cases.regression()

@@ -1,10 +1,26 @@
 """What torch's fused optimizers need where the device may skip their first step."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from polymp.backends.torch import compat
+
+_takes_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """True if the optimizer's step asks for the scaler itself, by an argument `grad_scaler`.
+
+    Asked at every step, and a signature takes longer to read than what it is needed for.
+    """
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    if step not in _takes_scaler:
+        _takes_scaler[step] = "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return _takes_scaler[step]
 
 
 @compat.untraced(

@@ -7,7 +7,6 @@ same lines run on tensors. Names with a leading underscore that other libraries 
 torch.amp's.
 """
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -412,7 +411,7 @@ class GradScaler(Teller):
     def _step_fused(
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> float | None:
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        if fused.takes_scaler(optimizer):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "

@@ -82,12 +82,16 @@ class Teller(ScaleHolder):
     def _found(self, state: dict[str, Any]) -> torch.Tensor:
         """What was found for the optimizer on all devices, on the scale's; float32 []."""
         device = self._tensors()[0].device
-        found = state["found_inf_per_device"].values()
-        either = unscaling.either(unscaling.moved(t, device) for t in found)
-        assert either is not None
+        findings = list(state["found_inf_per_device"].values())
+        either = findings[0]
+        if len(findings) > 1 or either.device != device:
+            largest = unscaling.either(unscaling.moved(t, device) for t in findings)
+            assert largest is not None
+            either = largest
         # Torch's sharded scaler finds in shape [1], and adds up what the ranks found; others take
         # the mean. Fused kernels skip for 1 and for nothing else.
-        return either.reshape(()).sign()
+        found: torch.Tensor = either if either.dim() == 0 else either.reshape(())
+        return found.sign()
 
     # What happened.
 

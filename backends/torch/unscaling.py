@@ -5,6 +5,7 @@ Lists of tensors in, findings out, one for each device, float32 []. Nothing here
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,8 +115,14 @@ def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
         and not grads[0].is_complex()
         and set(map(type, grads)) == {torch.Tensor}
         # An index is a device here, for a process has the CPU, -1, and one kind of accelerator.
-        and len({g.get_device() for g in grads}) == 1
+        and (_only_cpu() or len({g.get_device() for g in grads}) == 1)
     )
+
+
+@cache
+def _only_cpu() -> bool:
+    """True where there is no accelerator that a gradient could be on."""
+    return not torch.accelerator.is_available()
 
 
 def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:

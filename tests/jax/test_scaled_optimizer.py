@@ -308,3 +308,13 @@ def test_the_optimizer_and_the_zeros_are_in_the_branches():
     assert "f32[311,257]{1,0} fusion(" not in main
     assert "f32[311,257]{1,0} broadcast(" in text  # the zeros, where they belong
     assert program.memory_analysis().temp_size_in_bytes < 1.3 * params.nbytes
+
+
+def test_a_scaler_around_a_scaled_optimizer_is_refused():
+    optimizer = scaled(optax.sgd(1.0))
+    params = jnp.ones(2)
+    state = optimizer.init(params)
+    with pytest.raises(TypeError, match=r"^step was given the state of an optimizer .* twice"):
+        GradScaler().step(params, lambda grads, state: state, {"inner": state})
+    with pytest.raises(TypeError, match=r"^scaled was given the state of an optimizer"):
+        scaled(optax.chain(optax.clip(1.0), optimizer)).init(params)

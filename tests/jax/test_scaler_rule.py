@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +248,20 @@ def test_update_wants_one_bool(name, finite, shown):
 def test_a_loss_is_looked_at_as_it_is(loss, finite):
     seen = GradScaler(2.0**-100).loss_finite(loss)
     assert (seen.dtype, seen.shape, bool(seen)) == (jnp.bool_, (), finite)
+
+
+@pytest.mark.parametrize(("value", "shown"), [({"a": 1}, "{'a': 1}"), (None, "None")])
+def test_update_says_what_it_was_given(value, shown):
+    with pytest.raises(TypeError, match=re.escape(f"finite must be one bool, got {shown}.")):
+        GradScaler().update(value)
+
+
+def test_a_state_is_taken_outside_of_traced_code():
+    with pytest.raises(TypeError, match="return the scaler from the function"):
+        jax.jit(lambda scaler: scaler.state_dict()["scale"])(GradScaler())
+
+
+@pytest.mark.parametrize("loss", ["a", 3, len])
+def test_a_loss_that_is_none_is_refused(loss):
+    with pytest.raises(TypeError, match=r"^loss must be the loss as it was before scaling, got "):
+        GradScaler().step(jnp.ones(2), lambda grads, w: w, jnp.ones(2), loss=loss)

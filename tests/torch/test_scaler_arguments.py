@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
+from polymp.backends.torch import fused
 from polymp.torch import GradScaler
 from tests.torch.test_scaler_rules import outcome, ready, sgd, weight
 
@@ -165,3 +167,41 @@ def test_a_strict_scaler_wants_gradients_as_torch_s_does() -> None:
         ours = outcome(lambda m=misuse: m(ready(GradScaler, strict=True)))
         assert ours == outcome(lambda m=misuse: m(ready(torch.amp.GradScaler)))
         assert ours[0] is AssertionError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": 1024.0}, "device must be a name such as 'cuda' or 'cpu', got 1024.0."),
+        ({"device": "cpu", "dtype": torch.int32}, "a float dtype, got torch.int32."),
+    ],
+)
+def test_what_cannot_be_a_device_or_a_low_format(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GradScaler(**arguments)
+
+
+def test_warnings_show_the_user_s_line() -> None:
+    w = torch.ones(1, requires_grad=True)
+    for on in ("host", "device"):
+        scaler = GradScaler("cpu", stuck_after=1, skip_on=on)  # type: ignore[arg-type]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(12):
+                optimizer = torch.optim.SGD([w], lr=1.0)
+                w.grad = None
+                scaler.scale(w.sum() * float("nan")).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert [c.filename for c in caught] == [__file__]
+
+
+def test_a_step_s_signature_is_read_once() -> None:
+    class Asks(torch.optim.SGD):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            return None
+
+    w = torch.ones(1, requires_grad=True)
+    for kind, asks in ((torch.optim.SGD, False), (Asks, True)):
+        for _ in range(2):
+            assert fused.takes_scaler(kind([w], lr=1.0)) is asks

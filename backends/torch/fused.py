@@ -17,6 +17,8 @@ def takes_scaler(optimizer: Any) -> bool:
 
     Asked at every step, and a signature takes longer to read than what it is needed for.
     """
+    if torch.compiler.is_compiling():  # which knows signatures, and no such dictionary
+        return "grad_scaler" in inspect.signature(optimizer.step).parameters
     step = getattr(optimizer.step, "__func__", optimizer.step)
     if step not in _takes_scaler:
         _takes_scaler[step] = "grad_scaler" in inspect.signature(optimizer.step).parameters

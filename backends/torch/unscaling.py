@@ -114,9 +114,15 @@ def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
         len(dtypes) == 1
         and not grads[0].is_complex()
         and set(map(type, grads)) == {torch.Tensor}
-        # An index is a device here, for a process has the CPU, -1, and one kind of accelerator.
-        and (_only_cpu() or len({g.get_device() for g in grads}) == 1)
+        and _on_one_device(grads)
     )
+
+
+def _on_one_device(grads: list[torch.Tensor]) -> bool:
+    if not torch.compiler.is_compiling() and _only_cpu():
+        return True
+    # An index is a device here, for a process has the CPU, -1, and one kind of accelerator.
+    return len({g.get_device() for g in grads}) == 1
 
 
 @cache

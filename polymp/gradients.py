@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,17 +24,6 @@ NO_EFFECT = (
     "GradScaler has no effect in a bfloat16 region: bfloat16 has the range of float32, and no "
     "gradient vanishes there that float32 keeps. Leave it out, or make it "
     "GradScaler(..., dtype=<the region's dtype>), which does nothing but for float16."
-)
-
-# Files of polymp, where it is installed and where its folders are links to, and of frameworks.
-_LIBRARIES = (
-    str(Path(__file__).parent),
-    str((Path(__file__).parent / "backends").resolve()),
-    *(
-        str(Path(spec.origin).parent)
-        for name in ("torch", "jax", "flax", "optax")
-        if (spec := find_spec(name)) and spec.origin
-    ),
 )
 
 _SHOWN = 10  # gradients in a table, 3 in a message
@@ -157,10 +147,19 @@ def checked_on_stuck(on_stuck: Any, after: Any) -> None:
         raise ValueError(f"stuck_after must be a whole number from 1 up, got {after!r}.")
 
 
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of polymp, as installed and behind links, and of the frameworks around it."""
+    here = Path(__file__).parent
+    specs = [find_spec(name) for name in ("torch", "jax", "flax", "optax")]
+    others = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
+    return str(here), str((here / "backends").resolve()), *others
+
+
 def outside() -> int:
     """The `stacklevel` of the caller's warning that shows the user's line, not one of a library."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries()):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from polymp.backends.jax.scaled import is_float
 from polymp.gradients import SMALLEST_NORMAL, Gradient, GradientReport
 from polymp.scaling import ScaleState
 
@@ -76,7 +77,7 @@ def counted(grads: Any, names: Any, factor: Any) -> Counts:
     if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
         raise TypeError(_TRACED)
     paths = _paths(pairs) if names is None else _given(names, grads)
-    rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if _is_float(x)]
+    rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if is_float(x)]
     shapes = tuple(tuple(np.shape(x)) for _, x in rows)
     table = _table([x for _, x in rows], factor)
     table.copy_to_host_async()
@@ -141,10 +142,3 @@ def _kinds(x: Any, factor: Any) -> tuple[Any, ...]:
     size = jnp.abs(lax.complex(*parts) if len(parts) == 2 else parts[0])
     tiny = size * factor.astype(size.dtype) < SMALLEST_NORMAL
     return inf, nan, zero, tiny & ~zero
-
-
-def _is_float(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, (float, complex))
-    return bool(jnp.issubdtype(dtype, jnp.inexact))

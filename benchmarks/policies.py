@@ -9,27 +9,20 @@ process, and the ratio of their medians counts. `make bench` runs it.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from pairing import Row, machine, measure, row, save, show
 
-import polymp
 from polymp.torch import autocast
 
-RESULTS = Path(__file__).parent / "results"
 COUNTS = (1, 8, 32)
 
 # One tensor in, one out; torch's table for CPUs has none of them.
@@ -54,19 +47,6 @@ class Eager:
     low: float
     high: float
     bar: float = BAR_US
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Medians of a compiled program in microseconds, and their ratio."""
-
-    what: str
-    ops: int
-    torch: float
-    policy: float
-    ratio: float
-    low: float
-    high: float
 
 
 # What a child process runs: prints a call's time under `policy` and, after it, torch's table.
@@ -137,7 +117,7 @@ def eager(what: str, ops: int, rounds: int, pairs: int) -> Eager:
     return Eager(what, ops, a, b, after, b - a, after - a, added[0], added[-1])
 
 
-def compiled(what: str, ops: int, rounds: int) -> Compiled:
+def compiled(what: str, ops: int, rounds: int) -> Row:
     """Measure a compiled chain of the ops under both, in turn, in this process."""
     chosen = functions(what, ops)
     x = torch.full((64, 64), 0.5)
@@ -154,21 +134,14 @@ def compiled(what: str, ops: int, rounds: int) -> Compiled:
             with region:
                 start = time.perf_counter()
                 run(x)
-                return (time.perf_counter() - start) * 1e6
+                return time.perf_counter() - start
 
         return once
 
-    theirs, ours = under(None), under(rules(what, ops))
-    times: dict[Callable[[], float], list[float]] = {theirs: [], ours: []}
-    for once in times:
-        for _ in range(20):
-            once()
-    for i in range(rounds):
-        for once in (theirs, ours) if i % 2 else (ours, theirs):
-            times[once].append(once())
-    ratios = sorted(o / t for o, t in zip(times[ours], times[theirs], strict=True))
-    a, b = statistics.median(times[theirs]), statistics.median(times[ours])
-    return Compiled(what, ops, a, b, b / a, ratios[len(ratios) // 4], ratios[-len(ratios) // 4])
+    programs = {"torch": under(None), "policy": under(rules(what, ops))}
+    times = {name: [ms * 1e3 for ms in t] for name, t in measure(programs, rounds, 20).items()}
+    called = f"a compiled chain of {ops} ops, rule {what}: policy / torch's table"
+    return row(called, times["torch"], times["policy"], unit="us")
 
 
 def main() -> int:
@@ -182,50 +155,17 @@ def main() -> int:
     cases = [("keep", n) for n in COUNTS] + [("fp32", 1), ("mm = fp32", 1)]
     eagers = [eager(what, ops, args.rounds, args.pairs) for what, ops in cases]
     compileds = [compiled("keep", ops, 1000) for ops in COUNTS]
-    _print(eagers, compileds)
-    _save(eagers, compileds, args.out)
-    return int(any(row.added > row.bar for row in eagers))
-
-
-def _print(eagers: list[Eager], compileds: list[Compiled]) -> None:
-    table = Table(title=f"one call in a region, us; torch {torch.__version__}, CPU, one thread")
-    for column in ("rule", "ops", "torch", "policy", "added", "spread", "torch, after", "bar"):
-        table.add_column(column, justify="right")
-    for r in eagers:
-        table.add_row(
-            r.what, str(r.ops), f"{r.torch:.2f}", f"{r.policy:.2f}", f"{r.added:+.2f}",
-            f"{r.low:+.2f} - {r.high:+.2f}", f"{r.torch_after:.2f}", f"{r.bar:.0f}",
-        )  # fmt: skip
-    Console(width=110).print(table)
-    table = Table(title="a compiled chain (inductor), us")
-    for column in ("rule", "ops", "torch", "policy", "ratio", "middle half"):
-        table.add_column(column, justify="right")
-    for c in compileds:
-        table.add_row(
-            c.what, str(c.ops), f"{c.torch:.1f}", f"{c.policy:.1f}", f"{c.ratio:.3f}",
-            f"{c.low:.3f} - {c.high:.3f}",
-        )  # fmt: skip
-    Console(width=110).print(table)
-
-
-def _save(eagers: list[Eager], compileds: list[Compiled], out: Path | None) -> None:
-    now = datetime.now(UTC)
-    path = out or RESULTS / f"{now:%Y-%m-%d}-policies-cpu.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    show(f"one call in a region, us; torch {torch.__version__}, CPU, one thread", eagers)
+    show("a compiled chain (inductor)", compileds)
     record = {
-        "date": f"{now:%Y-%m-%d}",
-        "machine": f"CPU, {platform.machine()}",
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[1], 1),
+        "machine": machine("torch"),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "polymp": polymp.__version__,
         "compiler": "inductor",
-        "eager": [asdict(r) for r in eagers],
-        "compiled": [asdict(r) for r in compileds],
+        "eager": eagers,
+        "tables": {"a policy in a compiled program": compileds},
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    save("policies", "cpu", record, args.out)
+    return int(any(r.added > r.bar for r in eagers))
 
 
 if __name__ == "__main__":

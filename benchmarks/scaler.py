@@ -7,15 +7,9 @@ of the medians is what counts, and the middle half of the paired ratios stands b
 """
 
 import argparse
-import importlib.metadata
-import json
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,49 +20,13 @@ import optax
 import torch
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
-from rich.console import Console
-from rich.table import Table
+from pairing import Row, machine, measure, missed, row, save, show
 
-import polymp
 import polymp.jax
 import polymp.torch
 
-RESULTS = Path(__file__).parent / "results"
 PARTS = ("torch", "jax")
 TORCH_BAR, JAX_BAR = 0.8, 0.6
-Timed = Callable[[], float]  # runs once; returns the seconds that count
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: medians in milliseconds, their ratio, and the bar it is held to."""
-
-    what: str
-    base: float
-    polymp: float
-    ratio: float
-    low: float
-    high: float
-    bar: float | None
-
-
-def measure(programs: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Times in milliseconds, of programs that run in turn; each round starts with another one."""
-    names = list(programs)
-    for name in names * 3:  # compile, then settle
-        programs[name]()
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            times[name].append(programs[name]() * 1e3)
-    return times
-
-
-def row(what: str, base: list[float], ours: list[float], bar: float | None) -> Row:
-    ratios = sorted(o / b for o, b in zip(ours, base, strict=True))
-    a, b = statistics.median(base), statistics.median(ours)
-    quarter = len(ratios) // 4
-    return Row(what, a, b, b / a, ratios[quarter], ratios[-1 - quarter], bar)
 
 
 # --- torch ---------------------------------------------------------------------------------------
@@ -286,47 +244,24 @@ def main() -> int:
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
-    cuda = args.device == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}"
-    rows: dict[str, list[Row]] = {part: [] for part in PARTS}
+    tables: dict[str, list[Row]] = {}
     if "torch" in parts:
-        rows["torch"] = list(on_torch(args.device, args.parameters, args.rounds))
-        show(f"unscale_, step and update of {args.parameters:,} parameters, ms", rows["torch"])
+        title = f"unscale_, step and update of {args.parameters:,} parameters in torch"
+        tables[title] = list(on_torch(args.device, args.parameters, args.rounds))
     if "jax" in parts:
-        rows["jax"] = list(on_jax(args.millions, args.jax_rounds))
-        show(f"An Adam step of {args.millions:g} M parameters in JAX, ms", rows["jax"])
-    every = [r for part in rows.values() for r in part]
-    missed = [r.what for r in every if r.bar is not None and r.ratio > r.bar]
-    print(f"Bars missed: {'; '.join(missed) or 'none'}.")
-    now = datetime.now(UTC)
-    path = args.out or RESULTS / f"{now:%Y-%m-%d}-scaler-{args.device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    packages = ("torch", "jax", "flax", "optax", "polymp")
+        title = f"an Adam step of {args.millions:g} M parameters in JAX"
+        tables[title] = list(on_jax(args.millions, args.jax_rounds))
+    for title, rows in tables.items():
+        show(title, rows)
+    lost = missed(r for rows in tables.values() for r in rows)
+    print(f"Bars missed: {'; '.join(lost) or 'none'}.")
     record = {
-        "date": f"{now:%Y-%m-%d}",
-        "machine": machine,
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        "machine": machine("torch", "jax", "flax", "optax", device=args.device),
         "rounds": {"torch": args.rounds, "jax": args.jax_rounds},
-        "parameters": args.parameters,
-        "millions": args.millions,
-        **{part: [asdict(r) for r in found] for part, found in rows.items()},
-        "missed": missed,
+        "tables": tables,
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    return int(bool(missed))
-
-
-def show(title: str, rows: list[Row]) -> None:
-    table = Table(title=title)
-    for column in ("what", "base", "polymp", "ratio", "middle half", "bar"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for r in rows:
-        table.add_row(
-            r.what, f"{r.base:.3f}", f"{r.polymp:.3f}", f"{r.ratio:.3f}",
-            f"{r.low:.3f} - {r.high:.3f}", "" if r.bar is None else f"{r.bar:.2f}",
-        )  # fmt: skip
-    Console(width=110).print(table)
+    save("scaler", args.device, record, args.out)
+    return int(bool(lost))
 
 
 if __name__ == "__main__":

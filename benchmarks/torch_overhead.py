@@ -5,22 +5,15 @@ and the spread of the paired ratios stands beside it. `make bench` runs it.
 """
 
 import argparse
-import json
-import platform
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from pairing import Row, machine, measure, missed, row, save, show, timed
 
 import polymp.torch
 
@@ -28,44 +21,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import job
 from train_torch import Transformer, loss_on
 
-RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: medians in microseconds, their ratio, and the bar it is held to."""
-
-    what: str
-    torch: float
-    polymp: float
-    ratio: float
-    low: float
-    high: float
-    bar: float | None
+Program = Callable[[], Any]
 
 
 def paired(
-    what: str,
-    theirs: Callable[[], Any],
-    ours: Callable[[], Any],
-    rounds: int,
-    inner: int,
-    bar: float | None,
+    what: str, theirs: Program, ours: Program, rounds: int, inner: int, bar: float | None
 ) -> Row:
-    """Measure two programs in turn, swapping who goes first."""
-    for f in (theirs, ours):
-        for _ in range(max(1, inner // 10)):
-            f()
-    times: dict[Callable[[], Any], list[float]] = {theirs: [], ours: []}
-    for i in range(rounds):
-        for f in (theirs, ours) if i % 2 else (ours, theirs):
-            start = time.perf_counter()
-            for _ in range(inner):
-                f()
-            times[f].append((time.perf_counter() - start) / inner * 1e6)
-    ratios = sorted(o / t for o, t in zip(times[ours], times[theirs], strict=True))
-    a, b = statistics.median(times[theirs]), statistics.median(times[ours])
-    return Row(what, a, b, b / a, ratios[len(ratios) // 4], ratios[-len(ratios) // 4], bar)
+    """Measure two programs in turn, `inner` runs for each figure; in microseconds."""
+    programs = {"theirs": timed(theirs, inner), "ours": timed(ours, inner)}
+    times = {name: [ms * 1e3 for ms in t] for name, t in measure(programs, rounds, 1).items()}
+    return row(what, times["theirs"], times["ours"], bar, "us")
 
 
 # In-place ops cost more once polymp watches them, under torch.autocast in the same process too.
@@ -93,9 +58,7 @@ def apart(what: str, program: str, device: str) -> Row:
             run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
             found.append(float(run.stdout))
     theirs, ours = times.values()
-    ratios = sorted(o / t for o, t in zip(ours, theirs, strict=True))
-    a, b = statistics.median(theirs), statistics.median(ours)
-    return Row(what, a, b, b / a, ratios[1], ratios[-2], None)
+    return row(what, theirs, ours, unit="us")
 
 
 def entering(make: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
@@ -173,38 +136,16 @@ def main() -> int:
                 1.02,
             )
         )
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}"
-    _print(rows, machine)
-    _save(rows, machine, device, args.out)
-    return int(any(r.bar is not None and r.ratio > r.bar for r in rows))
-
-
-def _print(rows: list[Row], machine: str) -> None:
-    table = Table(title=f"polymp against torch.amp, torch {torch.__version__}, {machine}")
-    for column in ("what", "torch, us", "polymp, us", "ratio", "middle half", "bar"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for r in rows:
-        table.add_row(
-            r.what, f"{r.torch:,.2f}", f"{r.polymp:,.2f}", f"{r.ratio:.3f}",
-            f"{r.low:.3f} - {r.high:.3f}", "" if r.bar is None else f"{r.bar:.2f}",
-        )  # fmt: skip
-    Console(width=110).print(table)
-
-
-def _save(rows: list[Row], machine: str, device: str, out: Path | None) -> None:
-    now = datetime.now(UTC)
-    path = out or RESULTS / f"{now:%Y-%m-%d}-torch-overhead-{device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    title = "polymp / torch.amp"
+    show(f"{title}, torch {torch.__version__}, {device}", rows)
     record = {
-        "date": f"{now:%Y-%m-%d}",
-        "machine": machine,
+        "machine": machine("torch", device=device),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "polymp": polymp.__version__,
-        "rows": [asdict(r) for r in rows],
+        "rounds": rounds,
+        "tables": {title: rows},
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    save("torch-overhead", device, record, args.out)
+    return int(bool(missed(rows)))
 
 
 if __name__ == "__main__":

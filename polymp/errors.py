@@ -28,5 +28,9 @@ class UnscaledError(PolympError, RuntimeError):
     """An optimizer stepped on gradients of a float16 region that no scaler has scaled."""
 
 
+class StaleCastError(PolympError, RuntimeError):
+    """A held cast is not what its weight would give now."""
+
+
 class ScalerWarning(UserWarning):
     """A loss scaler that does nothing, is missing, or is stuck."""

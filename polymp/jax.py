@@ -11,6 +11,8 @@ from polymp.backends.jax.autocast import upper as upper  # noqa: E402
 from polymp.backends.jax.expecting import expect_scaler as expect_scaler  # noqa: E402
 from polymp.backends.jax.flax_steps import linen_train_step as linen_train_step  # noqa: E402
 from polymp.backends.jax.flax_steps import nnx_train_step as nnx_train_step  # noqa: E402
+from polymp.backends.jax.freeze import Frozen as Frozen  # noqa: E402
+from polymp.backends.jax.freeze import freeze as freeze  # noqa: E402
 from polymp.backends.jax.functions import register as register  # noqa: E402
 from polymp.backends.jax.optimizers import scaled as scaled  # noqa: E402
 from polymp.backends.jax.pinned import Pins as Pins  # noqa: E402

@@ -26,6 +26,8 @@ class Region:
         cache: True if the casts of parameters may be kept until the region ends.
         policy: the table that decides; None for the backend's own table of that device.
         scope: path of the module that the region is in, names joined by dots.
+        promotion: "strong" if a float32 array widens low ones that it meets, "weak" if only one
+            that something made float32 does.
     """
 
     backend: str
@@ -35,6 +37,7 @@ class Region:
     cache: bool
     policy: Policy | None = None
     scope: str = ""
+    promotion: str = "strong"
 
 
 class Stack(threading.local, Generic[F]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.blocks import ROOT
+from tests.benchmarks import benchmark
 from tests.conftest import need
 
 
@@ -19,14 +18,7 @@ from tests.conftest import need
 def scaler() -> ModuleType:
     for name in ("torch", "jax", "flax", "optax", "rich"):
         need(name)
-    path = ROOT / "benchmarks" / "scaler.py"
-    spec = importlib.util.spec_from_file_location("benchmark_of_scalers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("scaler")
 
 
 OPTIMIZERS = (
@@ -112,16 +104,10 @@ def test_it_runs_and_says_which_bars_are_missed(
     assert scaler.main() == 1
     record = json.loads(path.read_text())
     assert record["missed"] == [f"{name} / torch.amp" for name in OPTIMIZERS]
-    assert record["jax"][0]["what"] == "step / flax"
-    assert [row["bar"] for row in record["jax"]] == [1e9, None, None, None, None]
-    assert set(record) == {
-        "date", "machine", "python", "torch", "jax", "flax", "optax", "polymp", "rounds",
-        "parameters", "millions", "missed",
-    }  # fmt: skip
+    in_torch, in_jax = record["tables"].values()
+    assert [row["what"] for row in in_torch[:-1]] == record["missed"]
+    assert in_jax[0]["what"] == "step / flax"
+    assert [row["bar"] for row in in_jax] == [1e9, None, None, None, None]
+    assert set(record) == {"part", "device", "date", "machine", "rounds", "tables", "missed"}
+    assert set(record["machine"]["versions"]) == {"torch", "jax", "flax", "optax", "polymp"}
     assert "Bars missed: SGD, fused / torch.amp" in capsys.readouterr().out
-
-
-def test_a_ratio_is_of_medians(scaler: ModuleType) -> None:
-    row = scaler.row("x", [1.0, 2.0, 9.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0, 3.0], 0.8)
-    assert (row.base, row.polymp, row.ratio) == (2.0, 3.0, 1.5)
-    assert (row.low, row.high) == (1.5, 3.0)

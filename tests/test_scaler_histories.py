@@ -277,35 +277,54 @@ def _of(rule: ScaleRule, interval: int, leaves: Iterable[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(_with_interval(rule, interval)), list(leaves))
 
 
+@cache
+def _scale(number: float) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.float32(number)
+
+
 def _in_jax(advance: Callable[..., Any]) -> Column:
-    """One history after the other, event by event."""
+    """One history after the other, event by event.
+
+    A scaler of JAX is a value and its update a function of it: each update is made once, and what
+    came out is kept for the histories that meet the same scaler with the same things found.
+    """
+    kept: dict[tuple[Any, ...], tuple[tuple[float, ...], list[Any]]] = {}
 
     def run(it: History) -> States:
         import jax
-        import jax.numpy as jnp
 
         fresh = jax.tree.leaves(_with_interval(it.rule, it.interval))
-        scaler = _of(it.rule, it.interval, [jnp.float32(it.first), *fresh[1:]])
-        kept = []
+        leaves = [_scale(it.first), *fresh[1:]]
+        numbers: tuple[float, ...] = (it.first, 0.0, 0.0, 0.0, 0.0)
+        states = []
         for event in it.events:
-            leaves = jax.tree.leaves(scaler)
             if event.kind in FOUND:
-                scaler = advance(scaler, *FOUND[event.kind])
+                key = it.rule, event.interval, numbers, event.kind
+                if key not in kept:
+                    scaler = advance(_of(it.rule, event.interval, leaves), *FOUND[event.kind])
+                    new = jax.tree.leaves(scaler)
+                    kept[key] = tuple(float(x) for x in new), new
+                numbers, leaves = kept[key]
             elif event.kind == SCALE:
-                scaler = _of(it.rule, event.interval, [jnp.float32(event.scale), *leaves[1:]])
-            else:
-                scaler = _of(it.rule, event.interval, leaves)
-            kept.append(jax.tree.leaves(scaler))
-        return [tuple(float(x) for x in leaves) for leaves in kept]
+                numbers, leaves = (event.scale, *numbers[1:]), [_scale(event.scale), *leaves[1:]]
+            states.append(numbers)
+        return states
 
     return lambda all_: [run(it) for it in all_]
 
 
-def eager(all_: list[History]) -> list[States]:
+@cache
+def _eagerly() -> Column:
     import jax.numpy as jnp
 
     one = {value: jnp.asarray(value) for value in (True, False)}
-    return _in_jax(lambda s, finite, loss: s.update(one[finite], loss_finite=one[loss]))(all_)
+    return _in_jax(lambda s, finite, loss: s.update(one[finite], loss_finite=one[loss]))
+
+
+def eager(all_: list[History]) -> list[States]:
+    return _eagerly()(all_)
 
 
 def _train(scaler: Any, finite: Any, loss: Any) -> Any:
@@ -321,14 +340,14 @@ def _train(scaler: Any, finite: Any, loss: Any) -> Any:
 
 
 @cache
-def _jitted() -> Any:
+def _jitted() -> Column:
     import jax
 
-    return jax.jit(_train)
+    return _in_jax(jax.jit(_train))
 
 
 def jit(all_: list[History]) -> list[States]:
-    return _in_jax(lambda *args: _jitted()(*args))(all_)
+    return _jitted()(all_)
 
 
 @cache
@@ -384,25 +403,27 @@ def all_alike(all_: list[History], expected: list[States], found: list[States]) 
             )
 
 
-def run_all(check: Callable[[list[History]], None]) -> None:
-    """Draw 10,000 different histories and hand them to the check, many at a time."""
+@cache
+def drawn() -> tuple[tuple[list[History], list[States]], ...]:
+    """10,000 different histories, many at a time, each with its states by the rule on numbers."""
     seen: set[History] = set()
     used: set[ScaleRule] = set()
+    kept: list[tuple[list[History], list[States]]] = []
 
-    # Not shrunk, for that takes minutes: `all_alike` shows one history, up to where it fails.
     @settings(max_examples=EXAMPLES, phases=[Phase.generate])
     @given(st.integers(0, EXAMPLES), st.binary(min_size=ROWS * WIDTH, max_size=ROWS * WIDTH))
-    def draw(which: int, drawn: bytes) -> None:
+    def draw(which: int, bytes_: bytes) -> None:
         rule = RULES[which % len(RULES)]
-        new = dict.fromkeys(it for it in histories(rule, drawn) if it not in seen)
+        new = [*dict.fromkeys(it for it in histories(rule, bytes_) if it not in seen)]
         if new:
-            check([*new])
+            kept.append((new, by_numbers(new)))
         seen.update(new)
         used.add(rule)
 
     draw()
     assert len(seen) >= COUNT
     assert used == set(RULES)
+    return tuple(kept)
 
 
 # Torch's own code warns when its compiler is imported.
@@ -410,7 +431,8 @@ def run_all(check: Callable[[list[History]], None]) -> None:
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_implementation_follows_the_rule_bit_for_bit(column: str) -> None:
     need(column.split(",")[0])
-    run_all(lambda all_: all_alike(all_, by_numbers(all_), COLUMNS[column](all_)))
+    for all_, expected in drawn():
+        all_alike(all_, expected, COLUMNS[column](all_))
 
 
 def sound(it: History, states: States) -> int:
@@ -459,9 +481,7 @@ def agrees_with_torch(all_: list[History], states: list[States]) -> int:
 
 def test_where_torch_amp_is_sound_the_rule_is_torch_s() -> None:
     need("torch")
-    compared = []
-    run_all(lambda all_: compared.append(agrees_with_torch(all_, by_numbers(all_))))
-    assert sum(compared) > COUNT
+    assert sum(agrees_with_torch(*each) for each in drawn()) > COUNT
 
 
 # --- the tests can fail --------------------------------------------------------------------------
@@ -517,29 +537,34 @@ def mutated(old: str, new: str) -> Callable[..., ScaleState]:
     return step
 
 
-def fixed() -> list[History]:
+@cache
+def fixed() -> tuple[list[History], list[States]]:
+    """Histories of every rule, and their states by the rule on numbers."""
     rows = random.Random(0)
-    return [it for rule in RULES for it in histories(rule, rows.randbytes(ROWS * WIDTH))]
+    all_ = [it for rule in RULES for it in histories(rule, rows.randbytes(ROWS * WIDTH))]
+    right = by_numbers(all_)
+    same = "good = finite & loss_finite"
+    all_alike(all_, right, by_numbers(all_, mutated(same, same)))  # read from its source, it is it
+    return all_, right
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_a_wrong_rule_is_noticed(name: str) -> None:
-    all_ = fixed()
-    all_alike(all_, by_numbers(all_), by_numbers(all_))
+    all_, right = fixed()
     with pytest.raises(AssertionError, match="is not"):
-        all_alike(all_, by_numbers(all_), by_numbers(all_, mutated(*MUTATIONS[name])))
+        all_alike(all_, right, by_numbers(all_, mutated(*MUTATIONS[name])))
 
 
 @pytest.mark.parametrize("field", range(len(ScaleState._fields)), ids=ScaleState._fields)
 def test_one_wrong_number_is_noticed(field: int) -> None:
-    all_ = fixed()[:2]
-    wrong = by_numbers(all_)
+    all_ = fixed()[0][:2]
+    right, wrong = by_numbers(all_), by_numbers(all_)
     last = list(wrong[1][-1])
     last[field] = float(np.nextafter(last[field], np.inf))
     wrong[1][-1] = tuple(last)
     with pytest.raises(AssertionError, match="is not"):
-        all_alike(all_, by_numbers(all_), wrong)
+        all_alike(all_, right, wrong)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -556,6 +581,6 @@ def test_one_wrong_number_is_noticed(field: int) -> None:
 )
 def test_torch_s_kernel_notices_a_wrong_rule(name: str) -> None:
     need("torch")
-    all_ = fixed()
+    all_, _ = fixed()
     with pytest.raises(AssertionError):
         agrees_with_torch(all_, by_numbers(all_, mutated(*MUTATIONS[name])))

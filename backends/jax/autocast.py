@@ -11,6 +11,7 @@ the next call with the same types.
 import functools
 import inspect
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -35,17 +36,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 PolicyLike = Any
 
+# What a float32 array may do to a low one: widen it always, or only if something made it float32.
+PROMOTIONS = ("strong", "weak")
+
 # Traces that one function keeps. Beyond these, the oldest is made again when it is asked for.
 _KEPT = 256
 
 
 @overload
-def autocast(fn: F, *, dtype: Any = ..., policy: PolicyLike = ..., enabled: bool = ...) -> F: ...
+def autocast(
+    fn: F,
+    *,
+    dtype: Any = ...,
+    policy: PolicyLike = ...,
+    enabled: bool = ...,
+    promotion: str = ...,
+) -> F: ...
 
 
 @overload
 def autocast(
-    fn: None = None, *, dtype: Any = ..., policy: PolicyLike = ..., enabled: bool = ...
+    fn: None = None,
+    *,
+    dtype: Any = ...,
+    policy: PolicyLike = ...,
+    enabled: bool = ...,
+    promotion: str = ...,
 ) -> "Autocast": ...
 
 
@@ -55,6 +71,7 @@ def autocast(
     dtype: Any = "bfloat16",
     policy: PolicyLike = None,
     enabled: bool = True,
+    promotion: str = "strong",
 ) -> Any:
     """Run a function's ops in the formats that suit them, or mark a region inside such a function.
 
@@ -72,6 +89,13 @@ def autocast(
         dtype: the low format, bfloat16 or float16.
         policy: the table that decides: a policy, the name of one, a dict or a path; None for "amp".
         enabled: False runs the ops in the formats they are written in.
+        promotion: what a float32 array does to a low one that it meets in an op without a rule.
+            "strong": both go to float32, as in torch. "weak": only if something made it float32,
+            which is an op that the policy runs in float32, `upper`, an `astype`, a loop, or code
+            that runs as written; parameters and what is made of them follow the low one. That
+            saves memory, and costs digits where float32 was there for a sum: an accumulator that
+            starts as zeros and takes low terms becomes low. Start it with `upper(zeros)` to keep
+            it. From TensorFlow's auto_mixed_precision grappler pass.
 
     Returns:
         A function with `fn`'s signature, or an object that is a decorator and a context manager.
@@ -79,7 +103,7 @@ def autocast(
     Raises:
         TypeError: `fn` is no function, `dtype` no dtype or `enabled` no bool, or an argument after
             `fn` came without its name.
-        ValueError: `dtype` is not a low format.
+        ValueError: `dtype` is not a low format, or `promotion` neither "strong" nor "weak".
         PolicyError: `policy` names none, is wrong, or has a row that jax cannot follow.
     """
     if others:
@@ -87,8 +111,8 @@ def autocast(
             f"autocast takes one function and nothing else without a name, and no device; got "
             f"{', '.join(map(repr, (fn, *others)))}. Write autocast(fn, dtype=...)."
         )
-    region = _region(dtype, policy, enabled)
-    return Autocast(region) if fn is None else _transformed(fn, region)
+    region = _region(dtype, policy, enabled, promotion)
+    return Autocast(region) if fn is None else transformed(fn, region)
 
 
 class Autocast:
@@ -103,7 +127,7 @@ class Autocast:
 
     def __call__(self, fn: F) -> F:
         """The transformed function."""
-        result: F = _transformed(fn, self.region)  # type: ignore[assignment]
+        result: F = transformed(fn, self.region)  # type: ignore[assignment]
         return result
 
     def __enter__(self) -> "Autocast":
@@ -129,7 +153,8 @@ class Autocast:
         region = self.region
         name = region.policy.name if region.policy else None
         return (
-            f"polymp.jax.autocast(dtype={region.format}, policy={name!r}, enabled={region.enabled})"
+            f"polymp.jax.autocast(dtype={region.format}, policy={name!r}, "
+            f"enabled={region.enabled}, promotion={region.promotion!r})"
         )
 
 
@@ -179,7 +204,7 @@ def call_in(fn: F, dtype: Any) -> F:
     to = _float_dtype(dtype)
 
     def cast(leaf: Any) -> Any:
-        if not _is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in _CAST:
+        if not is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in _CAST:
             return leaf
         return jax.numpy.asarray(leaf).astype(to)
 
@@ -199,16 +224,16 @@ _CAST = frozenset({"float32", "bfloat16", "float16"})
 
 
 def _marked(leaf: Any, name: str) -> Any:
-    if _is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
+    if is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
         return checkpoint_name(jax.numpy.asarray(leaf), name)
     return leaf
 
 
 def _off(region: Region) -> Region:
-    return Region("jax", region.device, False, region.format, region.cache, region.policy)
+    return replace(region, enabled=False)
 
 
-def _region(dtype: Any, policy: PolicyLike, enabled: bool) -> Region:
+def _region(dtype: Any, policy: PolicyLike, enabled: bool, promotion: str) -> Region:
     format = _float_dtype(dtype).name
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
@@ -217,9 +242,13 @@ def _region(dtype: Any, policy: PolicyLike, enabled: bool) -> Region:
             f"autocast(dtype={format}): the low format of a region is bfloat16 or float16. "
             "For a region in which ops run as written, use enabled=False."
         )
+    if not (isinstance(promotion, str) and promotion in PROMOTIONS):
+        raise ValueError(
+            f"autocast(promotion={promotion!r}): promotion is one of {', '.join(PROMOTIONS)}."
+        )
     table: Policy = loading.load("amp" if policy is None else policy)
     check(table)
-    return Region("jax", "any", bool(enabled), format, True, table)
+    return Region("jax", "any", bool(enabled), format, True, table, promotion=promotion)
 
 
 def _float_dtype(dtype: Any) -> Any:
@@ -238,7 +267,7 @@ def _float_dtype(dtype: Any) -> Any:
 # The transformation
 
 
-class _Traced(NamedTuple):
+class Traced(NamedTuple):
     """A function as traced and planned for arguments of some types."""
 
     plan: Plan
@@ -246,7 +275,30 @@ class _Traced(NamedTuple):
     statics: list[Any]
 
 
-def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
+class Made(NamedTuple):
+    """What an autocast function is made of; the function's attribute `polymp`.
+
+    Attributes:
+        call: the function; another one, where a wrapper has taken over the attribute.
+        fn: that it transforms.
+        region: that holds in it.
+    """
+
+    call: Callable[..., Any]
+    fn: Callable[..., Any]
+    region: Region
+
+
+def transformed(
+    fn: Callable[..., Any], region: Region, traced: "Callable[..., Traced] | None" = None
+) -> Callable[..., Any]:
+    """An autocast function.
+
+    Args:
+        fn: to transform.
+        region: that holds in it.
+        traced: traces and plans in place of `trace`, with its arguments.
+    """
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
             f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
@@ -258,7 +310,8 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    kept: dict[Hashable, _Traced] = {}
+    kept: dict[Hashable, Traced] = {}
+    new = traced or trace
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -276,13 +329,13 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
 
     def through(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        statics = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
         key = _key(fn, tree, statics, arrays)
         recorded = report.current() is not None  # then it is decided anew
         traced = kept.get(key) if key is not None and not recorded else None
         if traced is None:
-            traced = _trace(fn, region, tree, statics, arrays)
+            traced = new(fn, region, tree, statics, arrays)
             if key is not None and not any(
                 isinstance(c, jax.core.Tracer) for c in traced.plan.consts
             ):
@@ -299,9 +352,10 @@ def _transformed(fn: Callable[..., Any], region: Region) -> Callable[..., Any]:
             found = run(traced.plan, arrays)
         # A constant comes as numpy's; what fn would have returned is an array of jax's.
         outs = map(jax.numpy.asarray, found)
-        leaves = [next(outs) if leaf is _ARRAY else leaf for leaf in traced.statics]
+        leaves = [next(outs) if leaf is ARRAY else leaf for leaf in traced.statics]
         return jax.tree.unflatten(traced.tree, leaves)
 
+    call.polymp = Made(call, fn, region)  # type: ignore[attr-defined]
     return call
 
 
@@ -312,10 +366,11 @@ class _Array:
         return "array"
 
 
-_ARRAY = _Array()
+ARRAY = _Array()
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """True for what is traced; everything else is passed as it is."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype == np.bool_ or bool(jax.numpy.issubdtype(leaf.dtype, np.number))
     return isinstance(leaf, jax.Array)
@@ -323,12 +378,12 @@ def _is_array(leaf: Any) -> bool:
 
 def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:
     """What a trace depends on; None if it cannot be told."""
-    others = [leaf for leaf in statics if leaf is not _ARRAY]
+    others = [leaf for leaf in statics if leaf is not ARRAY]
     if any(map(_may_change, (fn, *others))):
         return None
     # By its digits, for 0.0 == -0.0; by its type, for 1 == 1.0 == True.
     types = tuple((type(x), repr(x) if isinstance(x, float) else x) for x in others)
-    places = tuple(leaf is _ARRAY for leaf in statics)
+    places = tuple(leaf is ARRAY for leaf in statics)
     avals, registered = tuple(map(jax.typeof, arrays)), len(vocabulary().registered)
     key = (fn, tree, places, types, avals, compat.trace_context(), registered)
     try:
@@ -349,26 +404,35 @@ def _may_change(x: Any) -> bool:
     return type(x).__hash__ is by_identity and not isinstance(x, functions)
 
 
-def _trace(
+def trace(
     fn: Callable[..., Any], region: Region, tree: Any, statics: Any, arrays: list[Any]
-) -> _Traced:
+) -> Traced:
+    """Trace and plan a function.
+
+    Args:
+        fn: of arrays.
+        region: that holds in it.
+        tree: of its positional and keyword arguments.
+        statics: its leaves, with `ARRAY` for each array.
+        arrays: or what has their types.
+    """
     found: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
         left = iter(arrays)
-        leaves = [next(left) if leaf is _ARRAY else leaf for leaf in statics]
+        leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
         args, kwargs = jax.tree.unflatten(tree, leaves)
         with regions.AMBIENT(region):
             out = fn(*args, **kwargs)
         leaves, out_tree = jax.tree.flatten(out)
-        found.extend((out_tree, [_ARRAY if _is_array(leaf) else leaf for leaf in leaves]))
-        return [leaf for leaf in leaves if _is_array(leaf)]
+        found.extend((out_tree, [ARRAY if is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if is_array(leaf)]
 
     FUNCTIONS.border(flat)
     flat.__name__ = getattr(fn, "__name__", "function")
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     invars = compat.binders(jaxpr)[1]
     with collector_paused():
-        plan = planner().plan(jaxpr, map(given, invars), region)
+        plan = planner(region).plan(jaxpr, map(given, invars), region)
     out_tree, statics_out = found
-    return _Traced(plan, out_tree, statics_out)
+    return Traced(plan, out_tree, statics_out)

@@ -109,10 +109,10 @@ def plan_section(program: "Program", section: Section, _: Region) -> "Planned":
         reads = [declared(atom) for atom in section.invars]
     else:
         reads = [(run or k.format) if k.format else None for k in known]
-    met = [k._replace(format=f) for k, f in zip(known, reads, strict=True)]
+    met = [k._replace(format=f, weak=False) for k, f in zip(known, reads, strict=True)]
     plan = program.planner.plan(section, met, inside)
     writes = tuple(k.format for k in plan.outs)
-    outs = [k._replace(number=None) for k in plan.outs]
+    outs = [k._replace(number=None, weak=False) for k in plan.outs]
     returns = None
     if decision.out is not None and writes != (decision.out,) * len(writes):
         # Of a normalisation that is the result, not the statistics that it keeps; and not what

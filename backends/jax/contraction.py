@@ -12,6 +12,8 @@ contraction in them is replaced; no rule of JAX's is repeated here.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from math import inf, prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,14 +42,27 @@ def contract(
         run: low format of the operands.
         out: format of the result, `run` or "float32".
     """
-    kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
     operands = compat.varying_alike(lhs, rhs, *rest)
-    return contraction_p.bind(*operands, of=of, params=kept, run=run, out=out)
+    return contraction_p.bind(*operands, **contraction_params(of, params, run, out))
 
 
-def _plain(
-    *operands: Any, of: Any, params: Any, run: str, out: str, accumulator: str = "float32"
-) -> Any:
+def contraction_params(of: Any, params: Mapping[str, Any], run: str, out: str) -> dict[str, Any]:
+    """The parameters of a contraction that stands for `of` with its own."""
+    kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
+    return {"of": of, "params": kept, "run": run, "out": out}
+
+
+def result_as_asked(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    """Low operands, and the product's own result in the format asked for."""
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
+
+
+def float32_result(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    """Low operands and a float32 result, rounded afterwards."""
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator="float32")
+
+
+def _plain(*operands: Any, of: Any, params: Any, run: str, out: str, accumulator: str) -> Any:
     lhs, rhs, *rest = operands
     made = of.bind(
         lax.convert_element_type(lhs, run),
@@ -59,12 +74,8 @@ def _plain(
     return lax.convert_element_type(made, out)
 
 
-def _lowered_default(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
-    # The units of GPUs and TPUs add up in float32 whatever the format of the result.
-    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
-
-
-def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+def row_by_row(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32; products of low values are exact in it.
         lhs, rhs, *rest = operands
@@ -74,6 +85,8 @@ def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> An
         ]
         made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
         return lax.convert_element_type(made, out)
+    if _few_rows(*operands, **dict(params)):
+        return _of_few_rows(*operands, **dict(params), run=run, out=out)
     # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
     # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
     # and is computed in float32; a unit dimension, put in after the transpose, sets that right. The
@@ -107,6 +120,111 @@ def _lowered_cpu(*operands: Any, of: Any, params: Any, run: str, out: str) -> An
     )
     made = lax.optimization_barrier(made) if out == "float32" else made
     return lax.convert_element_type(lax.squeeze(made, (at, after)), out)
+
+
+# Up to so many rows, to copy the other operand costs as much as to multiply by it. Measured at 1 to
+# 128 rows and weights of 1024 x 4096.
+_FEW = 128
+# A right operand of so few columns becomes the left one, if that has more rows.
+_THIN = 8
+
+
+def _few_rows(lhs: Any, rhs: Any, *, dimension_numbers: Any, out_sharding: Any, **_: Any) -> bool:
+    """True for a matrix by few vectors, as in decoding."""
+    _, (batch, _) = dimension_numbers
+    rows, columns = _free_sizes(lhs, rhs, dimension_numbers)
+    return not batch and out_sharding is None and (rows <= _FEW or columns <= _THIN)
+
+
+def _free_sizes(lhs: Any, rhs: Any, dimension_numbers: Any) -> tuple[float, float]:
+    """How many rows and columns; infinitely many where a size is a symbol, as in an export."""
+    sizes = []
+    for operand, contracted in zip((lhs, rhs), dimension_numbers[0], strict=True):
+        size = prod(n for d, n in enumerate(operand.shape) if d not in contracted)
+        sizes.append(size if isinstance(size, int) else inf)
+    rows, columns = sizes
+    return rows, columns
+
+
+def _of_few_rows(
+    lhs: Any,
+    rhs: Any,
+    *,
+    dimension_numbers: Any,
+    precision: Any,
+    out_sharding: Any,
+    run: str,
+    out: str,
+) -> Any:
+    """The product where the copy that the general form makes of the other operand would show.
+
+    XLA on CPU has the fast kernel for low operands from two rows on, so a single one gets company.
+    The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
+    of it becomes part of the product, for which there is a kernel either way.
+    """
+    (lc, rc), _ = dimension_numbers
+    rows, columns = _free_sizes(lhs, rhs, dimension_numbers)
+    lf = [d for d in range(lhs.ndim) if d not in lc]
+    if columns <= _THIN and columns < rows:
+        turned = _of_few_rows(
+            rhs,
+            lhs,
+            dimension_numbers=((rc, lc), ((), ())),
+            precision=precision,
+            out_sharding=None,
+            run=run,
+            out=out,
+        )
+        rf = turned.ndim - len(lf)
+        return lax.transpose(turned, (*range(rf, turned.ndim), *range(rf)))
+    few, other = (lax.convert_element_type(x, run) for x in (lhs, rhs))
+    shape = [lhs.shape[d] for d in lf]
+    few = lax.transpose(few, (*lf, *lc))
+    if rows == 1:
+        few = lax.reshape(few, (1, *few.shape[len(lf) :]))
+        zero = np.zeros((), few.dtype)
+        few = lax.pad(few, zero, [(0, 1, 0), *[(0, 0, 0)] * len(lc)])
+    few = lax.optimization_barrier(lax.expand_dims(few, (0,)))
+    made = lax.dot_general(
+        few,
+        other,
+        ((tuple(range(few.ndim - len(lc), few.ndim)), rc), ((), ())),
+        precision=precision,
+        preferred_element_type=np.dtype("float32"),
+    )
+    if rows == 1:
+        made = lax.reshape(made[:, :1], (1, *shape, *made.shape[2:]))
+    made = lax.optimization_barrier(made) if out == "float32" else made
+    return lax.convert_element_type(lax.squeeze(made, (0,)), out)
+
+
+# How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
+#
+# cpu         measured by benchmarks/contraction.py: in large products a float32 result is faster
+#             than a low one or float32 operands, and nothing is rounded in between. Plain, it falls
+#             back to float32 operands where one of them is transposed, as in some gradients; laid
+#             out row by row it does not.
+# cuda, rocm  by reasoning, not measured: cuBLAS and Triton add up in float32 whatever the
+#             format of the result, so that both forms round once; a low result writes half the
+#             bytes. XLA fuses the rounding of a float32 result into the product where it can.
+# tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
+FORMS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "cpu": row_by_row,
+        "cuda": result_as_asked,
+        "rocm": result_as_asked,
+        "tpu": result_as_asked,
+    }
+)
+
+
+def lower_as(form: Callable[..., Any], platform: str | None = None) -> None:
+    """Lower the contraction in a form from here on, on a platform or where none is named.
+
+    Programs that are compiled stay as they are. For FORMS, and for measuring the forms.
+    """
+    rule = mlir.lower_fun(form, multiple_results=False)
+    mlir.register_lowering(contraction_p, rule, platform=platform)
 
 
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
@@ -302,7 +420,6 @@ ad.primitive_jvps[contraction_p] = _jvp
 ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
 compat.remat_rules[contraction_p] = _remat
-mlir.register_lowering(contraction_p, mlir.lower_fun(_lowered_default, multiple_results=False))
-mlir.register_lowering(
-    contraction_p, mlir.lower_fun(_lowered_cpu, multiple_results=False), platform="cpu"
-)
+lower_as(result_as_asked)
+for _platform, _form in FORMS.items():
+    lower_as(_form, _platform)

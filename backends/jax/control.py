@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from polymp.backends.jax import calls, compat, custom_rules
+from polymp.backends.jax import calls, compat, custom_rules, passes, regions
 from polymp.backends.jax.emit import bind, closed, run
 from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Plan, Planner, Step
@@ -214,7 +214,8 @@ CONTROL: dict[str, Handler] = {
 }
 
 
-def planner() -> Planner:
-    """A planner that knows every control primitive above."""
+def planner(region: Region) -> Planner:
+    """A planner that knows every control primitive above, for a program in a region."""
     FUNCTIONS.refresh()
-    return Planner(lambda *args: Program(args[0], CONTROL, *args[1:]).plan())
+    colours = region.promotion == "weak" or regions.any_weak()
+    return Planner(lambda *args: Program(args[0], CONTROL, *args[1:]).plan(), passes.off(), colours)

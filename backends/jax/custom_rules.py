@@ -5,14 +5,15 @@ The rule is never read off the equation. The equation is wrapped as a function a
 rule is planned when a derivative is first asked for, in the region of the call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any
 
 import jax
 import numpy as np
 
 from polymp.backends.jax import compat, regions
-from polymp.backends.jax.emit import bind, run
+from polymp.backends.jax.emit import bind, cast, run
 from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Plan, Step
 from polymp.backends.jax.program import Planned, Program
@@ -33,7 +34,7 @@ def plan_vjp(program: Program, eqn: Any, region: Region) -> Planned:
 def _plan(program: Program, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
     known = [program.known(atom)._replace(number=None) for atom in eqn.invars]
     plan = program.planner.plan(eqn.params["call_jaxpr"], known, region)
-    outs = [Known(k.format, product=k.product) for k in plan.outs]
+    outs = [Known(k.format, product=k.product, weak=k.weak) for k in plan.outs]
     writes = [k.format for k in outs]
     parts = plan, rules(program, eqn, plan)
     return program.step(eqn, [None] * len(known), writes, _emit, parts=parts), outs
@@ -45,6 +46,14 @@ def _emit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
         return bind(step, values)
     outs: Sequence[Any] = rules.call(values)
     return outs
+
+
+# Makes a plan one for inputs that come in low formats; see `storing`. In: the plan, by input the
+# low format or None, the outputs that may come low, and the name of the function. Out: the plan,
+# and by output the low format or None.
+Change = Callable[
+    [Plan, Sequence[str | None], Iterable[int], str], tuple[Plan, Sequence[str | None]]
+]
 
 
 class _Rules:
@@ -65,11 +74,29 @@ class _Rules:
         self.name = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
         self.made: dict[Any, Any] = {}
+        self.planned_as: tuple[Any, Change] | None = None
+
+    def stored(self, plan: Plan, change: "Change") -> "_Rules":
+        """These rules where some inputs come low: planned as ever, then changed.
+
+        Args:
+            plan: of the program that the equation calls, for those inputs.
+            change: what makes a plan of a rule one for low inputs.
+        """
+        rules = copy(self)
+        rules.plan, rules.made, rules.planned_as = plan, {}, (self, change)
+        return rules
 
     def original(self, *args: Any) -> Any:
         """The equation as a function, at its declared formats."""
         primitive = self.eqn.primitive
         return primitive.bind(*args, **primitive.get_bind_params(self.eqn.params))
+
+    def lows(self) -> list[str | None]:
+        """By input, the low format that it is stored in."""
+        assert self.planned_as is not None
+        pairs = zip(self.plan.known, self.planned_as[0].plan.known, strict=True)
+        return [now.format if now.format != planned.format else None for now, planned in pairs]
 
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:
         """The closed jaxpr of a rule, traced where the call was."""
@@ -97,12 +124,19 @@ class _Forward(_Rules):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         plan = self.planned()
         moving = _where(tangents, self.floats)
+        # The tangent of a parameter that is stored low comes low.
+        formats = [k.format for k in plan.known[len(primals) :]]
+        moving = [cast(t, f) if f else t for t, f in zip(moving, formats, strict=True)]
         flat = run(plan, [*primals, *moving])
         count = len(self.plan.outs)
         return tuple(flat[:count]), tuple(_refill(flat[count:], self.float_outs, self.eqn.outvars))
 
     def planned(self) -> Plan:
         made = self.made
+        if "jvp" not in made and self.planned_as is not None:
+            before, change = self.planned_as
+            formats = [*self.lows(), *[None] * sum(self.floats)]
+            made["jvp"], _ = change(before.planned(), formats, (), self.name)
         if "jvp" not in made:
             avals = [var.aval for var in self.eqn.invars]
 
@@ -162,7 +196,10 @@ class _Reverse(_Rules):
         def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
             cotangents = [_instantiated(ct) for ct in _where(cotangents, self.float_outs)]
             plan = self.planned(saved.moving)[1]
-            grads = iter(run(plan, [*saved.values, *cotangents]))
+            made = run(plan, [*saved.values, *cotangents])
+            # The gradient of a parameter that is stored low leaves low.
+            wanted = _where([k.format for k in self.plan.known[self.num_consts :]], saved.moving)
+            grads = iter(cast(g, f) if f else g for g, f in zip(made, wanted, strict=True))
             return tuple(next(grads) if moves else None for moves in saved.moving)
 
         function = jax.custom_vjp(_named(primal, self.name))
@@ -178,6 +215,8 @@ class _Reverse(_Rules):
         return plans
 
     def both(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
+        if self.planned_as is not None:
+            return self.both_stored(moving)
         known, region, planner = list(self.plan.known), self.plan.region, self.planner
         skip = self.num_consts
         trees: list[Any] = []
@@ -212,6 +251,17 @@ class _Reverse(_Rules):
         cotangents = [Known(f) for f in _where(outs, self.float_outs)]
         wanted = [k.format for k in _where(known[skip:], moving)]
         return first, planner.plan(jaxpr, [*before, *cotangents], region, wanted, gradients=True)
+
+    def both_stored(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
+        assert self.planned_as is not None
+        before, change = self.planned_as
+        first, second = before.planned(moving)
+        count = len(self.plan.outs)
+        saved = range(count, len(first.outs))
+        first, outs = change(first, self.lows(), saved, self.name)
+        cotangents = len(second.known) - len(saved)
+        second, _ = change(second, [*outs[count:], *[None] * cotangents], (), self.name)
+        return first, second
 
 
 FUNCTIONS.border(_Rules.trace)

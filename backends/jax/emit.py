@@ -6,7 +6,7 @@ messages and meshes are those of the original.
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal, Var
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.contraction import contract
+from polymp.backends.jax.contraction import contraction_p, contraction_params
 from polymp.backends.jax.plan import Plan, Step
 
 
@@ -40,92 +40,123 @@ def collector_paused() -> Iterator[None]:
 
 
 def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a planned program, in the formats of `plan.outs`."""
+    """The outputs of a planned program, in the formats of `plan.outs`.
+
+    Where a trace records what runs, equations are put into it as they are. Anywhere else, and for
+    primitives that do something of their own when they are bound, they are bound.
+    """
     env: dict[Any, Any] = {}
     casts: dict[tuple[Any, str], Any] = {}
     constvars, invars = compat.binders(plan.jaxpr)
     env.update(zip(constvars, plan.consts, strict=True))
     env.update(zip(invars, args, strict=True))
+    given = (*plan.consts, *args)
+    recorder = compat.recorder(given)
+    bind, put, whole = compat.put, compat.put, _itself
+    simple: set[Any] = {"bind", "cast"}  # what takes values that are recorded, and no more
+    if recorder is not None:
+        bind, put, whole = recorder.bind, recorder.put, recorder.tracer
+        if recorder.meshless:
+            simple.add("contract")
 
-    def read(operand: Any) -> Any:
-        if type(operand) is Var:
+    def read(operand: Any, put: Put) -> Any:
+        kind = type(operand)
+        if kind is Var:
             return env[operand]
-        if type(operand) is Literal:
+        if kind is Literal:
             return operand.val
         atom, format, shared, value = operand
         if value is not None:
-            return lax.full_like(env[atom], value, value.dtype) if atom.aval.shape else value
+            return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
         if not shared:
-            return cast(env[atom], format)
+            return cast(env[atom], format, put)
         key = (atom, format)
         if key not in casts:
-            casts[key] = cast(env[atom], format)
+            casts[key] = cast(env[atom], format, put)
         return casts[key]
 
     outer = source_info_util.current_name_stack()
     here = compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
-    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.consts, *args))
+    traced = any(isinstance(x, jax.core.Tracer) for x in given)
     drops = [()] * len(plan.steps) if traced else plan.drops
-    for step, drop in zip(plan.steps, drops, strict=True):
-        eqn = step.eqn
-        stack = outer + step.stack if outer.stack else step.stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
-            if eqn.ctx is here:
-                outs = _step(step, [read(o) for o in step.operands])
-            else:
+    with compat.Places() as places:
+        for step, drop in zip(plan.steps, drops, strict=True):
+            eqn = step.eqn
+            places.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
+            if eqn.ctx is not here:
                 with eqn.ctx.manager:
-                    outs = _step(step, [read(o) for o in step.operands])
-        env.update(zip(eqn.outvars, outs, strict=True))
-        for var in drop:
-            env.pop(var, None)
-            for format in _DTYPES if casts else ():
-                casts.pop((var, format), None)
-    return [read(o) for o in plan.results]
+                    outs = _step(step, [whole(read(o, bind)) for o in step.operands], compat.put)
+            elif step.how in simple:
+                outs = _step(step, [read(o, put) for o in step.operands], put)
+            else:
+                outs = _step(step, [whole(read(o, put)) for o in step.operands], compat.put)
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                env[var] = out
+            for var in drop:
+                env.pop(var, None)
+                for format in _DTYPES if casts else ():
+                    casts.pop((var, format), None)
+    return [whole(read(o, put)) for o in plan.results]
 
 
-def cast(x: Any, format: str) -> Any:
+def _itself(x: Any) -> Any:
+    return x
+
+
+# How an equation comes about: from a primitive, values and parameters to results.
+Put = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
+
+
+def cast(x: Any, format: str, put: Put = compat.put) -> Any:
     """The array in a format; the array itself if it has that already."""
     dtype = _DTYPES[format]
-    if x.dtype == dtype:
+    if compat.aval_of(x).dtype == dtype:
         return x
-    return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=False, sharding=None)
+    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+    return put(lax.convert_element_type_p, (x,), params)[0]
 
 
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-def _step(step: Step, values: list[Any]) -> Sequence[Any]:
+def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
     eqn, how = step.eqn, step.how
     if how == "bind":
-        outs = bind(step, values)
+        outs = put(eqn.primitive, values, _params(step))
     elif how == "cast":
         return values
     elif how == "contract":
         (run_in,) = step.parts
         (out,) = step.writes
         assert out is not None, "a contraction has a float result"
-        outs = [contract(eqn.primitive, *values, params=eqn.params, run=run_in, out=out)]
+        if put is compat.put:  # there may be axes over which they vary
+            values = list(compat.varying_alike(*values))
+        outs = put(
+            contraction_p, values, contraction_params(eqn.primitive, eqn.params, run_in, out)
+        )
     else:
         outs = how(step, values)
     if step.returns is None:
         return outs
     return [
-        cast(out, format) if format else out for out, format in zip(outs, step.returns, strict=True)
+        cast(out, format, put) if format else out
+        for out, format in zip(outs, step.returns, strict=True)
     ]
+
+
+def _params(step: Step) -> Any:
+    """The parameters of the equation's own primitive."""
+    params = step.params
+    if params is not step.eqn.params and params.get("update_jaxpr", 0) is None:
+        update = step.eqn.params["update_jaxpr"]
+        return {**params, "update_jaxpr": _update(update, step.writes[0])}
+    return params
 
 
 def bind(step: Step, values: Sequence[Any], **replaced: Any) -> Sequence[Any]:
     """Bind the equation's own primitive, with some parameters replaced."""
-    eqn = step.eqn
-    params = step.params
-    if replaced:
-        params = {**params, **replaced}
-    elif params is not eqn.params and params.get("update_jaxpr", 0) is None:
-        update = eqn.params["update_jaxpr"]
-        params = {**params, "update_jaxpr": _update(update, step.writes[0])}
-    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    return out if eqn.primitive.multiple_results else [out]
+    return compat.put(step.eqn.primitive, values, {**_params(step), **replaced})
 
 
 def closed(plan: Plan) -> Any:

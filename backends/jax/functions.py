@@ -9,7 +9,7 @@ the place of its function. Nothing is patched, and a function need not leave a c
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -115,9 +115,15 @@ class Functions:
                 self._looked.add(dotted)
                 self.add(function, op)
 
-    def of(self, eqn: Any) -> Iterator[Found]:
+    def of(self, eqn: Any) -> Iterable[Found]:
         """The known functions around an equation, from the outermost inwards."""
         frames = compat.frames(eqn.source_info.traceback)
+        outside = self.ops.keys().isdisjoint(map(id, frames.codes))
+        if outside and eqn.primitive.name not in _CALLS:
+            return ()
+        return self._around(eqn, frames)
+
+    def _around(self, eqn: Any, frames: compat.Frames) -> Iterator[Found]:
         if not self.ops.keys().isdisjoint(ids := list(map(id, frames.codes))):
             end = next((at for at, one in enumerate(ids) if one in self._borders), len(ids))
             for at in range(end - 1, -1, -1):

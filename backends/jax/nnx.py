@@ -9,7 +9,7 @@ in its own dtype. Flax is imported only where the caller's arguments came from i
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,17 +20,17 @@ def among(args: Any) -> bool:
     """True if an nnx module, or anything else that keeps nnx state, is among the arguments."""
     if "flax.nnx" not in sys.modules:
         return False
-    return any(map(_is_node, jax.tree.leaves(args, is_leaf=_is_leaf)))
+    return any(map(is_node, jax.tree.leaves(args, is_leaf=is_leaf)))
 
 
 def owned(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Any]:
     """A module or a method of one as a function, and the arguments with the module in front."""
     if "flax.nnx" not in sys.modules:
         return fn, args
-    if _is_node(fn):
+    if is_node(fn):
         return type(fn).__call__, (fn, *args)
     module = getattr(fn, "__self__", None)
-    return (fn.__func__, (module, *args)) if _is_node(module) else (fn, args)  # type: ignore[attr-defined]
+    return (fn.__func__, (module, *args)) if is_node(module) else (fn, args)  # type: ignore[attr-defined]
 
 
 def call(
@@ -54,12 +54,8 @@ def call(
     """
     from flax import nnx
 
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_leaf)
-    nodes = tuple(leaf for leaf in leaves if _is_node(leaf))
-    rest = [leaf for leaf in leaves if not _is_node(leaf)]
-    places = tuple(map(_is_node, leaves))
-    graph, state = nnx.split(nodes)
-    out, after = pure(_Pure(fn, graph, tree, places, named), (state, rest), {})
+    function, (state, rest), nodes = pure_of(fn, args, kwargs, named)
+    out, after = pure(function, (state, rest), {})
     before = dict(nnx.to_flat_state(state))
     changed = []
     for path, variable in nnx.to_flat_state(after):
@@ -71,15 +67,91 @@ def call(
     return out
 
 
+def pure_of(
+    fn: Callable[..., Any], args: Any, kwargs: Any, named: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, list[Any]], tuple[Any, ...]]:
+    """A function of modules as one of arrays, its arguments, and the modules among those of `fn`.
+
+    The arguments are the state of all modules, by their numbers, and a list of everything else.
+    """
+    from flax import nnx
+
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
+    nodes = tuple(leaf for leaf in leaves if is_node(leaf))
+    rest = [leaf for leaf in leaves if not is_node(leaf)]
+    graph, state = nnx.split(nodes)
+    return _Pure(fn, graph, tree, tuple(map(is_node, leaves)), named), (state, rest), nodes
+
+
+class Apart(NamedTuple):
+    """A pytree whose modules are taken apart.
+
+    Attributes:
+        parts: the state of all modules, by their numbers, and a list of everything else; or the
+            pytree itself, where it has no modules.
+        together: makes a pytree with new modules of such parts.
+        paths: of the leaves of `parts`, as the user would write them.
+        modules: how many there are.
+        others: how many leaves there are besides.
+    """
+
+    parts: Any
+    together: Callable[[Any], Any]
+    paths: list[str]
+    modules: int
+    others: int
+
+
+def apart(tree: Any) -> Apart:
+    """A pytree, its modules taken apart; they are left as they are."""
+    key = jax.tree_util.keystr
+    loaded = "flax.nnx" in sys.modules
+    leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf if loaded else None)
+    if not loaded or not any(is_node(leaf) for _, leaf in leaves):
+        paths = [key(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        return Apart(tree, lambda tree: tree, paths, 0, len(leaves))
+    from flax import nnx
+
+    places = [is_node(leaf) for _, leaf in leaves]
+    modules = [(key(path), leaf) for path, leaf in leaves if is_node(leaf)]
+    others = [(key(path), leaf) for path, leaf in leaves if not is_node(leaf)]
+    graph, state = nnx.split(tuple(leaf for _, leaf in modules))
+
+    def together(parts: Any) -> Any:
+        nodes: Any = nnx.merge(graph, parts[0])
+        nodes, rest = iter(nodes), iter(parts[1])
+        return jax.tree.unflatten(outer, [next(nodes if node else rest) for node in places])
+
+    paths = [
+        modules[path[0].key][0] + key(path[1:]).removesuffix(".value")
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    for name, leaf in others:
+        paths += [name + key(path) for path, _ in jax.tree_util.tree_leaves_with_path(leaf)]
+    parts = state, [leaf for _, leaf in others]
+    return Apart(parts, together, paths, len(modules), len(others))
+
+
+def is_pure(fn: Any) -> bool:
+    """True for what `pure_of` made."""
+    return isinstance(fn, _Pure)
+
+
+def leading(state: Any, modules: int) -> list[Any]:
+    """The leaves of the state that belong to the first modules."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in leaves if path[0].key < modules]
+
+
 def write_back(old: Any, new: Any) -> None:
     """Give the modules in a pytree the state of those that stand in their places in another."""
     if not among(old):
         return
     from flax import nnx
 
-    pairs = zip(*(jax.tree.leaves(t, is_leaf=_is_leaf) for t in (old, new)), strict=True)
+    pairs = zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (old, new)), strict=True)
     for before, after in pairs:
-        if _is_node(before):
+        if is_node(before):
             nnx.update(before, nnx.state(after))
 
 
@@ -101,7 +173,7 @@ class _Pure:
             if isinstance(node, nnx.Module):
                 scoped(node)
         left, others = iter(nodes), iter(rest)
-        leaves = [next(left) if is_node else next(others) for is_node in self.places]
+        leaves = [next(left) if node else next(others) for node in self.places]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
         out = self.fn(*args, **kwargs)
         return out, nnx.split(nodes)[1]
@@ -114,14 +186,15 @@ def _as_stored(new: Any, old: Any) -> Any:
     return new.astype(dtype)
 
 
-def _is_node(x: Any) -> bool:
+def is_node(x: Any) -> bool:
+    """True for a module or a variable; flax is loaded."""
     from flax import nnx
 
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _is_leaf(x: Any) -> bool:
+def is_leaf(x: Any) -> bool:
     """What flattening stops at: a state is plain data, whose variables nobody changes in place."""
     from flax import nnx
 
-    return _is_node(x) or isinstance(x, (nnx.State, nnx.GraphDef))
+    return is_node(x) or isinstance(x, (nnx.State, nnx.GraphDef))

@@ -5,7 +5,7 @@ each equation; emission then follows it. How an equation becomes a step is `prog
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -118,10 +118,16 @@ class Planner:
 
     Args:
         one: plans one jaxpr, given this planner and the arguments of `plan`.
+        off: names of the passes that are switched off; see `passes`.
+        colours: True if some region promotes weakly, so that results are told weak from strong.
     """
 
-    def __init__(self, one: Callable[..., Plan]) -> None:
+    def __init__(
+        self, one: Callable[..., Plan], off: Set[str] = frozenset(), colours: bool = False
+    ) -> None:
         self.one = one
+        self.off = off
+        self.colours = colours
         self.plans: dict[Any, Plan] = {}
         self.stacks: dict[int, tuple[Any, Any, Any, str]] = {}
         self.placed: dict[tuple[Region, str], Region] = {}

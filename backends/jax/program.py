@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend import core
 
 from polymp import report
-from polymp.backends.jax import calls, compat, primitives
+from polymp.backends.jax import calls, compat, mixing, passes, primitives
 from polymp.backends.jax.functions import op_of, spelling
+from polymp.backends.jax.passes import Pass
 from polymp.backends.jax.plan import AS_CALLED, Cast, Operand, Plan, Planner, Step
 from polymp.backends.jax.sections import sections
 from polymp.backends.jax.values import (
@@ -33,7 +34,7 @@ from polymp.backends.jax.values import (
     name_of,
     number_of,
 )
-from polymp.dtypes import FORMATS, widest
+from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError
 from polymp.region import Region
 from polymp.rules import Decision, Policy, Rule
@@ -87,15 +88,20 @@ class Program:
         self.env: dict[Any, Known] = {}
         self.steps: list[Step] = []
         self.stack: Any = None  # of the equation at hand
+        self.casts = results is not None  # whether there may be any
+        self.shares = Pass.SHARING not in planner.off
 
     def plan(self) -> Plan:
         env = self.env
         constvars, invars = compat.binders(self.closed)
         env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         env.update(zip(invars, self.inputs, strict=True))
-        place, region = self.planner.place, self.region
+        place, region, stack = self.planner.place, self.region, None
         for eqn in sections(self.jaxpr, partial(calls.ruled, self)):
-            here, self.stack = place(eqn.source_info.name_stack, region)
+            if eqn.source_info.name_stack is not stack:  # most are that of the one before
+                stack = eqn.source_info.name_stack
+                here, plain = place(stack, region)
+            self.stack = plain
             name = eqn.primitive.name
             if name in self.control:
                 step, outs = self.control[name](self, eqn, here)
@@ -118,7 +124,7 @@ class Program:
             self.steps.append(step)
             for var, known in zip(eqn.outvars, outs, strict=True):
                 env[var] = known
-        self.pull_up()
+        passes.improve(self)
         return self.finish()
 
     # What is known of operands, and how they are read
@@ -143,7 +149,8 @@ class Program:
         if known.number is not None and format in LOW:
             if not atom.aval.shape or not fits(known.number, format):
                 return Cast(atom, format, value=in_format(known.number, format))
-        return Cast(atom, format, shared=known.origin is Origin.COMPUTED)
+        self.casts = True
+        return Cast(atom, format, shared=self.shares and known.origin is Origin.COMPUTED)
 
     def step(
         self,
@@ -186,7 +193,8 @@ class Program:
         elif known.origin is Origin.GIVEN and not atom.aval.shape:
             origin = Origin.GIVEN
         number = known.number if new is not None and origin is Origin.LITERAL else None
-        return self.step(eqn, [None], [new]), [Known(new, origin, number=number)]
+        weak = self.planner.colours and new == "float32" and not fixed(atom) and old is None
+        return self.step(eqn, [None], [new]), [Known(new, origin, number=number, weak=weak)]
 
     def marker(self, eqn: Any, region: Region) -> Planned:
         (atom,) = eqn.invars
@@ -203,21 +211,17 @@ class Program:
     def free(self, eqn: Any, region: Region) -> Planned:
         atoms = eqn.invars
         known = [self.known(atom) for atom in atoms]
-        op = spelling(eqn)
         if eqn.primitive.name in primitives.CONTRACTIONS:
             return self.contraction(eqn, known, region)
-        signature = (
-            op,
-            id(region),  # a region that was planned for stays in its plan
-            *known,
-            *[(atom.aval.dtype, not atom.aval.shape) for atom in atoms],
-            *[(var.aval.dtype, not var.aval.shape) for var in eqn.outvars],
-        )
+        op = spelling(eqn)
+        avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
+        # A region that was planned for stays in its plan, a type in its way.
+        signature = (op, id(region), *known, *map(id, avals))
         ways = self.planner.ways
         # A program asks the same few questions over and over; a report wants every answer.
         if signature not in ways or report.current() is not None:
-            ways[signature] = self.way(eqn, op, known, region)
-        way = ways[signature]
+            ways[signature] = avals, self.way(eqn, op, known, region)
+        _, way = ways[signature]
         if way is None:
             return self.as_written(eqn)
         params = eqn.params
@@ -227,7 +231,8 @@ class Program:
 
     def way(self, eqn: Any, op: str, known: list[Known], region: Region) -> Way | None:
         """How an op that is free in its format runs; None for as written."""
-        hard = self.hard(eqn, op, known)
+        weak = region.promotion == "weak"
+        hard = mixing.deciding(eqn, op, known, weak)
         if not hard:
             return None
         decision = self.decision(op_of(op), hard, region, op)
@@ -237,33 +242,32 @@ class Program:
         if decision.run is not None:
             groups = {f: decision.run for f in formats if f}
         else:
-            groups = self.alike(eqn, op, known)
+            fold = Pass.BIAS_FOLD not in self.planner.off
+            groups = mixing.alike(eqn, op, known, weak, fold)
         reads = [groups[f] if f else None for f in formats]
         writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
         finals = [decision.out or f if f else None for f in writes]
-        if decision.run is None and op in primitives.ELEMENTWISE and self.meets_scalar(eqn, known):
+        elementwise = decision.run is None and op in primitives.ELEMENTWISE
+        if elementwise and mixing.meets_scalar(eqn, known):
             # The scalar may be anything: it is not rounded, the result is.
             reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
         returns = tuple(finals) if finals != writes else None
-        origin, number = self.origin(eqn, op, known)
-        adds = op in ("add", "add_any") and all(
+        origin, number = mixing.origin(eqn, op, known)
+        adds = op in mixing.ADDITIONS and all(
             k.product or k.origin is not Origin.COMPUTED for k in known
         )
         # Spread over more elements, a product is no longer what a bias is added to.
         moved = op in primitives.LAYOUT and op != "broadcast_in_dim"
         product = (adds or moved) and any(k.product for k in known)
+        ruled = decision.rule in (Rule.FP32, Rule.FP32_KEEP)
+        stays = self.planner.colours and not ruled and mixing.stays_weak(known)
         outs = [
-            Known(f, origin, product and f in LOW, number) if f else Known(None) for f in finals
+            Known(f, origin, product and f in LOW, number, stays and f == "float32")
+            if f
+            else Known(None)
+            for f in finals
         ]
         return Way(reads, tuple(writes), returns, outs)
-
-    def hard(self, eqn: Any, op: str, known: list[Known]) -> tuple[str, ...]:
-        """The formats that decide: those of the operands that do not follow the others."""
-        if any(fixed(atom) for atom in eqn.invars):
-            return ()
-        pairs = list(zip(known, eqn.invars, strict=True))
-        hard = tuple(k.format for k, atom in pairs if k.format and not _soft(k, atom, eqn, op))
-        return hard or tuple(k.format for k in known if k.format)
 
     def decision(self, op: str, formats: tuple[str, ...], region: Region, spelled: str) -> Decision:
         policy = region.policy
@@ -279,51 +283,9 @@ class Program:
             raise _forbidden(policy, op or spelled, formats, region)
         return decision
 
-    def alike(self, eqn: Any, op: str, known: list[Known]) -> dict[str, str]:
-        """Operands declared alike stay alike: for each declared format, the widest actual one."""
-        atoms = eqn.invars
-        groups: dict[str, str] = {}
-        formats = [declared(atom) for atom in atoms]
-        for one in {f for f in formats if f}:
-            members = [
-                (k, a)
-                for k, a, f in zip(known, atoms, formats, strict=True)
-                if f == one and k.format
-            ]
-            hard = [k for k, a in members if not _soft(k, a, eqn, op)]
-            if op in ("add", "add_any") and _is_bias(hard):
-                hard = [k for k in hard if k.product]
-            run = widest(k.format for k in hard or [k for k, _ in members] if k.format)
-            for k, _ in members:
-                if run in LOW and k.number is not None and not fits(k.number, run):
-                    too_large = abs(float(k.number)) > FORMATS[run].max
-                    if not (too_large and op in primitives.CHOICES):
-                        run = "float32"
-            groups[one] = run
-        return groups
-
-    def origin(self, eqn: Any, op: str, operands: list[Known]) -> tuple[Origin, Any]:
-        floats = [k for k in operands if k.format]
-        if op in primitives.LAYOUT:
-            (known, *_) = floats
-            spread = not eqn.invars[0].aval.shape and eqn.outvars[0].aval.shape
-            if known.origin is Origin.GIVEN and spread:
-                return Origin.LITERAL, None  # what jnp.where makes of a scalar
-            return known.origin, known.number
-        scalar = not any(v.aval.shape for v in eqn.outvars)
-        if scalar and all(k.origin is not Origin.COMPUTED for k in floats):
-            return Origin.GIVEN, None  # of unknown size
-        return Origin.COMPUTED, None
-
-    def meets_scalar(self, eqn: Any, known: list[Known]) -> bool:
-        """True if a float32 scalar of unknown size takes the low format of an array."""
-        return any(
-            k.format == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
-            for k, atom in zip(known, eqn.invars, strict=True)
-        ) and any(k.format in LOW for k in known)
-
     def contraction(self, eqn: Any, known: list[Known], region: Region) -> Planned:
-        hard = self.hard(eqn, eqn.primitive.name, known)
+        weak = region.promotion == "weak"
+        hard = mixing.deciding(eqn, eqn.primitive.name, known, weak)
         if not hard:
             return self.as_written(eqn)
         spelled = spelling(eqn)
@@ -352,64 +314,6 @@ class Program:
         step = self.step(eqn, reads, [made], "contract", returns=returns, parts=(run,))
         return step, [Known(final, product=final in LOW)]
 
-    # After the forward pass
-
-    def pull_up(self) -> None:
-        """Compute in float32 what float32 ops alone consume: no rounding in between."""
-        env, steps = self.env, self.steps
-        other: set[Any] = set()  # what is read in its own format
-        upper: set[Any] = set()  # what is read in float32
-        outvars = self.jaxpr.outvars
-        for atom, want in zip(outvars, self.wanted or [None] * len(outvars), strict=True):
-            if not isinstance(atom, core.Literal):
-                (upper if self.gradients and want == "float32" else other).add(atom)
-        pulled = False
-        for at in range(len(steps) - 1, -1, -1):
-            step = steps[at]
-            (var, *more) = step.eqn.outvars or (None,)
-            if (
-                var in upper
-                and var not in other
-                and not more
-                and step.returns is None
-                and step.writes[0] in LOW
-                and declared(var) == "float32"
-                and self.can_widen(step)
-            ):
-                pulled = True
-                env[var] = env[var]._replace(format="float32", product=False)
-                if step.how == "contract":
-                    steps[at] = step._replace(writes=("float32",))
-                    continue
-                reads = ["float32" if self.known(a).format else None for a in step.eqn.invars]
-                self.stack = step.stack
-                step = steps[at] = self.step(step.eqn, reads, ("float32",), params=step.params)
-            for operand in step.operands:
-                if type(operand) is not Cast:
-                    if type(operand) is not core.Literal:
-                        other.add(operand)
-                elif operand.value is None:
-                    (upper if operand.format == "float32" else other).add(operand.atom)
-        if pulled:  # what was read with a cast may now come as float32 already
-            self.steps = [self.settled(step) for step in steps]
-
-    def can_widen(self, step: Step) -> bool:
-        if step.how == "contract":
-            return self.gradients
-        return step.how == "bind" and step.eqn.primitive.name in _PULLED
-
-    def settled(self, step: Step) -> Step:
-        if any(type(o) is Cast and self._has(o.atom, o.format) for o in step.operands):
-            operands = [
-                o.atom if type(o) is Cast and self._has(o.atom, o.format) else o
-                for o in step.operands
-            ]
-            return step._replace(operands=operands)
-        return step
-
-    def _has(self, atom: Any, format: str) -> bool:
-        return type(atom) is not core.Literal and self.env[atom].format == format
-
     def finish(self) -> Plan:
         atoms = self.jaxpr.outvars
         wanted = self.wanted or [None] * len(atoms)
@@ -436,13 +340,6 @@ class Program:
             tuple(outs),
             as_written,
         )
-
-
-# Single results, computed element by element or chosen; casting their operands costs no more.
-_PULLED = primitives.ELEMENTWISE | {
-    "broadcast_in_dim", "concatenate", "copy", "pad", "reduce_max", "reduce_min",
-    "reshape", "squeeze", "stop_gradient", "transpose",
-}  # fmt: skip
 
 
 def _is_as_written(step: Step) -> bool:
@@ -477,27 +374,6 @@ def _forbidden(policy: Policy, op: str, formats: Sequence[str], region: Region) 
     return ForbiddenOpError(
         f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(formats)}). "
         f"Use {instead or 'another op'}, or give it another rule in the policy."
-    )
-
-
-def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
-    """True if the operand takes the format of the others, as Python's numbers do in torch."""
-    match known.origin:
-        case Origin.MASK:
-            return True
-        case Origin.LITERAL:
-            return not atom.aval.shape or op in primitives.CHOICES
-        case Origin.GIVEN:  # a scalar tensor, among tensors with dimensions
-            return not atom.aval.shape and any(v.aval.shape for v in eqn.outvars)
-    return False
-
-
-def _is_bias(hard: list[Known]) -> bool:
-    """True for a contraction's low result, or more of them, plus parameters in float32."""
-    return (
-        any(k.product for k in hard)
-        and all(k.product or k.origin is Origin.GIVEN for k in hard)
-        and len({k.format for k in hard if k.product}) == 1
     )
 
 

@@ -86,9 +86,12 @@ def sections(jaxpr: Any, ruled: Callable[[Any], Ruled | None]) -> Sequence[Any]:
         jaxpr: open.
         ruled: what section an equation belongs to; None for none.
     """
+    eqns = jaxpr.eqns
+    keys = list(map(ruled, eqns))
+    if not any(keys):
+        return list(eqns)
     runs: list[tuple[Ruled | None, list[Any]]] = []
-    for eqn in jaxpr.eqns:
-        key = ruled(eqn)
+    for eqn, key in zip(eqns, keys, strict=True):
         first = runs[-1][0] if runs else None
         if key is not None and first is not None and key.goes_on(first):
             runs[-1][1].append(eqn)

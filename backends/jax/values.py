@@ -32,6 +32,8 @@ class Origin(Enum):
     LITERAL = 2
     MASK = 3
 
+    __hash__ = object.__hash__  # each is one object; Enum's own hashes the name, in Python
+
 
 class Known(NamedTuple):
     """What is known of a value before it exists.
@@ -41,12 +43,15 @@ class Known(NamedTuple):
         origin: where it comes from.
         product: True for the low result of a contraction, to which a bias may be added.
         number: the literal's number, as long as every element is that number.
+        weak: True for a float32 result that is float32 because its operands are, and none of them
+            was made float32 by a rule, a mark or a cast; see `Planner.colours`.
     """
 
     format: str | None
     origin: Origin = Origin.COMPUTED
     product: bool = False
     number: Any = None
+    weak: bool = False
 
     @property
     def is_parameter(self) -> bool:

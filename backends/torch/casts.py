@@ -9,12 +9,14 @@ format and constant weights. This module makes it sound for all:
     an optimizer steps                 drop                       torch's optimizer hook
     a second thread enters a region    it keeps no casts          `keep`, `end`
 
-Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch.
+Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch. Weights
+whose casts outlive regions are `holding`'s.
 What is not seen is listed in docs/differences.md.
 """
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import clear_autocast_cache
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polymp.backends.torch import compat, native
+from polymp.backends.torch import compat, holding, native
 
 # In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
 # Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
@@ -43,9 +45,17 @@ _watched: set[str] = set()
 
 
 class _Thread:
-    """What one thread has kept by our own kernels; it lives as long as its thread."""
+    """What one thread has kept by our own kernels; it lives as long as its thread.
+
+    Attributes:
+        reference: to this.
+        open: True in a region of ours that keeps casts. The ends of torch's own are not seen.
+        epoch: up to which drop `casts` are sound.
+        casts: by identity of the parameter and dtype.
+    """
 
     def __init__(self) -> None:
+        self.open = False
         self.reference = weakref.ref(self)
         self.epoch = 0
         self.casts: dict[
@@ -100,7 +110,9 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     another format, or to an unknown one, are dropped. False while the map belongs to another
     living thread.
     """
-    mine = _mine.thread.reference
+    thread = _mine.thread
+    thread.open = True
+    mine = thread.reference
     if _map.owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
     formats = _map.formats
@@ -132,6 +144,7 @@ def mine() -> bool:
 def end() -> None:
     """This thread left its last region."""
     thread = _mine.thread
+    thread.open = False
     if thread.casts:
         thread.casts.clear()
     if _map.owner.get("thread") is thread.reference:
@@ -157,9 +170,17 @@ def watch(device: str) -> None:
     _watched.add(device)
 
 
-def _after_step(*_: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
         drop()
+        holding.stepped(optimizer)
+    elif holding.weights:  # what fused kernels write shows nowhere: this breaks the graph
+        _stepped(optimizer)
+
+
+@compat.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
+    holding.stepped(optimizer)
 
 
 def _writer(op: torch._ops.OpOverload, key: str) -> Any:
@@ -197,6 +218,9 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
+    mine = _mine.thread
+    if holding.weights and not (t.requires_grad and torch.is_grad_enabled()):
+        return holding.cast(t, dtype)
     may_keep = (
         dtype is low
         and t.dtype is torch.float32
@@ -209,19 +233,36 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         and not torch.is_inference_mode_enabled()
     )
     if not may_keep:
-        return t.to(dtype)
-    mine = _mine.thread
+        return holding.cast(t, dtype) if holding.weights else t.to(dtype)
     if mine.epoch != _map.epoch:
         mine.casts.clear()
         mine.epoch = _map.epoch
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
     found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
+        if holding.weights and holding.is_checked(t):
+            holding.find(t, dtype)
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
-        made = t.to(dtype)
+        made = holding.cast(t, dtype) if holding.weights else t.to(dtype)
     mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
+
+
+def kept_by_torch(args: Iterable[Any]) -> bool:
+    """True if the cast of one of the arguments has to be kept in torch's map.
+
+    In a region of torch's own, that is, whose end is not seen here: until then one cast, one node
+    in the graph, serves all uses of a parameter.
+    """
+    if _mine.thread.open or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+        return False
+    return any(
+        kept_by_torch(arg)
+        if isinstance(arg, (list, tuple))
+        else isinstance(arg, torch.Tensor) and arg.requires_grad and arg.is_leaf
+        for arg in args
+    )
 
 
 def forget_mine() -> None:

@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch._C import _dynamo
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
 from torch.library import Library
@@ -138,15 +139,20 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def temporary_library(namespace: str) -> Iterator[Library]:
-    """A library whose kernels go when the block ends, and those that they replaced come back.
-
-    `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
-    """
+    """A library whose kernels go when the block ends, and those that they replaced come back."""
     library = Library(namespace, "IMPL")
     try:
         yield library
     finally:
-        library._destroy()
+        destroy(library)
+
+
+def destroy(library: Library) -> None:
+    """Take away a library's kernels; those that they replaced come back.
+
+    `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
+    """
+    library._destroy()
 
 
 def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
@@ -295,6 +301,71 @@ def proxy_mode() -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode()
+
+
+def is_recorded() -> bool:
+    """True where ops are shown to somebody, transformed by torch.func or have tangents.
+
+    What runs then may be written into a program, where a number computed earlier would be a
+    constant, or be differentiated in ways that a node of ours has no rule for.
+    `_len_torch_dispatch_stack` since torch 1.13, `peek_interpreter_stack` since 2.0,
+    `forward_ad._current_level` since 1.9, `_get_tracing_state`, of torch.jit.trace, since 1.0.
+    """
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number for the memory that a tensor is on, the same for all views of it; 0 without one.
+
+    Unique among the storages that are alive, or held by `storage_reference`. `_cdata` since
+    torch 2.0.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and those that wrap others
+        return 0
+
+
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """What keeps the key of a storage from being given to another, and its memory from nothing.
+
+    `StorageWeakRef` since torch 1.0.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """The modules whose calls run in this thread, the innermost first; read off the stack.
+
+    A module's call is its `_call_impl`, since torch 1.8.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True unless the tensor's class has a say in what ops on it do, as DTensor's does.
+
+    `_disabled_torch_dispatch_impl` and `_disabled_torch_function_impl` mark classes that have not;
+    since torch 1.11 and 1.5.
+    """
+    kind = type(tensor)
+    free = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    silent = kind.__torch_function__ is torch._C._disabled_torch_function_impl
+    return kind is torch.Tensor or (free and silent)
 
 
 def unrecorded() -> Any:

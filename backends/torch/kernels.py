@@ -10,9 +10,11 @@ composite ops such as linear apart before autocast sees them, so that a bias wou
 pull the result up; here the op is cast as a whole first.
 """
 
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from torch.library import Library, get_kernel
 
 from polymp import report
-from polymp.backends.torch import casts, compat, native, primitives, regions
+from polymp.backends.torch import casts, compat, holding, native, primitives, regions
 from polymp.backends.torch.checks import check
 from polymp.backends.torch.running import Call, Ruling, Rulings, formats, plain, runner
 from polymp.errors import PolicyError
@@ -105,17 +107,96 @@ def put(device: str, ops: Sequence[str]) -> None:
     Raises:
         PolicyError: the key cannot be named.
     """
-    key = compat.autocast_key(device)
-    if key is None:
+    if compat.autocast_key(device) is None:
         if ops:
             raise PolicyError(f"{device!r} can have no policy: torch hides its dispatch key.")
         return
+    if device in _loans:
+        _loans[device].wanted.update(_loans[device].ops.intersection(ops))
+    for name in ops:
+        _install(_library(name), device, [name])
+
+
+def _install(library: Library, device: str, ops: Iterable[str]) -> None:
+    """Put our kernel on the device's autocast key for ops that have none of ours."""
+    key = str(compat.autocast_key(device))
     for name in ops:
         kernel = None if (device, name) in _installed else _kernel_for(name, device, key)
         if kernel is not None:
             _front(name, only_numbers=True)
-            compat.put(_library(name), name, kernel, key)
+            compat.put(library, name, kernel, key)
             _installed.add((device, name))
+
+
+@dataclass
+class _Loan:
+    """Kernels on a device's key for as long as casts are held there.
+
+    Attributes:
+        blocks: how many blocks hold casts.
+        library: of the kernels.
+        ops: whose they are.
+        wanted: those of them that were asked for to stay.
+    """
+
+    library: Library
+    ops: set[str]
+    blocks: int = 0
+    wanted: set[str] = field(default_factory=set)
+
+
+_loans: dict[str, _Loan] = {}
+
+
+def lend(devices: Iterable[str]) -> None:
+    """Put our kernels on every op that lowers on the devices: torch's own hold no casts.
+
+    Each call is undone by one of `take_back`.
+    """
+    with _lock:
+        for device in devices:
+            casts.watch(device)
+            if device not in _loans:
+                key = compat.autocast_key(device)
+                ops = {name for name in lowered(device) if (device, name) not in _installed}
+                _loans[device] = loan = _Loan(Library("aten", "IMPL"), ops)
+                _install(loan.library, device, sorted(ops) if key else ())
+            _loans[device].blocks += 1
+
+
+def take_back(devices: Iterable[str]) -> None:
+    """Undo one `lend`. Kernels go when no block is open and no other thread can be in one."""
+    with _lock:
+        for device in devices:
+            _loans[device].blocks -= 1
+        if not _alone():  # whoever takes back next will look again
+            return
+        for device, loan in list(_loans.items()):
+            if not loan.blocks:
+                del _loans[device]
+                compat.destroy(loan.library)
+                _installed.difference_update((device, name) for name in loan.ops)
+                put(device, sorted(loan.wanted))
+
+
+# Where a thread waits, in functions that call nothing of torch's.
+_WAITING = frozenset({"threading", "queue", "selectors", "socket", "multiprocessing.connection"})
+
+
+def _alone() -> bool:
+    """True if no other thread of Python's can be on its way into a kernel."""
+    mine = threading.get_ident()
+    return all(
+        thread == mine or frame.f_globals.get("__name__") in _WAITING
+        for thread, frame in sys._current_frames().items()
+    )
+
+
+@cache
+def lowered(device: str) -> frozenset[str]:
+    """The ops that torch's own table of the device lowers."""
+    rows = ((name, native.row(device, name, "bfloat16")) for name in native.kernels(device))
+    return frozenset(name for name, row in rows if row is not None and row.rule is Rule.LOWER)
 
 
 @contextmanager
@@ -167,7 +248,13 @@ def _autocast_kernel(
         row = ruling.row
         if row is not None and (found := report.current()) is not None:
             found.entries.append(_entry(op, name, device, ruling, row, args))
-        if ruling.agrees and replaced is not None and _compiled[0]:
+        holds = holding.weights and row is not None and row.rule is Rule.LOWER
+        if (
+            ruling.agrees
+            and replaced is not None
+            and _compiled[0]
+            and not (holds and not casts.kept_by_torch((*args, *kwargs.values())))
+        ):
             return replaced.call_boxed(keys, *args, **kwargs)
         if row is None:  # as if autocast had not heard of the op; ops inside it count
             return pass_on(keys, args, kwargs)
@@ -194,6 +281,8 @@ def _entry(
 def _recorded() -> Iterator[None]:
     """A kernel of ours on every op, for as long as a report is made: compiled ones tell nothing."""
     with ExitStack() as stack:
+        lend(native.DEVICES)  # so that no block takes its kernels back meanwhile
+        stack.callback(take_back, native.DEVICES)
         named = {overload for op in vocabulary().ops.values() for overload in op.aten}
         for device in native.DEVICES:
             missing = sorted(n for n in named if (device, n) not in _installed)

@@ -1,9 +1,10 @@
 """What XLA made of a program, read from its optimised HLO; and what a program saves for backward.
 
 In: the text of `compiled.as_text()`. Out: every contraction in it with the formats of its operands
-and of its result, wherever it stands (entry, fusion, loop body), and the casts that run in every
-turn of a loop. XLA rewrites formats as it likes, so the jaxpr cannot answer this: on the CPU of
-jax 0.10 a contraction of bfloat16 with a bfloat16 result is run on float32 operands.
+and of its result, wherever it stands (entry, fusion, loop body); the casts that run in every turn
+of a loop, and those of them that make the same in every turn. XLA rewrites formats as it likes, so
+the jaxpr cannot answer this: on the CPU of jax 0.10 a contraction of bfloat16 with a bfloat16
+result is run on float32 operands.
 `residual_bytes` reads a jaxpr instead. Nothing here knows of polymp.
 """
 
@@ -32,17 +33,26 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
+_PLACE = re.compile(r"\bindex=(\d+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+# Results that may differ though the operands do not.
+_CHANGING = {"rng", "rng-bit-generator", "rng-get-and-update-state", "infeed", "recv", "while"}
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO; format and shape are those of its first result."""
+    """One line of HLO; format and shape are those of its first result.
+
+    `place` is the number of a parameter, or the place of what is taken from a tuple.
+    """
 
     name: str
     format: str
     shape: tuple[int, ...]
     opcode: str
     operands: tuple[str, ...]
+    place: int
     rest: str
 
     def text(self, key: str) -> str:
@@ -124,6 +134,34 @@ def looped_casts(text: str, size: int) -> list[Instruction]:
     ]
 
 
+def casts(text: str) -> int:
+    """How many casts from one float format to another there are, those in fusions too."""
+    floats = set(FORMATS.values())
+    return sum(
+        op.opcode == "convert" and floats.issuperset((op.format, body[op.operands[0]].format))
+        for body in read(text).values()
+        for op in body.values()
+    )
+
+
+def repeated_casts(text: str, size: int = 2) -> list[Instruction]:
+    """The casts in a loop that make the same in every turn, and so could stand before it.
+
+    The same in every turn is what the body of the loop hands on as it got it, and what is computed
+    from nothing else. Conditionals are not looked into.
+
+    Args:
+        text: optimised HLO.
+        size: how many elements the array has at least.
+    """
+    program = read(text)
+    ops = [op for body in program.values() for op in body.values() if op.opcode == "while"]
+    found = []
+    for name in dict.fromkeys(_BODY.findall(" ".join(op.rest for op in ops))):
+        found += _same_casts(program, program[name], _handed_on(program[name]), loop=True)
+    return [op for op in dict.fromkeys(found) if prod(op.shape) >= size]
+
+
 def residual_bytes(loss: Callable[..., Any], params: Any, *rest: Any) -> int:
     """How much memory the forward pass of `loss` leaves to the backward pass.
 
@@ -154,8 +192,16 @@ def _instruction(name: str, text: str) -> Instruction:
         shape=tuple(int(n.strip("<=")) for n in shape.split(",") if n),
         opcode=opcode,
         operands=tuple(_NAME.findall(arguments[: close - 1])),
+        place=_place(opcode, arguments[: close - 1], arguments[close:]),
         rest=arguments[close:],
     )
+
+
+def _place(opcode: str, arguments: str, rest: str) -> int:
+    if opcode == "parameter":
+        return int(arguments)
+    found = _PLACE.search(rest) if opcode == "get-tuple-element" else None
+    return int(found[1]) if found else -1
 
 
 def _closing(text: str) -> int:
@@ -188,4 +234,49 @@ def _looped(program: Program) -> set[str]:
         if name not in found:
             found.add(name)
             todo += [n for op in program[name].values() for n in _calls(op, program)]
+    return found
+
+
+def _handed_on(body: dict[str, Instruction]) -> set[int]:
+    """The places of a loop's state that its body leaves as they are."""
+
+    def source(name: str) -> Instruction:
+        while body[name].opcode in ("copy", "bitcast"):
+            (name,) = body[name].operands
+        return body[name]
+
+    (state,) = (op for op in body.values() if op.opcode == "parameter")
+    result = list(body.values())[-1]  # a schedule ends with the root
+    ends = [source(name) for name in result.operands]
+    return {i for i, op in enumerate(ends) if op.operands == (state.name,) and op.place == i}
+
+
+def _same_casts(
+    program: Program, body: dict[str, Instruction], given: set[int], loop: bool = False
+) -> list[Instruction]:
+    """The casts of what is the same in every turn.
+
+    Args:
+        program: whose computations are called.
+        body: the computation to look into.
+        given: its parameters that are the same in every turn; if it is the body of the loop, the
+            places of its one parameter.
+        loop: whether it is that.
+    """
+    same: set[str] = set()
+    found = []
+    for op in body.values():
+        if op.opcode == "parameter":
+            fixed = not loop and op.place in given
+        elif op.opcode == "get-tuple-element" and loop and body[op.operands[0]].place == 0:
+            fixed = op.place in given
+        else:
+            fixed = op.opcode not in _CHANGING and same.issuperset(op.operands)
+        if fixed:
+            same.add(op.name)
+            found += [op] if op.opcode == "convert" else []
+        if op.opcode in ("fusion", "call"):
+            (called,) = _CALLED.findall(op.rest)
+            known = {i for i, name in enumerate(op.operands) if name in same}
+            found += _same_casts(program, program[called], known)
     return found

@@ -1,8 +1,8 @@
 """The contraction: low operands, float32 sums, and gradients rounded as often as promised.
 
-The reference is the plain primitive in float64 on the same rounded operands: products of two low
-values are exact in float32, so all that may differ is the order of the sum and the one rounding of
-the result.
+The reference is the product in float64, numpy's or the plain primitive's, of the same rounded
+operands: products of two low values are exact in float32, so all that may differ is the order of
+the sum and the one rounding of the result.
 """
 
 from functools import partial
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax.contraction import contract
 from polymp.dtypes import FORMATS
+from tests.jax import hlo
 
 LOW = ("bfloat16", "float16")
 SIZES = (1, 2, 3, 5, 8, 33)
@@ -26,7 +27,7 @@ SIZES = (1, 2, 3, 5, 8, 33)
 
 def rounded(x: Any, format: str) -> np.ndarray:
     """The array as the low format holds it, in float64."""
-    return np.asarray(jnp.asarray(x).astype(format).astype(jnp.float32), np.float64)
+    return np.asarray(x).astype(jnp.dtype(format)).astype(np.float64)
 
 
 def dot(lhs, rhs, dims, run="bfloat16", out="float32"):
@@ -45,6 +46,17 @@ def close(got: Any, true: Any, length: int) -> None:
     scale = np.abs(true).max(initial=0) + FORMATS[got.dtype.name].smallest_normal
     error = np.abs(np.asarray(got, np.float64) - true).max(initial=0)
     assert error <= (8 * length * u + 1.01 * own) * scale
+
+
+def with_gradients(fn: Any) -> Any:
+    """As one program: the value of two operands and the gradients of both by a cotangent."""
+
+    @jax.jit
+    def both(lhs, rhs, ct):
+        value, pull = jax.vjp(fn, lhs, rhs)
+        return value, *pull(ct)
+
+    return both
 
 
 @st.composite
@@ -69,6 +81,35 @@ def products(draw):
     return shapes, dims, tuple(turn), formats, length, draw(st.integers(0, 2**16))
 
 
+class Exact:
+    """A product in float64 by numpy, as a product of matrices."""
+
+    def __init__(self, lhs: np.ndarray, rhs: np.ndarray, dims: Any) -> None:
+        (lc, rc), (lb, rb) = dims
+        lf = tuple(i for i in range(lhs.ndim) if i not in lc + lb)
+        rf = tuple(i for i in range(rhs.ndim) if i not in rc + rb)
+        self.orders = (*lb, *lf, *lc), (*rb, *rc, *rf)
+        ordered = [x.transpose(order) for x, order in zip((lhs, rhs), self.orders, strict=True)]
+        self.shapes = [x.shape for x in ordered]
+        batch, left, summed = ([lhs.shape[i] for i in some] for some in (lb, lf, lc))
+        right = [rhs.shape[i] for i in rf]
+        self.shape = batch + left + right
+        b, m, k, n = (int(np.prod(some, initial=1)) for some in (batch, left, summed, right))
+        self.lhs, self.rhs = ordered[0].reshape(b, m, k), ordered[1].reshape(b, k, n)
+
+    def value(self) -> np.ndarray:
+        return (self.lhs @ self.rhs).reshape(self.shape)
+
+    def gradients(self, cotangent: np.ndarray) -> list[np.ndarray]:
+        """Of both operands."""
+        ct = cotangent.reshape(*self.lhs.shape[:2], -1)
+        both = ct @ self.rhs.swapaxes(1, 2), self.lhs.swapaxes(1, 2) @ ct
+        return [
+            grad.reshape(shape).transpose(np.argsort(order))
+            for grad, shape, order in zip(both, self.shapes, self.orders, strict=True)
+        ]
+
+
 @settings(max_examples=40)
 @given(products(), st.sampled_from(LOW), st.booleans())
 def test_any_product_and_both_gradients(product, run, low_out):
@@ -76,7 +117,7 @@ def test_any_product_and_both_gradients(product, run, low_out):
     random = np.random.default_rng(seed)
     formats = [run if f == "low" else f for f in formats]
     lhs, rhs = (
-        jnp.asarray(random.standard_normal(shape, np.float32)).astype(f)
+        jnp.asarray(random.standard_normal(shape, np.float32).astype(jnp.dtype(f)))
         for shape, f in zip((left, right), formats, strict=True)
     )
     out = run if low_out else "float32"
@@ -84,20 +125,13 @@ def test_any_product_and_both_gradients(product, run, low_out):
     def ours(lhs, rhs):  # a transpose around a product is what XLA on CPU folds into it
         return dot(lhs, rhs, dims, run, out).transpose(turn)
 
-    def plain(lhs, rhs):
-        return lax.dot_general(lhs, rhs, dims).transpose(turn)
-
-    @jax.jit
-    def both(lhs, rhs):
-        value, pull = jax.vjp(ours, lhs, rhs)
-        return value, *pull(jnp.cos(value))
-
-    value, *grads = both(lhs, rhs)
-    with jax.enable_x64(True):
-        true, pull = jax.vjp(plain, rounded(lhs, run), rounded(rhs, run))
-        wanted = map(np.asarray, pull(jnp.asarray(rounded(jnp.cos(value), run))))
+    exact = Exact(rounded(lhs, run), rounded(rhs, run), dims)
+    true = exact.value().transpose(turn)
+    ct = np.cos(true).astype(jnp.dtype(out))
+    value, *grads = with_gradients(ours)(lhs, rhs, ct)
+    wanted = exact.gradients(rounded(ct, run).transpose(np.argsort(turn)))
     assert (value.dtype, *(g.dtype for g in grads)) == (out, *formats)
-    close(value, np.asarray(true), length)
+    close(value, true, length)
     for grad, want in zip(grads, wanted, strict=True):
         close(grad, want, value.size)
 
@@ -111,6 +145,47 @@ def test_the_reference_tells_a_low_sum_from_a_float32_one():
         total = (total + np.asarray(1 / 64, jnp.bfloat16)).astype(jnp.bfloat16)
     with pytest.raises(AssertionError):
         close(jnp.asarray(total.astype(np.float32)), np.array(64.0), 1)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("dims", [(((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 128, 129])
+def test_every_form_of_a_product_gives_the_same_sums(rows, dims, turned):
+    """Whole numbers, whose sums are exact in any order: forms for few rows and for many agree."""
+    random = np.random.default_rng(rows)
+    few = random.integers(-8, 9, (rows, 48))
+    other = random.integers(-8, 9, (48, 200) if dims[0][1] == (0,) else (200, 48))
+    want = few @ (other if dims[0][1] == (0,) else other.T)
+    low = [jnp.asarray(x, jnp.bfloat16) for x in (few, other.T if turned else other)]
+
+    @partial(jax.jit, static_argnames="out")
+    def product(few, other, out):
+        return dot(few, other.T if turned else other, dims, out=out)
+
+    @jax.jit
+    def other_way_round(few, other):
+        swapped = (dims[0][::-1], dims[1])
+        return dot(other.T if turned else other, few, swapped)
+
+    assert np.array_equal(product(*low, out="float32"), want)
+    assert np.array_equal(product(*low, out="bfloat16"), want.astype(jnp.bfloat16))
+    assert np.array_equal(other_way_round(*low), want.T)
+
+
+def test_the_other_operand_of_one_row_is_read_where_it_lies():
+    """No copy and no cast of the weights, transposed or not; the sum is float32."""
+    for turned in (False, True):
+        weights = jax.ShapeDtypeStruct((40, 72), jnp.bfloat16)
+        row = jax.ShapeDtypeStruct((1, 72 if turned else 40), jnp.bfloat16)
+
+        def product(x, w, turned=turned):
+            return dot(x, w.T if turned else w, PAIR, out="bfloat16")
+
+        text = jax.jit(product).lower(row, weights).compile().as_text()
+        made = [op for body in hlo.read(text).values() for op in body.values()]
+        large = {op.opcode for op in made if int(np.prod(op.shape)) == 40 * 72}
+        assert large <= {"parameter", "bitcast"}, text
+        assert hlo.summary(text) == {"bfloat16 x bfloat16 -> float32": 1}
 
 
 PAIR = (((1,), (0,)), ((), ()))
@@ -191,8 +266,8 @@ def test_any_convolution_and_both_gradients(name, run):
     left, right, settings = CONVOLUTIONS[name]
     settings = {"window_strides": (1, 1), **settings}
     random = np.random.default_rng(0)
-    lhs, rhs = (jnp.asarray(random.standard_normal(s, np.float32)) for s in (left, right))
-    lhs = lhs.astype(run)
+    lhs, rhs = (random.standard_normal(s, np.float32) for s in (left, right))
+    lhs, rhs = jnp.asarray(lhs.astype(jnp.dtype(run))), jnp.asarray(rhs)
 
     def plain(lhs, rhs):
         return lax.conv_general_dilated(lhs, rhs, **settings)
@@ -203,10 +278,10 @@ def test_any_convolution_and_both_gradients(name, run):
         return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out=run)
 
     value, pull = jax.vjp(jax.jit(ours), lhs, rhs)
-    dl, dr = pull(jnp.cos(value))
+    ct = np.cos(np.asarray(value, np.float32)).astype(value.dtype)
+    dl, dr = pull(jnp.asarray(ct))
     with jax.enable_x64(True):
-        true, pull = jax.vjp(plain, rounded(lhs, run), rounded(rhs, run))
-        wl, wr = pull(jnp.asarray(rounded(jnp.cos(value), run)))
+        true, wl, wr = with_gradients(plain)(rounded(lhs, run), rounded(rhs, run), rounded(ct, run))
     assert (value.dtype, dl.dtype, dr.dtype) == (run, run, "float32")
     close(value, np.asarray(true), rhs.size)
     close(dl, np.asarray(wl), rhs.size)

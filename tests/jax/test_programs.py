@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, Phase, assume, given, note, settings
 
 import polymp.jax
 from polymp.backends.jax import autocast as transformation
-from polymp.backends.jax import contraction, control, custom_rules, program, regions
+from polymp.backends.jax import contraction, control, custom_rules, mixing, passes, regions
 from tests.jax.programs import (
     CONSTRUCTS,
     INDEX,
@@ -52,7 +52,11 @@ FLOOR = 2.0**-24 * 64  # float32's roundoff, times the terms that may be summed 
 SCALE = 16.0  # of the cost, so that float16's cotangents stay off its subnormal numbers
 LEAST = 2.0**-20  # what its subnormal numbers may cost nevertheless
 LARGEST = 1e3
-QUICK = {"xla_backend_optimization_level": 0}
+# Code that is compiled in half the time: by LLVM without its passes, and, where XLA still has the
+# choice, by its older way to make code of a fusion.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 Function = Callable[[Env], list[Any]]
 
@@ -533,9 +537,9 @@ WRONG = {
         "gradients",
         LAYER,
     ),
-    "nothing is pulled up": (program.Program, "pull_up", lambda self: None, "results", LARGE),
-    "a bias promotes": (program, "_is_bias", lambda hard: False, "results", LAYER),
-    "a number promotes": (program, "_soft", lambda *of: False, "results", NUMBER),
+    "nothing is pulled up": (passes, "improve", lambda program: None, "results", LARGE),
+    "a bias promotes": (mixing, "_is_bias", lambda hard: False, "results", LAYER),
+    "a number promotes": (mixing, "_soft", lambda *of: False, "results", NUMBER),
     "regions are not seen": (
         regions,
         "innermost",

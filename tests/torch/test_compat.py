@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._C import _dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from polymp.backends.torch import compat, regions
 from tests.torch.compiling import Count
@@ -208,6 +209,53 @@ def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_r
     module.half()
     module.load_state_dict(module.state_dict())
     assert calls == ["call", "apply", "apply", "load"]
+
+
+def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
+    t = torch.ones(4, 4)
+    key, reference = compat.storage_key(t), compat.storage_reference(t)
+    assert key == compat.storage_key(t[1:].t()) == compat.storage_key(t.detach()) != 0
+    assert key != compat.storage_key(t.clone())
+    assert compat.storage_key(t.to_sparse()) == 0
+    assert not reference.expired()
+    del t
+    assert reference.expired()
+    assert key not in {compat.storage_key(torch.ones(4, 4)) for _ in range(100)}
+
+
+def test_modules_whose_calls_run_are_read_off_the_stack():
+    class Inner(torch.nn.Module):
+        def forward(self):
+            return [*compat.running_modules()]
+
+    inner = Inner()
+    outer = torch.nn.Sequential(inner)
+    inner.register_forward_hook(lambda *_: None)
+    outer.forward = lambda: inner()
+    assert outer() == [inner, outer]
+    assert [*compat.running_modules()] == []
+
+
+def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
+    class Named(torch.nn.Parameter):
+        pass
+
+    class Function(torch.Tensor):
+        pass
+
+    class Dispatch(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    t = torch.ones(2)
+    plain = (t, torch.nn.Parameter(t), torch.nn.Buffer(t), Named(t))
+    assert all(map(compat.is_plain, plain))
+    assert not any(map(compat.is_plain, (t.as_subclass(Function), t.as_subclass(Dispatch))))
+    with FakeTensorMode():
+        assert not compat.is_plain(torch.ones(2))
 
 
 # --- what the scaler asks for ---------------------------------------------------------------------
@@ -416,3 +464,33 @@ def test_what_is_not_traced_breaks_a_graph_and_says_why():
     assert graphs.graphs == 0
     with pytest.raises(torch._dynamo.exc.Unsupported, match="for a reason"):
         torch.compile(lambda x: read(x) + 1, backend="eager", fullgraph=True)(torch.ones(3))
+
+
+# The first tangent of a process has torch load scripts.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_what_records_ops_is_seen() -> None:
+    """`is_recorded`: modes, transforms and tangents, and none of them left behind."""
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.is_recorded())
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    look(x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        look(x)
+    x.register_hook(look)
+    x.sum().backward()
+    assert seen == [False] * 3
+    seen.clear()
+    torch.func.vmap(look)(x)
+    torch.func.grad(lambda t: look(t).sum())(x)
+    torch.func.jvp(look, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    with FakeTensorMode():
+        look(torch.ones(2))
+    make_fx(look)(x.detach())
+    assert seen == [True] * 6
+    assert not compat.is_recorded()

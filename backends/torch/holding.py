@@ -1,0 +1,313 @@
+"""Casts of weights that are held from region to region, and how a weight shows that it changed.
+
+A cast is taken again as long as its weight, or the view of it that was cast, shows the version,
+address, shape and strides that it had when the cast was made, and no optimizer that has the weight
+has stepped. Every cast keeps the memory it was made from, so that no other can come to lie at that
+address. What none of this shows is listed in docs/fast.md.
+
+Only the numbers are held. Where gradients are wanted, each use, or each region that keeps casts,
+gets a node of its own in the graph: gradients are then added up as they are without.
+"""
+
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from polymp.backends.torch import compat
+from polymp.errors import StaleCastError
+
+# A weight with fewer elements, used where gradients are wanted, is cast again: that costs less than
+# a node of ours. Measured on a CPU, where the two meet near 60,000 elements.
+SMALL = 2**16
+
+# Device types on which casts that went stale together are made again in one call.
+TOGETHER = {"cuda"}
+
+
+class Held(NamedTuple):
+    """A cast and what its source showed when it was made.
+
+    Attributes:
+        stamp: version, address, shape, strides and dtype of the source.
+        source: an alias of the source; keeps its memory.
+        low: the cast.
+        version: of the cast; an op may return it, or a view of it, and that may be written.
+    """
+
+    stamp: tuple[Any, ...]
+    source: torch.Tensor
+    low: torch.Tensor
+    version: int
+
+    def is_of(self, stamp: tuple[Any, ...]) -> bool:
+        """True if the cast is as it was made, and from what shows this stamp."""
+        return self.stamp == stamp and self.low._version == self.version
+
+
+class Weight:
+    """A parameter or buffer whose casts are held.
+
+    Attributes:
+        tensor: it.
+        name: its name in the model, for messages.
+        blocks: how many open blocks hold it.
+        checked: how many of them check every use.
+        casts: by dtype, stream and, for views, geometry.
+        made: casts made so far.
+        served: uses of casts so far.
+    """
+
+    __slots__ = ("blocks", "casts", "checked", "made", "name", "served", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self.tensor = tensor
+        self.name = name
+        self.blocks = self.checked = self.made = self.served = 0
+        self.casts: dict[tuple[Any, ...], Held] = {}
+
+    def forget(self) -> None:
+        """Drop the casts. Where many are made together, those of the whole weight leave a place."""
+        together = self.tensor.device.type in TOGETHER
+        self.casts = {key: _GONE for key in self.casts if together and len(key) == 2}
+
+
+_NOTHING = torch.empty(0)
+_GONE = Held((), _NOTHING, _NOTHING, 0)  # of no source: the next use makes it again
+
+weights: dict[int, Weight] = {}  # by the identity of the tensor; empty unless a block is open
+_lock = threading.Lock()
+
+
+def hold(named: Iterable[tuple[str, torch.Tensor]], check: bool) -> list[Weight]:
+    """Hold the casts of tensors until they are released."""
+    with _lock:
+        held = []
+        for name, tensor in named:
+            weight = weights.setdefault(id(tensor), Weight(tensor, name))
+            weight.blocks += 1
+            weight.checked += check
+            held.append(weight)
+        return held
+
+
+def release(held: Iterable[Weight], check: bool) -> None:
+    """Undo one `hold`."""
+    with _lock:
+        for weight in held:
+            weight.blocks -= 1
+            weight.checked -= check
+            if not weight.blocks:
+                del weights[id(weight.tensor)]
+                weight.casts.clear()
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the casts of what an optimizer has written, whether it shows or not."""
+    if not weights:
+        return
+    memory: dict[int, list[Weight]] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if (weight := weights.get(id(p))) is not None and weight.tensor is p:
+                weight.forget()
+            elif isinstance(p, torch.Tensor):  # a flat or sharded stand-in for weights, perhaps
+                memory = memory or _by_memory()
+                for weight in memory.get(_address(p), ()):
+                    weight.forget()
+
+
+def _by_memory() -> dict[int, list[Weight]]:
+    found: dict[int, list[Weight]] = {}
+    for weight in list(weights.values()):
+        for held in list(weight.casts.values()):
+            found.setdefault(_address(held.source), []).append(weight)
+    return found
+
+
+def _address(t: torch.Tensor) -> int:
+    t = compat.local(t)
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided else -1
+
+
+def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t` in `dtype`, differentiable; of a held weight, or a view of one, the numbers are held.
+
+    Args:
+        t: any float tensor of another dtype.
+        dtype: target.
+
+    Returns:
+        A tensor of `dtype` with the shape of `t`.
+
+    Raises:
+        StaleCastError: a block checks, and the cast is not what it would be now.
+    """
+    wants = t.requires_grad and torch.is_grad_enabled()
+    if wants and t.numel() < SMALL:
+        return t.to(dtype)
+    low = find(t, dtype)
+    if low is None:
+        return t.to(dtype)
+    if not wants:
+        return low
+    node: torch.Tensor = _Node.apply(t, _Box(low))  # type: ignore[no-untyped-call]
+    return node
+
+
+def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The held cast of `t`, made if there is none; None if `t` is nothing that is held."""
+    weight = weights.get(id(t))
+    key: tuple[Any, ...] = dtype, None
+    if weight is None or weight.tensor is not t:
+        if not t._is_view():
+            return None
+        weight = weights.get(id(t._base))
+        if weight is None or weight.tensor is not t._base:
+            return None
+        if t.is_neg():  # another number in the same place
+            return None
+        key = dtype, None, t.storage_offset(), t.size(), t.stride()
+    if compat.is_recorded() or t.is_inference():
+        return None
+    if t.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        key = dtype, torch.cuda.current_stream(t.device).stream_id, *key[2:]
+    found = weight.casts.get(key)
+    if found is None or not found.is_of(_stamp(t)):
+        if not _is_plain(t) or not (len(key) == 2 or _has_room(weight, t, key)):
+            return None
+        found = _made_again(weight, t, key)
+    elif weight.checked:
+        _check(weight, t, found.low)
+    weight.served += 1
+    return found.low
+
+
+def _stamp(t: torch.Tensor) -> tuple[Any, ...]:
+    return t._version, t.data_ptr(), t.size(), t.stride(), t.dtype
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    """True for what has an address to show."""
+    return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
+
+
+def _has_room(weight: Weight, view: torch.Tensor, key: tuple[Any, ...]) -> bool:
+    """True if the casts of views, this one among them, are no larger than one of the weight.
+
+    Those of an older version go first: a buffer that is written in every step has a new view each.
+    """
+    casts, version = weight.casts, view._version
+    for other in [k for k, held in casts.items() if len(k) > 2 and held.stamp[0] != version]:
+        del casts[other]
+    views = sum(held.low.numel() for k, held in casts.items() if k[:2] == key[:2] and len(k) > 2)
+    return views + view.numel() <= weight.tensor.numel()
+
+
+def _made_again(weight: Weight, t: torch.Tensor, key: tuple[Any, ...]) -> Held:
+    if key in weight.casts and t is weight.tensor and t.device.type in TOGETHER:
+        _make_together(key)
+        found = weight.casts[key]
+        if found.is_of(_stamp(t)):
+            return found
+    # Made with gradients off, but not in inference mode: other regions will want to differentiate.
+    with torch.inference_mode(False), torch.no_grad():
+        source = t.detach()
+        low = source.to(key[0])
+        weight.casts[key] = found = Held(_stamp(t), source, low, low._version)
+    weight.made += 1
+    return found
+
+
+def _make_together(key: tuple[Any, ...]) -> None:
+    """Make every stale cast of whole weights with the same dtype and stream, in one call.
+
+    They lie in one new buffer, each where a matrix product finds it aligned. New, because the old
+    casts may still be waiting for a backward pass.
+    """
+    dtype, stream = key
+    stale, sources, sizes = [], [], []
+    for weight in list(weights.values()):
+        t, found = weight.tensor, weight.casts.get(key)
+        if found is None or not t.is_contiguous() or not _is_plain(t):
+            continue
+        stamp = _stamp(t)
+        same_stream = not t.is_cuda or torch.cuda.current_stream(t.device).stream_id == stream
+        if not found.is_of(stamp) and same_stream:
+            stale.append((weight, stamp))
+            sources.append(t.detach())
+            sizes.append(-(-t.numel() // _ALIGNED) * _ALIGNED)
+    by_device: dict[torch.device, list[int]] = {}
+    for at, source in enumerate(sources):
+        by_device.setdefault(source.device, []).append(at)
+    with torch.inference_mode(False), torch.no_grad():
+        for device, places in by_device.items():
+            flat = torch.empty(sum(sizes[at] for at in places), dtype=dtype, device=device)
+            parts = flat.split([sizes[at] for at in places])
+            lows = [  # with the strides that a cast would have, also where a size is 1
+                part.as_strided(sources[at].size(), sources[at].stride())
+                for part, at in zip(parts, places, strict=True)
+            ]
+            torch._foreach_copy_(lows, [sources[at] for at in places])
+            for low, at in zip(lows, places, strict=True):
+                weight, stamp = stale[at]
+                weight.casts[key] = Held(stamp, sources[at], low, low._version)
+                weight.made += 1
+
+
+_ALIGNED = 128  # elements
+
+
+def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        now = t.detach().to(low.dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[low.element_size()]
+    if not torch.equal(now.view(bits), low.view(bits)):
+        raise StaleCastError(
+            f"hold_casts: the cast of {weight.name!r} to {str(low.dtype).removeprefix('torch.')} "
+            "is stale. The weight was written in a way that shows in no version, address or "
+            f"optimizer step, such as {weight.name}.data.copy_(...). Call invalidate() of the "
+            "block after such a write, or write to the parameter itself under torch.no_grad()."
+        )
+
+
+class _Box(NamedTuple):
+    """A tensor that autograd is not to look at."""
+
+    tensor: torch.Tensor
+
+
+class _Node(torch.autograd.Function):
+    """The cast as autograd sees it: the held numbers forward, a cast back backward."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, low: _Box) -> torch.Tensor:
+        ctx.dtype = t.dtype
+        return low.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return grad.to(ctx.dtype), None
+
+
+def bytes_of(held: Iterable[Weight]) -> int:
+    """Bytes of the casts that are held now."""
+    return sum(h.low.nbytes for weight in held for h in list(weight.casts.values()))
+
+
+def drop(tensors: Iterable[torch.Tensor]) -> None:
+    """Drop the casts of tensors; they are made again when they are asked for."""
+    for tensor in tensors:
+        weight = weights.get(id(tensor))
+        if weight is not None and weight.tensor is tensor:
+            weight.forget()
+
+
+def is_checked(t: torch.Tensor) -> bool:
+    """True for a weight of which a block checks every use."""
+    weight = weights.get(id(t))
+    return weight is not None and weight.tensor is t and weight.checked > 0

@@ -1,0 +1,272 @@
+"""What every benchmark here is made of: programs measured in turn, and ratios of their medians.
+
+Programs that are compared run in one process, one after the other, many rounds; each round starts
+with another one, so that a machine which slows down slows them all. What counts is the ratio of
+the medians. The middle half of the paired ratios, one of each round, stands beside it.
+
+A record, as `save` writes it to benchmarks/results, is read by speed_page.py:
+
+    part, device, date    also in its name: <date>-<part>-<device>.json
+    machine               see `machine`
+    tables                title -> rows, each as `Row` has it; ratios, to be compared with bars
+    missing               optional: what could not be measured -> why
+    reasons               optional: what of a row whose bar is missed -> why it is
+    notes                 optional: sentences about how it was measured
+    unmeasured            optional: what of a row that is missing -> its bar
+    host_sync             optional: a program -> what it waits for on a GPU; "" for nothing
+    missed                what of each row whose bar is missed
+
+and whatever else a benchmark wants to keep.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+Timed = Callable[[], float]  # runs a program once; returns the seconds that count
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: ours against a base, and the bar it is held to.
+
+    Attributes:
+        what: "program: ours / base", as a rule. No two rows of a record have the same.
+        base: the median of the base, in `unit`.
+        ours: the median of ours, in `unit`.
+        ratio: ours / base; less is better.
+        low: the lower quartile of the paired ratios.
+        high: the upper one.
+        bar: the most that `ratio` may be, if anything.
+        unit: of `base` and `ours`.
+    """
+
+    what: str
+    base: float
+    ours: float
+    ratio: float
+    low: float
+    high: float
+    bar: float | None = None
+    unit: str = "ms"
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the ratio is at most the bar; None without one. NaN meets none."""
+        return None if self.bar is None else self.ratio <= self.bar
+
+
+def timed(
+    program: Callable[[], Any],
+    inner: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    finish: Callable[[], Any] | None = None,
+) -> Timed:
+    """A program as `measure` wants it.
+
+    Args:
+        program: what to run.
+        inner: how often, for one figure: the mean.
+        clock: `time.process_time` for the processor time of all threads, which other programs on
+            the machine disturb least.
+        finish: waits for what the program has started, as `torch.cuda.synchronize` does; it is
+            called before the first look at the clock, too.
+    """
+
+    def once() -> float:
+        if finish is not None:
+            finish()
+        start = clock()
+        for _ in range(inner):
+            program()
+        if finish is not None:
+            finish()
+        return (clock() - start) / inner
+
+    return once
+
+
+def measure(programs: dict[str, Timed], rounds: int, warm: int = 3) -> dict[str, list[float]]:
+    """Times in milliseconds of programs that run in turn; each round starts with another one.
+
+    Args:
+        programs: by name.
+        rounds: how many figures for each.
+        warm: how often each runs before, in turn, to compile and to settle.
+
+    Returns:
+        As many figures as there are rounds, for each name; the i-th ones belong together.
+    """
+    names = list(programs)
+    for name in names * warm:
+        programs[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(programs[name]() * 1e3)
+    return times
+
+
+def row(
+    what: str,
+    base: Sequence[float],
+    ours: Sequence[float],
+    bar: float | None = None,
+    unit: str = "ms",
+) -> Row:
+    """The ratio of the medians of paired figures, and the quartiles of the paired ratios.
+
+    Raises:
+        ValueError: there are no figures, or not as many of one as of the other.
+    """
+    if not base or len(base) != len(ours):
+        raise ValueError(f"{what}: {len(ours)} figures of ours and {len(base)} of the base")
+    ratios = sorted(o / b for o, b in zip(ours, base, strict=True))
+    a, b = statistics.median(base), statistics.median(ours)
+    quarter = len(ratios) // 4
+    return Row(what, a, b, b / a, ratios[quarter], ratios[-1 - quarter], bar, unit)
+
+
+def missed(rows: Iterable[Row]) -> list[str]:
+    """What of each row whose bar is missed."""
+    return [r.what for r in rows if r.met is False]
+
+
+def machine(*packages: str, device: str = "cpu") -> dict[str, Any]:
+    """Where it was measured.
+
+    Args:
+        packages: names of distributions whose versions are kept, if they are installed; polymp's
+            always is.
+        device: "cpu", or "cuda" (JAX's "gpu" too) for the name of the GPU; torch or jax, whichever
+            is imported, is asked for it.
+
+    Returns:
+        kind, architecture, cores (that this process may use), load (of the last five minutes),
+        python and versions.
+    """
+    found = {}
+    for name in (*packages, "polymp"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "kind": _processor() if device == "cpu" else _gpu(),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[1], 1),
+        "python": platform.python_version(),
+        "versions": found,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _gpu() -> str:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return str(sys.modules["jax"].devices()[0].device_kind)
+
+
+def save(part: str, device: str, data: dict[str, Any], out: Path | None = None) -> Path:
+    """Write a record, dataclasses as their fields; see the top of this file.
+
+    Args:
+        part: the benchmark, as "torch-speed".
+        device: "cpu" or "cuda"; JAX's "gpu" is "cuda" here, so that one column has both.
+        data: machine, tables, and the rest.
+        out: the file; by default one in results, by date, part and device.
+
+    Raises:
+        ValueError: two rows have the same `what`, or a reason is given for a row that is not there.
+    """
+    device = "cuda" if device == "gpu" else device
+    rows = [r for table in data.get("tables", {}).values() for r in table]
+    names = [r.what for r in rows]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{part}: more than one row for {', '.join(sorted(twice))}")
+    known = {*names, *data.get("unmeasured", ())}
+    if unknown := set(data.get("reasons", ())) - known:
+        raise ValueError(f"{part}: a reason, but no row, for {', '.join(sorted(unknown))}")
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    path = out or RESULTS / f"{date}-{part}-{device}.json"
+    record = {"part": part, "device": device, "date": date, **data, "missed": missed(rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2, default=_fields) + "\n")
+    return path
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise TypeError(f"no JSON for {value!r}")
+    return dataclasses.asdict(value)
+
+
+def show(title: str, rows: Sequence[Any]) -> None:
+    """Print rows as a table, ratios first, and whether bars are met.
+
+    Dataclasses of any other kind are printed with a column for each field.
+    """
+    if not rows:
+        return
+    table = Table(title=title)
+    if isinstance(rows[0], Row):
+        columns: Sequence[str] = ("what", "ratio", "middle half", "bar", "", "base", "ours", "unit")
+        cells = [_cells(r) for r in rows]
+    else:
+        names = [field.name for field in dataclasses.fields(rows[0])]
+        columns = [name.replace("_", " ") for name in names]
+        cells = [[_cell(getattr(r, name)) for name in names] for r in rows]
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for line in cells:
+        table.add_row(*line)
+    Console(width=130).print(table)
+
+
+def _cells(r: Row) -> list[str]:
+    verdict = {None: "", True: "met", False: "missed"}[r.met]
+    bar = "" if r.bar is None else f"{r.bar:.2f}"
+    spread = f"{r.low:.3f} - {r.high:.3f}"
+    return [r.what, f"{r.ratio:.3f}", spread, bar, verdict, number(r.base), number(r.ours), r.unit]
+
+
+def number(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case dict():
+            return ", ".join(f"{n} {name}" for name, n in value.items())
+        case float():
+            return number(value)
+        case int():
+            return f"{value:,}"
+    return str(value)

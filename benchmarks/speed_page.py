@@ -1,0 +1,252 @@
+"""Makes docs/speed.md of the newest record of each part and device in benchmarks/results.
+
+Only records as pairing.py has them are read. `make bench` runs this last; a test holds the page to
+the records. Why a bar is missed stands in the record, or in reasons.toml:
+
+    [torch-speed.cpu]
+    "row: ours / base" = "One sentence, with what was measured."
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pairing import RESULTS, Row, number
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "speed.md"
+REASONS = HERE / "reasons.toml"
+
+Record = dict[str, Any]
+Devices = dict[str, Record]  # by device
+
+# In this order; others follow by name.
+PARTS = {
+    "torch-speed": "PyTorch",
+    "jax-speed": "JAX",
+    "torch-overhead": "What the torch backend adds to torch.amp",
+    "jax-overhead": "What the rewrite costs in JAX",
+    "contraction": "Forms of the contraction in JAX",
+    "scaler": "Loss scaling",
+    "policies": "Policies in compiled programs",
+}
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+UNSAID = "no reason is recorded."
+
+HEAD = """# How fast it is
+
+`make bench` runs every program of this page and makes the page of the newest records. Programs that
+are compared take turns in one run. What counts is the ratio of their medians, ours / base: below 1
+is faster, or less. Beside it stands the middle half of the paired ratios, one of each round. A
+ratio in bold misses its bar.
+"""
+
+
+def newest(results: Path) -> dict[str, Devices]:
+    """The newest record of each part and device, by part in the order of the page.
+
+    Raises:
+        ValueError: a record is not what its name says.
+    """
+    found: dict[str, Devices] = {}
+    for path in sorted(results.glob("*.json")):  # the name starts with the date
+        record = json.loads(path.read_text())
+        if "tables" not in record:
+            continue  # of another kind
+        said = f"{record['date']}-{record['part']}-{record['device']}.json"
+        if path.name != said or record["device"] not in DEVICES:
+            raise ValueError(f"{path.name} has the record of {said}")
+        found.setdefault(record["part"], {})[record["device"]] = record | {"file": path.name}
+    order = [*PARTS, *sorted(set(found) - set(PARTS))]
+    return {part: found[part] for part in order if part in found}
+
+
+def page(results: Path, reasons: Path) -> str:
+    """The page, as Markdown.
+
+    Raises:
+        ValueError: see `newest`; or a reason is for a row that no record has.
+    """
+    parts = newest(results)
+    why = tomllib.loads(reasons.read_text()) if reasons.exists() else {}
+    for part, devices in why.items():
+        for device, said in devices.items():
+            record = parts.get(part, {}).get(device, {"tables": {}})
+            known = {r.what for r in _rows(record)} | set(record.get("unmeasured", ()))
+            if unknown := set(said) - known:
+                raise ValueError(f"{reasons.name}: {part}.{device} has no row {sorted(unknown)}")
+            record["reasons"] = record.get("reasons", {}) | said
+    text = [HEAD, *_machines(parts), *_bars(parts)]
+    for part, records in parts.items():
+        text += _part(part, records)
+    return "\n".join(text).rstrip() + "\n"
+
+
+def without_reason(page: str) -> list[str]:
+    """Lines of the page with a bar that is missed, or not measured, without a reason."""
+    return [line for line in page.splitlines() if line.startswith("- ") and line.endswith(UNSAID)]
+
+
+def _rows(record: Record, title: str | None = None) -> list[Row]:
+    tables = record["tables"]
+    chosen = tables.values() if title is None else [tables.get(title, [])]
+    return [Row(**r) for table in chosen for r in table]
+
+
+def _table(head: list[str], lines: list[list[str]]) -> list[str]:
+    """A table; the first column to the left, the rest to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(line)} |" for line in (head, rule, *lines)] + [""]
+
+
+def _machines(parts: dict[str, Devices]) -> list[str]:
+    lines = []
+    for part, devices in parts.items():
+        for device, record in devices.items():
+            m = record["machine"]
+            versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items())
+            kind = f"{m['kind']} ({m['architecture']})" if device == "cpu" else m["kind"]
+            lines.append(
+                [f"[{part}](../benchmarks/results/{record['file']})", DEVICES[device],
+                 record["date"], kind, str(m["cores"]), str(m["load"]), m["python"], versions]
+            )  # fmt: skip
+    if not lines:
+        return ["Nothing has been measured.", ""]
+    head = ["record", "device", "date", "machine", "cores", "load", "Python", "versions"]
+    text = ["## Where it was measured", "", *_table(head, lines)]
+    if not any("cuda" in devices for devices in parts.values()):
+        text += ["No GPU has been measured.", ""]
+    return text
+
+
+def _ratio(r: Row | None) -> str:
+    """A ratio, in bold where a bar is missed."""
+    if r is None:
+        return ""
+    return f"**{r.ratio:.2f}**" if r.met is False else f"{r.ratio:.2f}"
+
+
+def _bars(parts: dict[str, Devices]) -> list[str]:
+    """Every row with a bar, of all parts, and why those are missed that are."""
+    devices = _present(parts)
+    lines, notes = [], []
+    for part, records in parts.items():
+        by = {d: {r.what: r for r in _rows(record)} for d, record in records.items()}
+        whats = dict.fromkeys(
+            what
+            for d, record in records.items()
+            for what in (
+                *(r.what for r in by[d].values() if r.bar is not None),
+                *record.get("unmeasured", ()),
+            )
+        )
+        for what in whats:
+            bars = {records[d].get("unmeasured", {}).get(what) for d in records}
+            bars |= {by[d][what].bar for d in by if what in by[d]}
+            line = [f"{part}, {what}", " or ".join(f"{b:.2f}" for b in sorted(bars - {None}))]
+            for d in devices:
+                r = by.get(d, {}).get(what)
+                gone = r is None and what in records.get(d, {}).get("unmeasured", ())
+                line += [_ratio(r), _verdict(r, gone)]
+                if gone or (r is not None and r.met is False):
+                    reason = records[d].get("reasons", {}).get(what, UNSAID)
+                    word = "not measured" if gone else "missed"
+                    notes.append(f"- {part}, {what}: {word}, {DEVICES[d]}: {reason}")
+            lines.append(line)
+    if not lines:
+        return []
+    head = ["what", "at most", *(x for d in devices for x in (DEVICES[d], ""))]
+    return ["## Bars", "", *_table(head, lines), *notes, *([""] if notes else [])]
+
+
+def _verdict(r: Row | None, gone: bool) -> str:
+    if gone:
+        return "not measured"
+    return "" if r is None or r.met is None else "met" if r.met else "missed"
+
+
+def _present(parts: dict[str, Devices]) -> list[str]:
+    return [d for d in DEVICES if any(d in devices for devices in parts.values())]
+
+
+def _part(part: str, records: Devices) -> Iterator[str]:
+    """A part: a table for each of its workloads, notes, and what is missing."""
+    yield from (f"## {PARTS.get(part, part)}", "")
+    devices = [d for d in DEVICES if d in records]
+    for title in dict.fromkeys(t for d in devices for t in records[d]["tables"]):
+        by = {d: {r.what: r for r in _rows(records[d], title)} for d in devices}
+        if any(by.values()):
+            yield from (f"### {title}", "", *_workload(by))
+    notes = dict.fromkeys(note for d in devices for note in records[d].get("notes", ()))
+    if notes:
+        yield from (*(f"- {note}" for note in notes), "")
+    for d in devices:
+        if waits := {k: v for k, v in records[d].get("host_sync", {}).items() if v}:
+            yield from (f"What waits for the {DEVICES[d]}; the others do not:", "")
+            yield from (*(f"- {what}: {why}" for what, why in waits.items()), "")
+        if missing := records[d].get("missing", {}):
+            yield from (f"Not measured on the {DEVICES[d]}:", "")
+            yield from (*(f"- {what}: {_line(why)}" for what, why in missing.items()), "")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _workload(by: dict[str, dict[str, Row]]) -> list[str]:
+    """One table: ratios of all devices first, then medians."""
+    whats = list(dict.fromkeys(what for rows in by.values() for what in rows))
+    head = ["ours / base"]
+    for d in by:
+        head += [DEVICES[d], "middle half"]
+    head += [x for d in by for x in (f"base, {DEVICES[d]}", f"ours, {DEVICES[d]}")]
+    lines = []
+    for what in whats:
+        rows = [found.get(what) for found in by.values()]
+        ratios = [x for r in rows for x in (_ratio(r), "" if r is None else _spread(r))]
+        medians = [x for r in rows for x in _medians(r)]
+        lines.append([_short(what, whats), *ratios, *medians])
+    return _table(head, lines)
+
+
+def _short(what: str, whats: list[str]) -> str:
+    """Without what all rows of the table start with."""
+    start = what.partition(": ")[0]
+    shared = all(other.partition(": ")[0] == start for other in whats) and ": " in what
+    return what.partition(": ")[2] if shared else what
+
+
+def _spread(r: Row) -> str:
+    return f"{r.low:.2f} - {r.high:.2f}"
+
+
+def _medians(r: Row | None) -> tuple[str, str]:
+    if r is None:
+        return "", ""
+    return f"{number(r.base)} {r.unit}", f"{number(r.ours)} {r.unit}"
+
+
+def main() -> int:
+    """Write the page; 1 if a bar is missed or not measured and no reason is recorded."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of records")
+    parser.add_argument("--reasons", type=Path, default=REASONS, help="TOML file")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page")
+    args = parser.parse_args()
+    text = page(args.results, args.reasons)
+    args.out.write_text(text)
+    gone = without_reason(text)
+    print(*gone, f"saved {args.out}", sep="\n")
+    return int(bool(gone))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,345 @@
+"""What `freeze` stores low, and what it leaves.
+
+The oracle is the autocast function itself on the float32 parameters: results have to be the same
+bits in the same dtypes. `faults` says where they are not, and two planted faults show that it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from polymp.backends.jax import storing
+from polymp.jax import autocast, freeze, lower, upper
+
+QUICK = {"xla_backend_optimization_level": 0}
+X = jax.random.normal(jax.random.key(0), (3, 4))
+B16, F16 = "bfloat16", "float16"
+
+
+def parameter(name: str, *shape: int) -> jax.Array:
+    """A float32 array that no low format holds."""
+    return jax.random.normal(jax.random.key(sum(map(ord, name))), shape)
+
+
+def bits(x: Any) -> Any:
+    """What an array holds, to the bit."""
+    x = np.asarray(x)
+    return x.dtype.name, x.shape, x.tobytes()
+
+
+def faults(fn: Callable[..., Any], params: Any, *args: Any, eager: bool = False) -> list[str]:
+    """Where the frozen function and the autocast function differ."""
+    serve, served = freeze(fn, params, *args)
+
+    def compiled(fn: Any) -> Any:
+        return fn if eager else jax.jit(fn, compiler_options=QUICK)
+
+    want = jax.tree.leaves(compiled(fn)(params, *args))
+    got = jax.tree.leaves(compiled(serve)(served, *args))
+    pairs = enumerate(zip(got, want, strict=True))
+    return [f"result {i}" for i, (a, b) in pairs if bits(a) != bits(b)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of parameters and X, and the format of each that is stored."""
+
+    name: str
+    fn: Callable[..., Any]
+    params: dict[str, Any]
+    stored: dict[str, str]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES: list[Case] = []
+W, V = parameter("w", 4, 4), parameter("v", 4, 4)
+STACK = parameter("stack", 2, 4, 4)
+
+
+def case(params: dict[str, Any], **stored: str) -> Callable[[Any], Any]:
+    def enter(fn: Any) -> Any:
+        paths = {f"['{name}']": format for name, format in stored.items()}
+        CASES.append(Case(fn.__name__, fn, params, paths))
+        return fn
+
+    return enter
+
+
+@case({"w": W, "b": parameter("b", 4)}, w=B16, b=B16)
+def a_linear_and_its_bias(p, x):
+    return x @ p["w"] + p["b"]
+
+
+@case({"w": W, "g": parameter("g", 4)}, w=B16)
+def a_gain_in_float32(p, x):
+    y = x @ p["w"]
+    return p["g"] * y * lax.rsqrt((y * y).mean(-1, keepdims=True))
+
+
+@case({"w": W})
+def read_low_and_wide(p, x):
+    return x @ p["w"], jnp.exp(p["w"]).sum()
+
+
+@case({"w": W})
+def returned(p, x):
+    return x @ p["w"], p["w"].T
+
+
+@case({"w": W, "s": parameter("s")}, w=B16)
+def a_scalar(p, x):
+    return (x @ p["w"]) * p["s"]
+
+
+@case({"w": W, "unread": V}, w=B16)
+def unread(p, x):
+    return x @ p["w"]
+
+
+@case({"w": W, "i": jnp.arange(4), "h": V.astype(jnp.float16), "n": np.float64(0.5)}, w=B16)
+def of_other_dtypes(p, x):
+    return (x @ p["w"])[p["i"][:2]] @ p["h"] * p["n"]
+
+
+@case({"w": np.asarray(W)}, w=B16)
+def of_numpy(p, x):
+    return x @ p["w"]
+
+
+@case({"w": parameter("w", 2, 8)}, w=B16)
+def moved(p, x):
+    w = lax.rev(p["w"].reshape(4, 4).T[::-1], (1,))
+    return x @ lax.dynamic_slice(w, (0, 1), (4, 2)) @ jnp.squeeze(w[None])[:2]
+
+
+@case({"q": W, "k": V, "e": STACK}, q=B16, k=B16, e=B16)
+def joined_split_and_picked(p, x):
+    q, k = jnp.split(x @ jnp.concatenate([p["q"], p["k"]], 1), 2, 1)
+    left, right = jnp.split(p["e"][jnp.array([1, 0])], 2)
+    return q @ left[0] + k @ right[0] @ jnp.stack([p["q"], p["k"]])[1]
+
+
+@case({"q": W, "k": V})
+def joined_with_one_that_is_read_wide(p, x):
+    return x @ jnp.concatenate([p["q"], p["k"]], 1), p["k"].sum()
+
+
+@case({"w": W})
+def joined_with_a_computed_one(p, x):
+    return x @ jnp.concatenate([p["w"], jnp.exp(x)], 0).T
+
+
+@case({"w": W})
+def filled_up_with_a_number(p, x):
+    return x @ p["w"].at[jnp.array([0, 9])].get(mode="fill", fill_value=0.3).T
+
+
+@case({"w": W, "v": V, "stack": STACK}, w=B16, v=B16, stack=B16)
+def in_bodies(p, x):
+    @jax.jit
+    def turned(w):
+        return w.T
+
+    def layer(h, w):
+        return jnp.tanh(h @ p["w"] @ w), w.T
+
+    h, ws = lax.scan(jax.checkpoint(layer), x, p["stack"])
+    h = lax.fori_loop(0, 2, lambda _, h: h @ p["v"], h @ ws[0] @ turned(p["w"]))
+    return lax.while_loop(lambda h: (h @ p["v"]).sum() < 0, lambda h: h @ p["w"] + 1, h)
+
+
+@case({"w": W, "v": V}, w=B16, v=B16)
+def in_branches_and_chosen_by_one(p, x):
+    w = lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"])
+    return lax.switch(1, [lambda x: x @ p["w"], lambda x: x @ p["v"].T], x) @ w
+
+
+@case({"w": W, "v": V})
+def chosen_with_a_computed_one(p, x):
+    return x @ lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"] * 2)
+
+
+@case({"w": W, "v": V}, v=B16)
+def carried(p, x):
+    def layer(w, row):
+        return w.T, row @ w @ p["v"]
+
+    return lax.scan(layer, p["w"], x)[1]
+
+
+@case({"w": W, "v": V})
+def carried_by_a_while(p, x):
+    def step(state):
+        i, w, h = state
+        return i + 1, w.T, h @ w
+
+    return lax.while_loop(lambda s: s[0] < 2, step, (0, p["w"], x @ jnp.tanh(p["v"])))[2]
+
+
+@case({"w": W, "v": V, "u": STACK}, u=B16)
+def off(p, x):
+    with autocast(enabled=False):
+        h = x @ p["w"]
+    return h @ p["v"] @ p["u"][0], (h * p["v"][0])
+
+
+@case({"w": W, "v": V, "u": STACK[0]}, w=F16, u=B16)
+def in_regions_of_two_formats(p, x):
+    with autocast(dtype="float16"):
+        h = x @ p["w"] @ p["v"]
+    return h @ p["u"] @ p["v"]
+
+
+@case({"w": W, "v": V}, w=B16)
+def cast_by_the_user(p, x):
+    low = x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
+    return low, x.astype(jnp.float16) @ p["v"].astype(jnp.float16), low @ p["v"]
+
+
+@case({"w": W, "v": V}, w=B16, v=B16)
+def marked(p, x):
+    return lower(p["w"]) * lower(x[0]) @ upper(p["v"])
+
+
+@case({"w": W})
+def of_a_higher_precision(p, x):
+    return jnp.dot(x, p["w"], precision="highest")
+
+
+@case({"w": W, "g": parameter("g", 4), "b": parameter("b", 4)}, w=B16)
+def around_a_known_function(p, x):
+    h = jax.nn.standardize(x @ p["w"]) * p["g"] + p["b"]
+    return jax.nn.softmax(h + p["b"])
+
+
+@case({"q": W, "k": V, "v": STACK[1]}, q=B16, k=B16, v=B16)
+def in_a_library(p, x):
+    q, k, v = ((x @ p[n]).reshape(1, 3, 2, 2) for n in "qkv")
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+@case({"w": parameter("w", 2, 4, 3)}, w=B16)
+def convolved(p, x):
+    return lax.conv(x.T[None], p["w"].transpose(0, 1, 2), (1,), "SAME")
+
+
+@jax.custom_jvp
+def halved(x, w):
+    return x @ w / 2
+
+
+@halved.defjvp
+def _(primals, tangents):
+    x, w = primals
+    return halved(x, w), tangents[0] @ w / 2 + x @ tangents[1] / 2
+
+
+@jax.custom_vjp
+def turned(x, w):
+    return x @ w
+
+
+turned.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
+
+
+@case({"w": W, "v": V}, w=B16, v=B16)
+def with_rules_of_their_own(p, x):
+    return turned(halved(x, p["w"]), p["v"])
+
+
+@pytest.mark.parametrize("it", CASES, ids=str)
+def test_what_is_stored_and_that_the_bits_are_the_same(it):
+    fn = autocast(it.fn)
+    serve, served = freeze(fn, it.params, X)
+    assert serve.stored == it.stored
+    paths = {f"['{name}']" for name in it.params}
+    assert set(serve.kept) == paths - set(it.stored)
+    for name, x in it.params.items():
+        stored = it.stored.get(f"['{name}']")
+        assert served[name].dtype == (stored or x.dtype)
+        assert stored or served[name] is x
+    assert faults(fn, it.params, X) == []
+    assert faults(fn, it.params, X, eager=True) == []
+
+
+def test_the_cases_cover_what_is_stored_and_what_is_not():
+    stored = [format for it in CASES for format in it.stored.values()]
+    assert stored.count(B16) >= 28
+    assert F16 in stored
+    assert sum(len(it.params) for it in CASES) - len(stored) >= 22
+
+
+REASONS = {
+    "a_gain_in_float32": (
+        "g",
+        "'mul' reads it in float32: mul in bfloat16: no row of policy 'amp'",
+    ),
+    "read_low_and_wide": ("w", "'exp' reads it in float32: exp in bfloat16: fp32, by the row exp"),
+    "returned": ("w", "it is handed on in float32, as a result"),
+    "unread": ("unread", "nothing reads it"),
+    "carried": ("w", "a scan carries it in float32 ("),
+    "off": ("w", "'dot_general' reads it in float32: autocast is off there ("),
+    "in_regions_of_two_formats": ("v", "'dot_general' reads it in float16: linear in float16"),
+    "cast_by_the_user": ("v", "a cast to float16 reads it ("),
+    "of_a_higher_precision": ("w", "'dot_general' reads it in float32: it runs as written, for"),
+    "of_other_dtypes": ("i", "it is int32, not float32"),
+    "around_a_known_function": ("g", "'mul' reads it in float32"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_why_a_parameter_is_kept(name):
+    (it,) = [it for it in CASES if it.name == name]
+    serve, _ = freeze(autocast(it.fn), it.params, X)
+    parameter, why = REASONS[name]
+    reason = serve.kept[f"['{parameter}']"]
+    assert reason.startswith(why)
+    if why.endswith("("):
+        assert "test_freeze.py:" in reason[len(why) :]
+
+
+# The oracle can fail.
+
+
+def test_a_checker_that_misses_a_wide_read_is_noticed(monkeypatch):
+    fn = autocast(read_low_and_wide)
+    assert faults(fn, {"w": W}, X, eager=True) == []
+    monkeypatch.setattr(storing._Program, "refuse", lambda *_: None)
+    assert faults(fn, {"w": W}, X, eager=True) == ["result 1"]
+
+
+def test_a_checker_that_takes_sums_for_moves_is_noticed(monkeypatch):
+    def fn(p, x):
+        return x @ (p["w"] + p["v"])
+
+    assert faults(autocast(fn), {"w": W, "v": V}, X) == []
+    monkeypatch.setattr(storing, "_MOVES", storing._MOVES | {"add"})
+    assert faults(autocast(fn), {"w": W, "v": V}, X) == ["result 0"]
+
+
+@pytest.mark.parametrize("format", [B16, F16])
+def test_every_kind_of_number_is_stored_as_the_program_would_cast_it(format):
+    """Overflows, NaNs, zeros with a sign, subnormal numbers of both formats, ties."""
+    ends = [0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, -65520.0, 65519.0, 1e-41, 6e-8, -3e-8]
+    ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-133, 2.0**-24]
+    w = jnp.asarray(np.array([*ends, *ties, *np.random.default_rng(0).normal(size=15)], np.float32))
+
+    def fn(w, x):
+        return x @ w[:, None], lower(w)
+
+    fn = autocast(fn, dtype=format)
+    serve, served = freeze(fn, w, jnp.eye(32))
+    assert serve.stored == {"": format}
+    assert bits(served) == bits(jax.jit(lambda w: w.astype(format))(w))
+    assert faults(fn, w, jnp.eye(32)) == []
+    assert faults(fn, w, jnp.eye(32), eager=True) == []

@@ -59,7 +59,7 @@ def test_torch_s_own_region_will_do(x: torch.Tensor) -> None:
 
 def test_inside_a_region_it_is_frozen_for_that_one_or_refused(x: torch.Tensor) -> None:
     model = frozen_weights(nn.Linear(8, 8))
-    with autocast("cpu", FP16), pytest.raises(PolicyError, match="is called in autocast"):
+    with autocast("cpu", FP16), pytest.raises(PolicyError, match="called in a region for float16"):
         freeze(model, (x,), dtype=BF16)
     assert model.weight.dtype is FP32
     with autocast("cpu", FP16):

@@ -144,8 +144,10 @@ def test_a_policy_in_a_block_keeps_its_kernels(model: Net, x: torch.Tensor) -> N
     before = set(kernels.installed("cpu"))
     with hold_casts(model):
         inside = loss_of(model, x, policy=policy)
-    assert {"linear", "matmul"} <= set(kernels.installed("cpu")) - (before - {"linear", "matmul"})
-    assert set(kernels.installed("cpu")) != before | kernels.lowered("cpu")
+    after = set(kernels.installed("cpu"))
+    assert {"linear", "matmul"} <= after
+    if not kernels.lowered("cpu") <= before:  # other policies may have kept them all
+        assert after != before | kernels.lowered("cpu")
     assert torch.equal(inside, loss_of(model, x, policy=policy))
     assert not torch.equal(inside, loss_of(model, x))
 

@@ -203,7 +203,7 @@ def _of_few_rows(
 # cpu         measured by benchmarks/contraction.py: in large products a float32 result is faster
 #             than a low one or float32 operands, and nothing is rounded in between. Plain, it falls
 #             back to float32 operands where one of them is transposed, as in some gradients; laid
-#             out row by row it does not.
+#             out row by row it does not, and costs up to a third more where it would not have.
 # cuda, rocm  by reasoning, not measured: cuBLAS and Triton add up in float32 whatever the
 #             format of the result, so that both forms round once; a low result writes half the
 #             bytes. XLA fuses the rounding of a float32 result into the product where it can.

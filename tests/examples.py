@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.conftest import values_only
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 TINY = [
@@ -33,7 +35,7 @@ SETTINGS = {
     "PYTHONPATH": str(ROOT),
     "COLUMNS": "160",
     "PYTHONIOENCODING": "utf-8",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # small programs compile in half the time
+    "XLA_FLAGS": values_only(),
 }
 
 

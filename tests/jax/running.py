@@ -21,8 +21,10 @@ SIGMAS = 4
 # float32's own roundoff, times the terms that a compiler may sum in another order.
 FLOOR = 2.0**-24 * 64
 
-# Compiling is nearly all the time that this takes.
-QUICK = {"xla_backend_optimization_level": 0}
+# Compiling is nearly all the time that this takes. LLVM's passes are left out; where only values
+# count, so is, as long as XLA has the choice, its newer way to make code of a fusion.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+VALUES = QUICK | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {})
 
 Transform = Callable[..., Callable[..., Any]]
 
@@ -78,7 +80,7 @@ def run(it: Problem, fn: Callable[..., Any], scale: float = 1.0) -> Ran:
     """Compile and run the function in place of the problem's own."""
     with jax.enable_x64(it.program.x64):
         leaves, _ = it.inputs()
-        return jax.jit(it.graded(fn), compiler_options=QUICK)(leaves, jnp.float32(scale))
+        return jax.jit(it.graded(fn), compiler_options=VALUES)(leaves, jnp.float32(scale))
 
 
 @cache
@@ -92,7 +94,7 @@ def emulated(it: Problem, rounding: Rounding, scale: float = 1.0) -> Ran:
     with jax.enable_x64(it.program.x64):
         leaves, _ = it.inputs()
         graded = rounded(it.graded(marked(it.fn)), rounding)
-        return jax.jit(graded, compiler_options=QUICK)(leaves, jnp.float32(scale))
+        return jax.jit(graded, compiler_options=VALUES)(leaves, jnp.float32(scale))
 
 
 @cache
@@ -102,7 +104,7 @@ def _scattered(name: str) -> Callable[..., Any]:
     def once(leaves: Any, scale: Any, *how: Any) -> Ran:
         return rounded(it.graded(marked(it.fn)), scatter(*how))(leaves, scale)
 
-    return jax.jit(once, compiler_options=QUICK)
+    return jax.jit(once, compiler_options=VALUES)
 
 
 def _scatter(name: str, scale: float, how: tuple[jax.Array, ...]) -> Ran:

@@ -46,17 +46,13 @@ from tests.jax.programs import (
     programs,
 )
 from tests.jax.programs_by_hand import NOISE, by_hand, noise
+from tests.jax.running import VALUES
 
 SEEDS, UNITS, SIGMAS = 12, 2.0, 4.0
 FLOOR = 2.0**-24 * 64  # float32's roundoff, times the terms that may be summed in another order
 SCALE = 16.0  # of the cost, so that float16's cotangents stay off its subnormal numbers
 LEAST = 2.0**-20  # what its subnormal numbers may cost nevertheless
 LARGEST = 1e3
-# Code that is compiled in half the time: by LLVM without its passes, and, where XLA still has the
-# choice, by its older way to make code of a fusion.
-QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 Function = Callable[[Env], list[Any]]
 
@@ -83,7 +79,7 @@ def gradient(fn: Function, env: Env) -> Env:
 
 
 def compiled(fn: Callable[..., Any], *args: Any) -> Any:
-    return jax.jit(fn, compiler_options=QUICK)(*args)
+    return jax.jit(fn, compiler_options=VALUES)(*args)
 
 
 def array(x: Any) -> np.ndarray:
@@ -149,7 +145,7 @@ def _bound(x: Any, noisy: Any) -> float:
 def expected(it: Program, env: Env) -> Expected:
     fn = by_hand(it)
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=VALUES)
     def run(env: Env, how: Any) -> tuple[list[Any], Env]:
         def both(chosen: Env) -> Any:
             outs = fn({**env, **chosen, NOISE: how})

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import values_only
 from tests.jax import planted
 
 HELPERS = ("summed", "by_value_and_grad", "by_optimizer")
@@ -22,7 +23,7 @@ ONE_PER_DEVICE = tuple(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.jax.scaler_over_meshes"],
         cwd=Path(__file__).parents[2],

@@ -19,6 +19,7 @@ from flax import nnx
 
 from polymp.backends.jax.scaler import GradScaler
 from polymp.jax import autocast
+from tests.conftest import values_only
 from tests.jax.scaler_problem import (
     STEPS,
     bound,
@@ -191,7 +192,7 @@ def test_an_nnx_model_that_is_changed_in_place():
 
 @pytest.fixture(scope="module")
 def on_mesh() -> dict[str, Any]:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.jax.scaler_on_mesh"],
         cwd=Path(__file__).parents[2],

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import values_only
+
 SHARD_MAPS = [f"shard_map-{check}" for check in (True, False)]
 MESHES = [f"mesh-{kind}" for kind in ("Auto", "Explicit")]
 WAYS = [
@@ -21,7 +23,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def on_mesh():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.jax.autocast_on_mesh"],
         cwd=Path(__file__).parents[2],

@@ -25,9 +25,10 @@ settings.load_profile(os.environ.get("POLYMP_HYPOTHESIS", "ci"))
 
 FRAMEWORKS = ("torch", "jax")
 
-# Compiling is most of the time of most tests in JAX, and LLVM's passes are a fifth of it. HLO is
-# the same at every level. Set before jax is imported, here and in every process that a test starts;
-# with XLA_FLAGS= in the environment, what tests run in this process is compiled as for users.
+# Compiling is most of the time of most tests in JAX, and LLVM's passes are about a sixth of it.
+# XLA's own passes run as ever. Set before jax is imported, here and in every process that a test
+# starts; with XLA_FLAGS= in the environment, what tests run in this process is compiled as for
+# users.
 QUICK = "--xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 

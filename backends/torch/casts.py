@@ -218,9 +218,9 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    mine = _mine.thread
+    make = holding.cast if holding.weights else torch.Tensor.to
     if holding.weights and not (t.requires_grad and torch.is_grad_enabled()):
-        return holding.cast(t, dtype)
+        return make(t, dtype)
     may_keep = (
         dtype is low
         and t.dtype is torch.float32
@@ -233,7 +233,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         and not torch.is_inference_mode_enabled()
     )
     if not may_keep:
-        return holding.cast(t, dtype) if holding.weights else t.to(dtype)
+        return make(t, dtype)
+    mine = _mine.thread
     if mine.epoch != _map.epoch:
         mine.casts.clear()
         mine.epoch = _map.epoch
@@ -244,7 +245,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
             holding.find(t, dtype)
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
-        made = holding.cast(t, dtype) if holding.weights else t.to(dtype)
+        made = make(t, dtype)
     mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
 

@@ -20,8 +20,8 @@ from polymp.errors import PolicyError
 from polymp.vocabulary import vocabulary
 
 if TYPE_CHECKING:
+    from polymp.decisions import Decisions
     from polymp.region import Region
-    from polymp.report import Report
 
 
 E = TypeVar("E", bound=StrEnum)
@@ -444,13 +444,13 @@ class Policy:
         kept = _without(base.rows, self.rows, _holds_instead)
         return Policy(self.name, (*kept, *self.rows), self.halves)
 
-    def unused(self, report: "Report") -> tuple[Row, ...]:
+    def unused(self, record: "Decisions") -> tuple[Row, ...]:
         """The rows that ruled no op of a run; what a typo in a scope looks like.
 
         Args:
-            report: of a run under this policy, made by `polymp.recording`.
+            record: of a run under this policy, made by `polymp.recording`.
         """
-        used = report.rows()
+        used = record.rows()
         return tuple(row for row in self.rows if row not in used)
 
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from polymp import loading, report
+from polymp import decisions, loading
 from polymp.backends.jax import compat, nnx, regions
 from polymp.backends.jax.checks import check
 from polymp.backends.jax.control import planner
@@ -320,7 +320,8 @@ def transformed(
                 return fn(*args, **kwargs)
         function, given = nnx.owned(fn, args)
         if nnx.among((given, kwargs)):
-            named = region.policy is not None and bool(region.policy.scopes)
+            scopes = region.policy is not None and bool(region.policy.scopes)
+            named = scopes or decisions.current() is not None
             out = nnx.call(through, function, given, kwargs, named)
         else:
             out = through(fn, args, kwargs)
@@ -332,13 +333,12 @@ def transformed(
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
         key = _key(fn, tree, statics, arrays)
-        recorded = report.current() is not None  # then it is decided anew
+        recorded = decisions.current() is not None  # then it is decided anew
         traced = kept.get(key) if key is not None and not recorded else None
         if traced is None:
             traced = new(fn, region, tree, statics, arrays)
-            if key is not None and not any(
-                isinstance(c, jax.core.Tracer) for c in traced.plan.consts
-            ):
+            passing = recorded or any(isinstance(c, jax.core.Tracer) for c in traced.plan.consts)
+            if key is not None and not passing:
                 for oldest in list(kept)[: len(kept) + 1 - _KEPT]:
                     kept.pop(oldest, None)
                 kept[key] = traced

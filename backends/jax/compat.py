@@ -6,7 +6,7 @@ when one changes. Supported: jax 0.10 and 0.11.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
 
 import jax
@@ -317,6 +317,16 @@ def scope_names(stack: Any) -> list[str]:
     return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
 
 
+def with_scope(stack: Any, name: str) -> Any:
+    """A name stack with one scope more, inside the others. Since jax 0.4."""
+    return stack.extend(name)
+
+
+def transforms(stack: Any) -> frozenset[str]:
+    """Names of the transforms in a name stack: "jvp", "transpose", "vmap". Since jax 0.4."""
+    return frozenset(p.name for p in stack.stack if type(p).__name__ == "Transform")
+
+
 def formats_out(eqn: Any, formats: Sequence[str | None]) -> tuple[str | None, ...]:
     """The formats of an equation's results if its operands had these; None: as declared.
 
@@ -360,6 +370,18 @@ def traced_from(closed: Any) -> tuple[str | None, int | None, str]:
     return info.func_filename, info.func_lineno, info.func_name
 
 
+def traced_as(fn: Any, closed: Any) -> Any:
+    """A function that does the same; what is traced from it says it is of the function of a jaxpr.
+
+    A jaxpr's debug information comes of the code object of a function. Since jax 0.5.
+    """
+    filename, line, name = traced_from(closed)
+    if filename is None:
+        return fn
+    code = fn.__code__.replace(co_filename=filename, co_firstlineno=line or 1, co_name=name)
+    return FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+
+
 def is_ready(x: Any) -> bool:
     """True if an array's values are there, so that reading them does not wait. Since jax 0.3.
 
@@ -383,7 +405,7 @@ def traces() -> list[Any]:
 
 def in_backward(stack: Any) -> bool:
     """True for the name stack of an equation that a transposition made. Since jax 0.4."""
-    return any(type(p).__name__ == "Transform" and p.name == "transpose" for p in stack.stack)
+    return "transpose" in transforms(stack)
 
 
 def where_written(eqn: Any) -> str:

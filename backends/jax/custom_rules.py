@@ -116,7 +116,8 @@ class _Forward(_Rules):
     def call(self, values: Sequence[Any]) -> Sequence[Any]:
         made = self.made
         if "function" not in made:  # one object, so that JAX's caches know it again
-            made["function"] = function = jax.custom_jvp(_named(self.primal, self.name))
+            primal = _named(self.primal, self.name, self.plan.jaxpr)
+            made["function"] = function = jax.custom_jvp(primal)
             function.defjvp(self.rule)
         outs: Sequence[Any] = made["function"](*values)
         return outs
@@ -202,7 +203,7 @@ class _Reverse(_Rules):
             grads = iter(cast(g, f) if f else g for g, f in zip(made, wanted, strict=True))
             return tuple(next(grads) if moves else None for moves in saved.moving)
 
-        function = jax.custom_vjp(_named(primal, self.name))
+        function = jax.custom_vjp(_named(primal, self.name, self.plan.jaxpr))
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return function
 
@@ -306,9 +307,11 @@ def _refill(moving: Sequence[Any], floats: Sequence[bool], variables: Sequence[A
     ]
 
 
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _named(function: Callable[..., Any], name: str, of: Any) -> Any:
+    """The function under a name, and traced as one that was written where a jaxpr's was."""
+
     def call(*args: Any) -> Any:
         return function(*args)
 
     call.__name__ = call.__qualname__ = name
-    return call
+    return compat.traced_as(call, of)

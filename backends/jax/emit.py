@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import Literal, Var
 
+from polymp import decisions
 from polymp.backends.jax import compat
 from polymp.backends.jax.contraction import contraction_p, contraction_params
 from polymp.backends.jax.plan import Plan, Step
@@ -73,8 +74,11 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
         key = (atom, format)
         if key not in casts:
             casts[key] = cast(env[atom], format, put)
+        elif record is not None:
+            record.spared(step, "shared")
         return casts[key]
 
+    record = decisions.current()
     outer = source_info_util.current_name_stack()
     here = compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
@@ -91,6 +95,8 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
                 outs = _step(step, [read(o, put) for o in step.operands], put)
             else:
                 outs = _step(step, [whole(read(o, put)) for o in step.operands], compat.put)
+            if record is not None and step.how == "cast" and _changes(eqn):
+                record.spared(step, "cancelled")
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = out
             for var in drop:
@@ -98,6 +104,11 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
                 for format in _DTYPES if casts else ():
                     casts.pop((var, format), None)
     return [whole(read(o, put)) for o in plan.results]
+
+
+def _changes(eqn: Any) -> bool:
+    """True for a cast in the program, from one format to another."""
+    return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
 
 
 def _itself(x: Any) -> Any:
@@ -150,7 +161,7 @@ def _params(step: Step) -> Any:
     params = step.params
     if params is not step.eqn.params and params.get("update_jaxpr", 0) is None:
         update = step.eqn.params["update_jaxpr"]
-        return {**params, "update_jaxpr": _update(update, step.writes[0])}
+        return {**params, "update_jaxpr": update_in(update, step.writes[0])}
     return params
 
 
@@ -161,7 +172,7 @@ def bind(step: Step, values: Sequence[Any], **replaced: Any) -> Sequence[Any]:
 
 def closed(plan: Plan) -> Any:
     """The rewritten program as a closed jaxpr; made once for a plan."""
-    if plan.as_written:
+    if plan.as_written and decisions.current() is None:
         return plan.jaxpr
     if "closed" not in plan.made:
         invars = compat.binders(plan.jaxpr)[1]
@@ -171,13 +182,16 @@ def closed(plan: Plan) -> Any:
             else var.aval
             for var, known in zip(invars, plan.known, strict=True)
         ]
+        evaluate: Any = lambda *args: run(plan, args)  # noqa: E731
+        if decisions.current() is not None:  # who looks wants to know whose function this is
+            evaluate = compat.traced_as(evaluate, plan.jaxpr)
         with source_info_util.reset_name_stack():
-            plan.made["closed"] = jax.make_jaxpr(lambda *args: run(plan, args))(*avals)
+            plan.made["closed"] = jax.make_jaxpr(evaluate)(*avals)
     return plan.made["closed"]
 
 
 @lru_cache(maxsize=256)
-def _update(jaxpr: Any, format: str) -> Any:
+def update_in(jaxpr: Any, format: str) -> Any:
     """The scalar program of a scatter, in another format."""
     evaluate = core.jaxpr_as_fun(compat.close(jaxpr))
     scalars = [jax.ShapeDtypeStruct((), np.dtype(format)) for _ in jaxpr.invars]

@@ -83,6 +83,16 @@ def pure_of(
     return _Pure(fn, graph, tree, tuple(map(is_node, leaves)), named), (state, rest), nodes
 
 
+def shape_of(args: Any) -> Any:
+    """The graphs of the modules among the arguments; a trace holds for modules of these."""
+    if not among(args):
+        return None
+    from flax import nnx
+
+    leaves = jax.tree.leaves(args, is_leaf=is_leaf)
+    return tuple(nnx.graphdef(leaf) for leaf in leaves if is_node(leaf))
+
+
 class Apart(NamedTuple):
     """A pytree whose modules are taken apart.
 

@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from polymp import report
+from polymp import decisions
 from polymp.backends.jax import calls, compat, mixing, passes, primitives
 from polymp.backends.jax.functions import op_of, spelling
 from polymp.backends.jax.passes import Pass
 from polymp.backends.jax.plan import AS_CALLED, Cast, Operand, Plan, Planner, Step
-from polymp.backends.jax.sections import sections
+from polymp.backends.jax.sections import SECTION, sections
 from polymp.backends.jax.values import (
     LOW,
     Known,
@@ -97,6 +97,7 @@ class Program:
         env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         env.update(zip(invars, self.inputs, strict=True))
         place, region, stack = self.planner.place, self.region, None
+        record = decisions.current() if region.policy is not AS_CALLED else None
         for eqn in sections(self.jaxpr, partial(calls.ruled, self)):
             if eqn.source_info.name_stack is not stack:  # most are that of the one before
                 stack = eqn.source_info.name_stack
@@ -121,6 +122,8 @@ class Program:
                 step, outs = self.as_written(eqn)
                 if name not in primitives.OPAQUE and compat.has_program(eqn.params):
                     self.planner.warn(name)
+            if record is not None and (name not in self.control or name == SECTION):
+                step = _followed(step, record, here)
             self.steps.append(step)
             for var, known in zip(eqn.outvars, outs, strict=True):
                 env[var] = known
@@ -219,7 +222,7 @@ class Program:
         signature = (op, id(region), *known, *map(id, avals))
         ways = self.planner.ways
         # A program asks the same few questions over and over; a report wants every answer.
-        if signature not in ways or report.current() is not None:
+        if signature not in ways or decisions.current() is not None:
             ways[signature] = avals, self.way(eqn, op, known, region)
         _, way = ways[signature]
         if way is None:
@@ -273,12 +276,12 @@ class Program:
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
         decision = policy.decide(op, formats, region, f"jax:{spelled}")
-        if (found := report.current()) is not None:
+        if (found := decisions.current()) is not None:
             row = policy.at(region.scope).winner(op, region.format, f"jax:{spelled}")
             if row is not None and region.enabled:
                 spelled = spelled and f"jax:{spelled}"
                 at = "jax", op, spelled, region.format, region.scope
-                found.entries.append(report.Entry(*at, row, formats, decision))
+                found.note(decisions.Entry(*at, row, formats, decision, policy.name))
         if decision.rule is Rule.FORBID:
             raise _forbidden(policy, op or spelled, formats, region)
         return decision
@@ -340,6 +343,13 @@ class Program:
             tuple(outs),
             as_written,
         )
+
+
+def _followed(step: Step, record: decisions.Decisions, region: Region) -> Step:
+    """The step, with a name on all that it becomes, if calls are followed."""
+    under = region.policy.name if region.enabled and region.policy is not None else ""
+    name = record.follow(step, region.format if region.enabled else "", under)
+    return step if name is None else step._replace(stack=compat.with_scope(step.stack, name))
 
 
 def _is_as_written(step: Step) -> bool:

@@ -20,7 +20,13 @@ from polymp.region import Region
 
 AMBIENT: Any = jax.make_user_context(None)
 
+# The number of the explanation that is being made. What is traced for one serves no other.
+EXPLAINED: Any = jax.make_user_context(None)
+
 _MARK = re.compile(r"polymp:[\w.:-]+")
+
+# The name scope of what became of an equation, with its number, where calls are followed.
+CALL = "polymp:call:"
 
 # The name scope in which a loss scaler multiplies; what is differentiated keeps it.
 SCALED = "polymp:scale"

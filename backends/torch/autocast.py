@@ -206,7 +206,7 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
                 "CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=4
             )
             return False
-        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        if dtype is torch.bfloat16 and compat.cuda_lacks_bfloat16():
             raise RuntimeError(
                 "Current CUDA Device does not support bfloat16. Please switch dtype to float16."
             )

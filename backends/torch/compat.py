@@ -9,8 +9,9 @@ import gc
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -46,6 +47,13 @@ def autocast_key(device: str) -> str | None:
 def keyset(key: str) -> torch._C.DispatchKeySet:
     """The set of one dispatch key, for `ExcludeKeys`. Since torch 1.13."""
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+
+def autocast_keys(devices: Sequence[str]) -> torch._C.DispatchKeySet:
+    """The set of the autocast keys of device types, for `ExcludeKeys`. Since torch 1.13."""
+    return functools.reduce(
+        lambda one, other: one | other, map(keyset, filter(None, map(autocast_key, devices)))
+    )
 
 
 def below(key: str) -> torch._C.DispatchKeySet:
@@ -171,7 +179,40 @@ def cuda_missing() -> bool:
 
     Read from torch so that a test which patches it there is seen here. Since torch 1.10.
     """
-    return bool(torch.cuda.amp.common.amp_definitely_not_available())
+    return not _standing_in.get() and bool(torch.cuda.amp.common.amp_definitely_not_available())
+
+
+_standing_in: ContextVar[bool] = ContextVar("polymp.standing_in", default=False)
+
+
+@contextmanager
+def cuda_stand_in() -> Iterator[None]:
+    """Code that runs on fake CUDA tensors: regions of CUDA are then as on a machine that has it."""
+    token = _standing_in.set(True)
+    try:
+        yield
+    finally:
+        _standing_in.reset(token)
+
+
+def is_here(device: str) -> bool:
+    """True if there can be real tensors on the device type. `_get_accelerator` since torch 2.3."""
+    return device == "cpu" or (
+        torch._C._get_accelerator().type == device and torch.accelerator.is_available()
+    )
+
+
+def has_autograd(device: str) -> bool:
+    """True if this torch can make autograd nodes of tensors on the device type, fake or real.
+
+    Without the device's guard, a build that lacks the device ends the process. Since torch 1.13.
+    """
+    return device in ("cpu", "meta") or torch._C._get_accelerator().type == device
+
+
+def cuda_lacks_bfloat16() -> bool:
+    """True if the GPU that is there cannot compute in bfloat16."""
+    return not _standing_in.get() and not torch.cuda.is_bf16_supported()
 
 
 def private_dtypes(device: str) -> list[torch.dtype]:
@@ -307,12 +348,15 @@ def is_recorded() -> bool:
     """True where ops are shown to somebody, transformed by torch.func or have tangents.
 
     What runs then may be written into a program, where a number computed earlier would be a
-    constant, or be differentiated in ways that a node of ours has no rule for.
-    `_len_torch_dispatch_stack` since torch 1.13, `peek_interpreter_stack` since 2.0,
-    `forward_ad._current_level` since 1.9, `_get_tracing_state`, of torch.jit.trace, since 1.0.
+    constant, or be differentiated in ways that a node of ours has no rule for. A mode of ours that
+    only looks on counts for nothing.
+    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` and
+    `peek_interpreter_stack` since 2.0, `forward_ad._current_level` since 1.9,
+    `_get_tracing_state`, of torch.jit.trace, since 1.0.
     """
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return bool(
-        torch._C._len_torch_dispatch_stack()
+        any(not getattr(mode, "looks_on", False) for mode in modes)
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
@@ -341,19 +385,156 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-_CALL = nn.Module._call_impl.__code__
+# A module's call is its `_call_impl`, since torch 1.8.
+MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def running_modules() -> Iterator[nn.Module]:
-    """The modules whose calls run in this thread, the innermost first; read off the stack.
-
-    A module's call is its `_call_impl`, since torch 1.8.
-    """
+    """The modules whose calls run in this thread, the innermost first; read off the stack."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is _CALL:
+        if frame.f_code is MODULE_CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back
+
+
+def latest_node() -> int:
+    """The number of the autograd node that was made last in this thread.
+
+    Below autograd, where an op runs that wants gradients, it is the op's own; it is made before the
+    op runs. `_get_sequence_nr` since torch 2.1; torch.fx.traceback goes by it, too.
+    """
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def backward_node() -> int | None:
+    """The number of the node whose backward runs here; None outside of a backward pass.
+
+    Nodes that accumulate into leaves have no number of their own; for them it is -1.
+    `_current_graph_task_id` and `_current_autograd_node` since torch 2.0.
+    """
+    if torch._C._current_graph_task_id() < 0:
+        return None
+    node = torch._C._current_autograd_node()
+    number = -1 if node is None else int(node._sequence_nr())
+    return -1 if number >= 2**63 else number
+
+
+def innermost_mode() -> Any:
+    """The mode that sees ops below autograd first; None without one. Since torch 2.0."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def sees(mode: Any) -> bool:
+    """True if a mode sees the ops of this thread. Since torch 2.0."""
+    depths = range(torch._C._len_torch_dispatch_stack())
+    return any(torch._C._get_dispatch_stack_at(depth) is mode for depth in depths)
+
+
+def backward_task() -> int | None:
+    """A number for the backward pass that runs here; None outside of one. Since torch 2.0."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number < 0 else number
+
+
+# Kernels that write running statistics and do not say so in their schemas, as of torch 2.13.
+_SILENT = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+def writes(op: torch._ops.OpOverload) -> bool:
+    """True if an op writes into its arguments. `is_mutable` since torch 1.12."""
+    return bool(op._schema.is_mutable) or op.overloadpacket.__name__ in _SILENT
+
+
+def written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an op's arguments that it writes. `alias_info` since torch 1.8."""
+    silent = op.overloadpacket.__name__ in _SILENT
+    for at, argument in enumerate(op._schema.arguments):
+        says = argument.alias_info is not None and argument.alias_info.is_write
+        if says or (silent and argument.name in _STATISTICS):
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, torch.Tensor):
+                    yield t
+
+
+@contextmanager
+def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Show every tensor that is saved for backward in this thread to a function.
+
+    torch.func's transforms refuse to run under hooks on saved tensors; they run without these, as
+    they would if nobody looked. They ask by `torch.autograd.graph.disable_saved_tensors_hooks`,
+    which is documented, as is no way to step aside for it: it is replaced meanwhile.
+    `_top_saved_tensors_default_hooks` since torch 2.3.
+    """
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        see(t)
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    _showing[pack] = hooks
+    torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks  # type: ignore[assignment]
+    try:
+        with hooks:
+            yield
+    finally:
+        del _showing[pack]
+        if not _showing:
+            torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
+
+
+_DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
+_showing: dict[Any, Any] = {}  # hooks of `saved_tensors_shown` that are in force, in all threads
+
+
+@contextmanager
+def _disable_hooks(message: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and (hooks := _showing.get(top[0])) is not None:
+            hooks.__exit__(None, None, None)
+            stack.callback(hooks.__enter__)
+            stack.enter_context(_disable_hooks(message))  # there may be more below
+        else:
+            stack.enter_context(_DISABLE(message))
+        yield
+
+
+def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int:
+    """FLOPs of a product, convolution or attention kernel; 0 of any other op.
+
+    By torch.utils.flop_counter's formulas, which are documented; its table of them,
+    `flop_registry`, is not. It lacks the attention kernel of CPUs, and counts too many in
+    convolutions with groups. Since torch 2.2.
+    """
+    from torch.utils import flop_counter
+
+    if op is torch.ops.aten.convolution.default:
+        return _convolution(args[6], args[0], args[1], result)
+    if op is torch.ops.aten.convolution_backward.default:
+        made, given, weight = args[:3]  # one convolution for each gradient of these two
+        wanted = int(args[10][0]) + int(args[10][1])
+        return wanted * _convolution(args[7], given, weight, made)
+    formula = flop_counter.flop_registry.get(op.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    name = op.overloadpacket.__name__
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    return 0
+
+
+def _convolution(
+    transposed: bool, given: torch.Tensor, weight: torch.Tensor, made: torch.Tensor
+) -> int:
+    """Two for each weight that meets a number of the input, or of the result, if not transposed."""
+    return 2 * (given if transposed else made).numel() * weight[0].numel()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

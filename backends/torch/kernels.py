@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.library import Library, get_kernel
 
-from polymp import report
+from polymp import decisions
 from polymp.backends.torch import casts, compat, holding, native, primitives, regions
 from polymp.backends.torch.checks import check
 from polymp.backends.torch.running import Call, Ruling, Rulings, formats, plain, runner
 from polymp.errors import PolicyError
 from polymp.region import Region
-from polymp.rules import LOW, Policy, Row, Rule
+from polymp.rules import LOW, Decision, Policy, Rule
 from polymp.vocabulary import vocabulary
 
 _libraries: dict[str, Library] = {}  # by namespace of the ops
@@ -53,6 +53,8 @@ def prepare(region: Region) -> None:
         if region.enabled:
             casts.watch(region.device)
             install_for_transforms(region.device)
+            for recording in _recordings:
+                recording.cover(region.device)
 
 
 def installed(device: str) -> tuple[str, ...]:
@@ -245,9 +247,13 @@ def _autocast_kernel(
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         ruling = rulings.of(regions.in_force(device))
+        if (found := decisions.current()) is not None:
+            entry = _entry(op, name, device, ruling, args)
+            return found.around(entry, as_ruled, ruling, keys, args, kwargs)
+        return as_ruled(ruling, keys, args, kwargs)
+
+    def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        if row is not None and (found := report.current()) is not None:
-            found.entries.append(_entry(op, name, device, ruling, row, args))
         holds = holding.weights and row is not None and row.rule is Rule.LOWER
         if (
             ruling.agrees
@@ -269,28 +275,57 @@ def _autocast_kernel(
 
 
 def _entry(
-    op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, row: Row, args: Sequence[Any]
-) -> report.Entry:
-    asked, region = tuple(formats(op, device, args)), ruling.region
-    decision = ruling.policy.apply(row, asked, region.format)
+    op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, args: Sequence[Any]
+) -> decisions.Entry:
+    asked, region, row = tuple(formats(op, device, args)), ruling.region, ruling.row
+    parts = Decision(Rule.PARTS)
+    decision = parts if row is None else ruling.policy.apply(row, asked, region.format)
     at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.format, region.scope
-    return report.Entry(*at, row, asked, decision)
+    return decisions.Entry(*at, row, asked, decision, ruling.policy.name)
+
+
+class _Recording:
+    """Kernels of ours on every op, for as long as a record is made: compiled ones tell nothing.
+
+    They are put on a device's key when the device comes into question, for it takes a while.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.devices: set[str] = set()
+
+    def cover(self, device: str) -> None:
+        """Put kernels on a device's key, once."""
+        if device in self.devices or device not in native.DEVICES:
+            return
+        self.devices.add(device)
+        lend((device,))  # so that no block takes its kernels back meanwhile
+        self.stack.callback(take_back, (device,))
+        named = {overload for op in vocabulary().ops.values() for overload in op.aten}
+        missing = sorted(n for n in named if (device, n) not in _installed)
+        self.stack.enter_context(_for_a_while(device, missing))
+
+
+_recordings: list[_Recording] = []
 
 
 @contextmanager
 def _recorded() -> Iterator[None]:
-    """A kernel of ours on every op, for as long as a report is made: compiled ones tell nothing."""
+    """A recording of what runs on devices that are here, or that regions have spoken of."""
     with ExitStack() as stack:
-        lend(native.DEVICES)  # so that no block takes its kernels back meanwhile
-        stack.callback(take_back, native.DEVICES)
-        named = {overload for op in vocabulary().ops.values() for overload in op.aten}
-        for device in native.DEVICES:
-            missing = sorted(n for n in named if (device, n) not in _installed)
-            stack.enter_context(_for_a_while(device, missing))
+        made = _Recording(stack)
+        with _lock:
+            fakes = compat.innermost_mode() is not None
+            known = {region.device for region, *_ in regions.known.values()}
+            for device in native.DEVICES:
+                if fakes or device in known or compat.is_here(device):
+                    made.cover(device)
+            _recordings.append(made)
+        stack.callback(_recordings.remove, made)
         yield
 
 
-report.preparations.append(_recorded)
+decisions.preparations.append(_recorded)
 
 
 def install_for_transforms(device: str) -> None:
@@ -354,7 +389,11 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
         with compat.ExcludeKeys(compat.keyset(key)):
             if row is None:
                 return call(*args, **kwargs)
-            return runner(op, name, device)(ruling, plain, call, args, kwargs)
+            run = runner(op, name, device)
+            if (found := decisions.current()) is not None:
+                entry = _entry(op, name, device, ruling, args)
+                return found.around(entry, run, ruling, plain, call, args, kwargs)
+            return run(ruling, plain, call, args, kwargs)
 
     return compat.no_frame(kernel, inside=True)
 

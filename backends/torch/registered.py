@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from polymp import report
+from polymp import decisions
 from polymp.backends.torch import checks, compat, kernels, native, regions
 from polymp.backends.torch.autocast import autocast
 from polymp.backends.torch.custom_function import cast_inside
@@ -175,10 +175,20 @@ def _decision(
         return "parts", "", ""
     asked = formats.split(",") if formats else []
     decision = policy.apply(row, asked, low)
-    if (found := report.current()) is not None:
+    if (found := decisions.current()) is not None:
         (spelled,) = vocabulary().ops[name].aten
-        found.entries.append(
-            report.Entry("torch", name, f"aten:{spelled}", low, "", row, tuple(asked), decision)
+        found.note(
+            decisions.Entry(
+                "torch",
+                name,
+                f"aten:{spelled}",
+                low,
+                "",
+                row,
+                tuple(asked),
+                decision,
+                policy.name,
+            )
         )
     if decision.rule is Rule.FORBID:
         forbid(policy, row, name, asked)

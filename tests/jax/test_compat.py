@@ -152,6 +152,22 @@ def test_the_names_of_scopes():
     assert compat.no_scopes() == eqn.source_info.name_stack
 
 
+def test_a_scope_can_be_put_inside_a_name_stack():
+    def f(x):
+        with jax.named_scope("outer"):
+            return jax.vmap(jnp.sin)(x)
+
+    (eqn,) = traced(jax.grad(lambda x: f(x).sum()), X).eqns[:1]
+    stack = eqn.source_info.name_stack
+    assert str(stack) == "jvp(outer)/vmap()"
+    assert compat.transforms(stack) == {"jvp", "vmap"}
+    more = compat.with_scope(stack, "polymp:call:7")
+    assert compat.scope_names(more) == ["outer", "polymp:call:7"]
+    assert compat.scope_names(stack) == ["outer"], "the stack itself is as it was"
+    assert compat.transforms(more) == {"jvp", "vmap"}
+    assert compat.transforms(compat.no_scopes()) == frozenset()
+
+
 def test_the_formats_that_would_come_out():
     (dot,) = traced(lambda x: lax.dot(x, x), X).eqns
     assert compat.formats_out(dot, ["float16", "float16"]) == ("float16",)
@@ -191,6 +207,17 @@ def test_where_a_jitted_function_was_written():
     assert ours == (code.co_filename, code.co_firstlineno, "log_softmax") != theirs
     code = jax.nn.log_softmax.__wrapped__.__code__
     assert theirs == (code.co_filename, code.co_firstlineno, "log_softmax")
+
+
+def test_what_is_traced_from_a_function_can_be_said_to_be_of_another():
+    def one(x):
+        return jnp.sin(x)
+
+    inner = jax.make_jaxpr(one)(X)
+    made = jax.make_jaxpr(compat.traced_as(lambda x: jnp.cos(x), inner))(X)
+    assert compat.traced_from(made) == compat.traced_from(inner)
+    assert compat.function_name(made) == "one"
+    assert [eqn.primitive.name for eqn in made.eqns] == ["cos"]
 
 
 def test_answers_of_rematerialisation_policies():

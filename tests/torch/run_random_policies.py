@@ -20,7 +20,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import polymp
-from polymp import Policy, report
+from polymp import Policy, decisions
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules import LOW
 from polymp.torch import autocast, scoped
@@ -162,7 +162,7 @@ def eager(count: int) -> dict[str, Any]:
     return {"wrong": wrong, "seen": seen, "noticed": noticed, "recorded": recorded, "stale": stale}
 
 
-def said(it: report.Report, start: int) -> list[Any]:
+def said(it: decisions.Decisions, start: int) -> list[Any]:
     return [(e.op, e.decision) for e in it.entries[start:]]
 
 

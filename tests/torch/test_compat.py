@@ -11,6 +11,7 @@ import torch
 from torch._C import _dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch import compat, regions
 from tests.torch.compiling import Count
@@ -494,3 +495,137 @@ def test_what_records_ops_is_seen() -> None:
     make_fx(look)(x.detach())
     assert seen == [True] * 6
     assert not compat.is_recorded()
+
+
+def test_a_mode_that_only_looks_on_records_nothing() -> None:
+    class Looks(TorchDispatchMode):
+        looks_on = True
+
+    with Looks():
+        assert not compat.is_recorded()
+        with TorchDispatchMode():
+            assert compat.is_recorded()
+    with TorchDispatchMode(), Looks():
+        assert compat.is_recorded()
+
+
+def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
+    """The number below autograd is that of the op's own node; outside of backward there is none."""
+    below: list[int] = []
+    behind: list[int | None] = []
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is not torch.ops.aten.detach.default:
+                below.append(compat.latest_node())
+                behind.append(compat.backward_node())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Looks():
+        y = x.exp().sin()
+    assert behind == [None, None]
+    assert below == [y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()]
+    assert compat.latest_node() == below[-1]
+    with torch.no_grad():
+        x.exp()
+    assert compat.latest_node() == below[-1], "no node, no number"
+    exponential, sine = below
+    below.clear()
+    behind.clear()
+    x.grad, given = torch.ones(2), torch.ones(2)
+    with Looks():
+        y.backward(given)
+    assert set(behind) == {sine, exponential, -1}, "-1 where a gradient is accumulated"
+    assert compat.backward_node() is None
+
+
+def test_a_module_is_called_by_the_code_that_is_named() -> None:
+    seen = []
+
+    class Seen(torch.nn.Module):
+        def forward(self):
+            seen.append(sys._getframe(1))
+
+    module = Seen()
+    module()
+    assert seen[0].f_code is compat.MODULE_CALL
+    assert seen[0].f_locals["self"] is module
+
+
+def test_flops_are_known_of_the_kernels_that_have_some() -> None:
+    aten = torch.ops.aten
+    a, b = torch.ones(2, 3), torch.ones(3, 5)
+    assert compat.flops(aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert compat.flops(aten.addmm.default, (torch.ones(5), a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert compat.flops(aten.exp.default, (a,), {}, a.exp()) == 0
+    q = torch.ones(1, 2, 3, 4)
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = kernel(q, q, q)
+    assert compat.flops(kernel.default, (q, q, q), {}, (out, logsumexp)) == 2 * 2 * (2 * 3 * 3 * 4)
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    given = out, q, q, q, out, logsumexp, 0.0, False
+    made = backward(*given)
+    assert compat.flops(backward.default, given, {}, made) == 5 * 2 * (2 * 3 * 3 * 4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_flops_of_convolutions_and_their_gradients(transposed: bool, groups: int) -> None:
+    """One product for each weight that meets a number: `groups` times fewer of these."""
+    aten = torch.ops.aten
+    x, w = (
+        torch.ones(3, 4, 8),
+        torch.ones(*((4, 6 // groups) if transposed else (6, 4 // groups)), 3),
+    )
+    rest = [2], [1], [1], transposed, [0], groups
+    out = aten.convolution(x, w, None, *rest)
+    places = 3 * (8 if transposed else 4)  # each of the windows' places, in all examples
+    flops = 2 * places * 4 * 6 * 3 // groups
+    assert compat.flops(aten.convolution.default, (x, w, None, *rest), {}, out) == flops
+    given = out, x, w, [0], *rest, [True, True, False]
+    made = aten.convolution_backward(*given)
+    assert compat.flops(aten.convolution_backward.default, given, {}, made) == 2 * flops
+    one = *given[:-1], [False, True, False]
+    assert compat.flops(aten.convolution_backward.default, one, {}, made) == flops
+
+
+def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
+    seen: list[torch.Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    with compat.saved_tensors_shown(seen.append), compat.saved_tensors_shown(seen.append):
+        refuses = torch.autograd.graph.disable_saved_tensors_hooks("refuses")
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            with pytest.raises(RuntimeError, match="refuses"):
+                refuses.__enter__()
+        torch.func.grad(lambda t: t.exp().sum())(x.detach())
+        assert seen == []
+        y = x.exp()
+        assert len(seen) == 1, "the inner one sees it, as of any hooks"
+        assert seen[0].data_ptr() == y.data_ptr()
+    assert torch.autograd.graph.disable_saved_tensors_hooks is compat._DISABLE
+    assert compat._showing == {}
+
+
+def test_standing_in_for_cuda(monkeypatch) -> None:
+    """In the block alone, and in this thread alone; whatever the machine has."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    elsewhere = []
+    with compat.cuda_stand_in():
+        assert not compat.cuda_missing()
+        assert not compat.cuda_lacks_bfloat16()
+        thread = threading.Thread(target=lambda: elsewhere.append(compat.cuda_missing()))
+        thread.start()
+        thread.join()
+    assert elsewhere == [True]
+    assert compat.cuda_missing()
+    assert compat.cuda_lacks_bfloat16()
+
+
+def test_devices_with_autograd() -> None:
+    assert compat.has_autograd("cpu")
+    assert compat.has_autograd("meta")
+    for device in ("cuda", "xpu"):
+        there = getattr(torch, device)._is_compiled()
+        assert compat.has_autograd(device) == there

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp import report
+from polymp import decisions
 from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError
 from polymp.rules import LOW, Rule
@@ -74,7 +74,7 @@ def arguments(fw: Any) -> list[Any]:
     return [fw.array(X, "float32"), fw.array(X[:, :4], "float32")]
 
 
-def ruled(found: report.Report) -> list[report.Entry]:
+def ruled(found: decisions.Decisions) -> list[decisions.Entry]:
     return [entry for entry in found.entries if entry.decision.rule is not Rule.PARTS]
 
 
@@ -97,7 +97,7 @@ def test_entries_are_what_ran(fw: Any, low: str) -> None:
     arrived = [e.formats for e in entries]
     assert arrived[1:4] == [(low,), ("float32",), (results[2],)]
     assert arrived[0] == ("float32", "float32")
-    assert repr(found) == f"Report({len(found.entries)} entries, {len(found.rows())} rows)"
+    assert repr(found) == f"Decisions({len(found.entries)} entries, {len(found.rows())} rows)"
     assert len(found) == len(found.entries)
 
 
@@ -186,11 +186,11 @@ def test_recordings_nest(fw: Any) -> None:
     with polymp.recording() as outer:
         run(x)
         with polymp.recording() as inner:
-            assert report.current() is inner
+            assert decisions.current() is inner
             tanh(x)
         run(x)
-        assert report.current() is outer
-    assert report.current() is None
+        assert decisions.current() is outer
+    assert decisions.current() is None
     assert [e.op for e in outer.entries] == ["exp", "exp"]
     assert [e.op for e in inner.entries] == ["tanh"]
 
@@ -200,17 +200,17 @@ def test_an_error_ends_a_recording(fw: Any) -> None:
     tanh, exp = (region(fw, "bfloat16", forbids)(fw.ops[name]) for name in ("tanh", "exp"))
     x = fw.array(X, "float32")
 
-    def run() -> report.Report:
+    def run() -> decisions.Decisions:
         with polymp.recording() as found:
             kept.append(found)
             tanh(x)
             exp(x)
         return found
 
-    kept: list[report.Report] = []
+    kept: list[decisions.Decisions] = []
     with pytest.raises(ForbiddenOpError):
         run()
-    assert report.current() is None
+    assert decisions.current() is None
     assert [(e.op, e.decision.rule) for e in kept[0].entries] == [
         ("tanh", Rule.FP32),
         ("exp", Rule.FORBID),
@@ -228,7 +228,7 @@ def test_each_thread_records_its_own(fw: Any) -> None:
     def work(name: str, records: bool) -> None:
         if not records:
             recording.wait()
-            assert report.current() is None
+            assert decisions.current() is None
             runs[name](x)
             ran.wait()
             return

@@ -1,0 +1,141 @@
+"""`locate`: replay a step that broke, and name the op that broke it.
+
+The step runs once more under a watch that also measures what every op is given. What it writes is
+put back when it is over, so that a run can go on as if nobody had looked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polymp.auditing import Fault
+from polymp.backends.torch import compat
+from polymp.backends.torch.audit import Measures
+
+
+def locate(
+    step_fn: Callable[..., Any], *args: Any, model: nn.Module | None = None, **kwargs: Any
+) -> Fault | None:
+    """The op at which a step's numbers broke: where the first value that is not finite came from.
+
+        if not loss.isfinite():
+            print(polymp.torch.locate(train_step, batch))
+
+    Calls `step_fn(*args, **kwargs)` once more, with everything measured, and follows what is not
+    finite at its end, be it the loss or a gradient, back to the op that made it: because its
+    format's range was too small, because a number or a value before it became zero in its format,
+    because an input was not finite, or because the operation itself has no finite result there.
+    The fault names the row of the policy that decided, and what the op was given. Infinities that a
+    program means and takes up again, such as those of a mask, are no fault.
+
+    Tensors that the step writes in place, `.grad` of leaves, the states of torch's optimizers and
+    torch's random numbers are afterwards as they were before. Other objects that it changes are
+    not put back.
+
+    Args:
+        step_fn: does the step, or its forward pass alone.
+        args: of the call.
+        model: whose modules and parameters are called by their names; found among `args`, or
+            `step_fn` itself, where it is a module.
+        kwargs: of the call.
+
+    Returns:
+        The fault; None if everything that the step made is finite.
+
+    Raises:
+        TypeError: `step_fn` is not callable.
+        Exception: what the step raises, if no fault was found in what ran before it.
+    """
+    if not callable(step_fn):
+        raise TypeError(f"locate(step_fn, *args) needs a function, got {step_fn!r}.")
+    if model is None:
+        leaves = (step_fn, *tree_leaves((args, kwargs)))
+        model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
+    watch = Measures(model, operands=True)
+    with _put_back():
+        try:
+            with watch:
+                step_fn(*args, **kwargs)
+        except Exception:
+            fault = watch.fault()
+            if fault is None:
+                raise
+            return fault
+        return watch.fault()
+
+
+class _Undo(TorchDispatchMode):
+    """Keeps what ops are about to write into memory that was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: set[int] = set()
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for t in given:
+            if t.is_leaf and t.requires_grad:
+                self.grads.setdefault(id(t), (t, t.grad))
+        if compat.writes(func):
+            for t in compat.written(func, args, kwargs):
+                key = compat.storage_key(t)
+                if key and key not in self.made and key not in self.written:
+                    whole = _whole(t)
+                    self.written[key] = whole, whole.clone()
+        result = func(*args, **kwargs)
+        before = {compat.storage_key(t) for t in given}
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and compat.storage_key(t) not in before:
+                self.made.add(compat.storage_key(t))
+        return result
+
+    def put_back(self) -> None:
+        """Give all of it the values that it had."""
+        with torch.no_grad():
+            for whole, was in self.written.values():
+                whole.copy_(was)
+        for t, grad in self.grads.values():
+            t.grad = grad
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor is on, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    """Run code, and put back what it wrote."""
+    optimizers: dict[int, tuple[Any, Any, Any]] = {}
+
+    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        states = {p: dict(state) for p, state in optimizer.state.items()}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        optimizers.setdefault(id(optimizer), (optimizer, states, groups))
+
+    hook = register_optimizer_step_pre_hook(keep)
+    undo, devices = _Undo(), range(torch.cuda.device_count())
+    try:
+        with torch.random.fork_rng(devices), undo:
+            yield
+    finally:
+        hook.remove()
+        undo.put_back()
+        for optimizer, states, groups in optimizers.values():
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group, was in zip(optimizer.param_groups, groups, strict=True):
+                group.update(was)

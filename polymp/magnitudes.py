@@ -1,0 +1,171 @@
+"""How large the values of a tensor are, and what a format would make of them.
+
+    bins of |x| -> Magnitudes -> shares that overflow, vanish, become subnormal; quantiles
+
+The bins are those of float32's own bits: the exponent and the first four digits after the point,
+which is where every format of `polymp.dtypes` ends but for the last 1/4096 of float16's range.
+The backends count, on the device; here counts become shares.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from polymp.dtypes import FORMATS
+
+# Bits of float32 below the ones that name a bin, and how many bins there are: sign aside.
+SHIFT = 19
+BINS = 4096
+
+# The formats whose ranges an audit speaks of.
+NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+# The bin of Inf; those of finite numbers are before it, those of NaN after it.
+INF = 4080
+
+
+def lower_edge(bin: int) -> float:
+    """The smallest magnitude in a bin; 0 for the first, which holds zero too."""
+    exponent, digits = divmod(bin, 16)
+    if exponent == 0:
+        return math.ldexp(digits / 16, -126)
+    return math.ldexp(1 + digits / 16, exponent - 127)
+
+
+_EDGES = tuple(lower_edge(bin) for bin in range(INF))
+
+
+class Shares(NamedTuple):
+    """What rounding to a format would do; shares of all values, from 0 to 1.
+
+    Attributes:
+        overflow: become Inf, or NaN in a format without Inf; what is not finite already counts.
+        underflow: become zero and were not.
+        subnormal: keep fewer digits than the format has, and are not zero.
+    """
+
+    overflow: float
+    underflow: float
+    subnormal: float
+
+
+class Magnitudes(NamedTuple):
+    """What was counted in a tensor, or in several.
+
+    Attributes:
+        values: how many values there were.
+        counted: how many of them are in the bins; the others were passed over evenly.
+        bins: counts by the bits of |x|, `BINS` of them.
+        largest: the largest finite magnitude; of all values, not only of those counted. Where some
+            are not finite: of those counted, rounded down to where their bin begins.
+        inf: True if a value was Inf or -Inf.
+        nan: True if a value was NaN.
+        burst: share of values that float16 made Inf and float32, of the same inputs, would not.
+        vanished: share of values that float16 made zero and float32, of the same inputs, would not.
+    """
+
+    values: int
+    counted: int
+    bins: tuple[int, ...]
+    largest: float
+    inf: bool = False
+    nan: bool = False
+    burst: float = 0.0
+    vanished: float = 0.0
+
+    @property
+    def zeros(self) -> float:
+        """The share of zeros, and of what float32 itself holds as subnormal in its first bin."""
+        return self.bins[0] / self.counted if self.counted else 0.0
+
+    def shares(self, format: str, scale: float = 1.0) -> Shares:
+        """What a format would make of the values, multiplied by `scale`.
+
+        Bins are sixteenths of a power of two, and formats end where bins do; so these are exact
+        counts of what was counted, but for four kinds of values. In float16, those from 65520 to
+        65536 become Inf, and count as finite; so do those from 3.39e38 in bfloat16. Those of just
+        448 + 16 stay finite in float8_e4m3fn and count as overflow; those of just half the smallest
+        number become zero and count as subnormal. In the first bin, below 2**-130, nothing is told
+        from zero.
+
+        Args:
+            format: by full name, one of `dtypes.FORMATS`.
+            scale: a power of two.
+        """
+        target = FORMATS[format]
+        # Half a step beyond the largest number rounds up; half of the smallest rounds to zero.
+        top = target.max + math.ldexp(1.0, math.frexp(target.max)[1] - 2 - target.mantissa)
+        bottom = target.smallest_subnormal / 2
+        over = sum(self.bins[INF:]) + self._between(top / scale, math.inf)
+        under = self._between(_EDGES[1], bottom / scale)
+        small = self._between(max(bottom / scale, _EDGES[1]), target.smallest_normal / scale)
+        total = max(self.counted, 1)
+        return Shares(over / total, under / total, small / total)
+
+    def _between(self, low: float, high: float) -> int:
+        """How many finite values are in the bins that begin in [low, high)."""
+        return sum(n for n, edge in zip(self.bins, _EDGES, strict=False) if low <= edge < high)
+
+    def quantile(self, share: float) -> float:
+        """The magnitude that this share of the non-zero finite values is not above; 0 if none.
+
+        Rounded down to a sixteenth of a power of two, as bins begin.
+        """
+        finite = self.bins[1:INF]
+        wanted, seen = share * sum(finite), 0
+        for bin, count in enumerate(finite, start=1):
+            seen += count
+            if count and seen >= wanted:
+                return _EDGES[bin]
+        return 0.0
+
+    def scaled(self, factor: float) -> "Magnitudes":
+        """The same values, multiplied by a power of two.
+
+        Exact as long as they stay in float32's range. What leaves it stays in the first bin that is
+        not of zeros, or in the last of finite numbers; below float32's normal numbers, bins are
+        wider, and values go to the one in which their bin begins.
+        """
+        if factor == 1:
+            return self
+        moved = [0] * BINS
+        moved[0], moved[INF:] = self.bins[0], self.bins[INF:]
+        for edge, count in zip(_EDGES[1:], self.bins[1:INF], strict=True):
+            if count:
+                moved[min(max(of_float(edge * factor), 1), INF - 1)] += count
+        return self._replace(bins=tuple(moved), largest=self.largest * factor)
+
+
+def of_float(value: float) -> int:
+    """The bin of a number's magnitude."""
+    size = abs(value)
+    if math.isnan(size) or size > FORMATS["float32"].max:
+        return INF
+    if size < _EDGES[1]:
+        return 0
+    fraction, exponent = math.frexp(size)  # in [0.5, 1)
+    if exponent + 126 <= 0:
+        return int(math.ldexp(size, 126) * 16)
+    return (exponent + 126) * 16 + int((fraction * 2 - 1) * 16)
+
+
+def joined(many: Iterable[Magnitudes]) -> Magnitudes:
+    """All values together.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found: Sequence[Magnitudes] = list(many)
+    if not found:
+        raise ValueError("joined() of no magnitudes; give at least one")
+    values = sum(m.values for m in found)
+    return Magnitudes(
+        values,
+        sum(m.counted for m in found),
+        tuple(map(sum, zip(*(m.bins for m in found), strict=True))),
+        max(m.largest for m in found),
+        any(m.inf for m in found),
+        any(m.nan for m in found),
+        sum(m.burst * m.values for m in found) / max(values, 1),
+        sum(m.vanished * m.values for m in found) / max(values, 1),
+    )

@@ -1,0 +1,255 @@
+"""`blame`: graphs by hand with an answer that is known, and random ones with a planted source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polymp import blame as module
+from polymp.blame import Blame, Node, blame
+
+
+def node(*inputs: int, bad: str = "", run: str = "float16", **more: Any) -> Node:
+    return Node(inputs, bad, run, **more)
+
+
+def who(*nodes: Node) -> tuple[int, str] | None:
+    """The node to blame, and the kind."""
+    found = blame(nodes)
+    return None if found is None else (found.node, found.kind)
+
+
+def test_nothing_is_wrong_with_what_is_finite() -> None:
+    assert blame([]) is None
+    assert blame([node(), node(0), node(0, 1)]) is None
+
+
+def test_the_first_that_is_not_finite_is_to_blame_and_not_those_after_it() -> None:
+    assert who(node(), node(0, bad="Inf"), node(1, bad="NaN")) == (1, "operation")
+
+
+def test_an_overflow_is_told_from_an_operation_without_a_result() -> None:
+    found = blame([node(), node(0, bad="Inf", burst=True)])
+    assert found == Blame(
+        1, 1, "overflow",
+        "its result is beyond float16's largest number, 65504; in float32 it is finite",
+    )  # fmt: skip
+    found = blame([node(), node(0, bad="NaN", run="float32")])
+    assert found is not None
+    assert found.why == "its inputs are finite and its result is not, in float32 or wider"
+
+
+def test_infinities_of_a_mask_that_a_softmax_takes_up_are_no_fault() -> None:
+    scores, masked, softmax = node(), node(0, bad="Inf", given=True), node(1)
+    assert who(scores, masked, softmax) is None
+
+
+def test_a_mask_is_not_to_blame_for_what_a_row_of_it_does() -> None:
+    """A row that is masked as a whole: -inf, which is meant, and then NaN."""
+    masked, softmax, loss = node(bad="Inf", given=True), node(0, bad="NaN"), node(1, bad="NaN")
+    assert who(masked, softmax, loss) is None, "what read an Inf did not begin it"
+    assert who(node(bad="Inf", given=False), softmax, loss) == (0, "operation")
+
+
+def test_an_infinity_that_is_taken_up_is_no_fault_if_float32_makes_it_too() -> None:
+    assert who(node(), node(0, bad="Inf"), node(1)) is None
+
+
+def test_an_overflow_is_a_fault_even_where_a_later_op_takes_it_up() -> None:
+    """x / Inf is 0: all that reaches an end is finite, and wrong."""
+    assert who(node(), node(0, bad="Inf", burst=True), node(0, 1)) == (1, "overflow")
+
+
+def test_a_cast_that_overflows_and_is_taken_up_is_no_fault() -> None:
+    """A float32 mask of -1e9, cast to float16."""
+    cast = node(0, bad="Inf", burst=True, cast=True)
+    assert who(node(run="float32"), cast, node(1)) is None
+    assert who(node(run="float32"), cast, node(1, bad="NaN")) == (1, "overflow")
+
+
+def test_an_input_that_is_not_finite_is_to_blame_by_its_name() -> None:
+    found = blame([node(bad="NaN", spoiled="batch['x']"), node(0, bad="NaN")])
+    assert found == Blame(0, 0, "input", "batch['x'] is not finite before any op runs")
+    both = node(bad="NaN", spoiled="x", burst=True)
+    assert who(both) == (0, "input"), "whatever else is known of it"
+    assert who(node(bad="Inf", spoiled="x", given=True)) == (0, "input")
+
+
+def test_a_spoiled_input_that_leads_nowhere_is_no_fault() -> None:
+    assert who(node(bad="NaN", spoiled="x"), node(0), node()) is None
+
+
+def test_a_test_is_no_end_and_a_question_of_a_scaler_is_one() -> None:
+    """What is compared only is not used; what is asked whether it is finite is."""
+    made, used = node(bad="Inf"), node(0)
+    assert who(made, used, node(0, value=False, run="")) is None
+    assert who(made, used, node(0, value=False, run="", asks=True)) == (0, "operation")
+    assert who(made, node(0, value=False, run="")) == (0, "operation"), "nothing takes it up"
+
+
+def test_what_divides_by_a_zero_that_float16_made_is_not_to_blame() -> None:
+    squares = node(0, vanished=0.9, zeros=True)
+    root, quotient = node(1, zeros=True), node(0, 2, bad="NaN")
+    found = blame([node(zeros=True), squares, root, quotient])
+    assert found is not None
+    assert (found.node, found.first, found.kind) == (1, 3, "underflow")
+    assert found.why == "90% of its results are zero in float16 and are not in float32"
+
+
+def test_a_number_of_the_program_that_became_zero_is_the_cause() -> None:
+    added = node(0, numbers=(1e-8, 1e-12), zeros=True)
+    found = blame([node(zeros=True), added, node(0, 1, bad="Inf")])
+    assert found is not None
+    assert (found.node, found.kind) == (1, "number")
+    assert found.why.startswith("1e-08, 1e-12 is zero in float16")
+
+
+def test_the_cause_of_a_zero_is_sought_along_zeros_only() -> None:
+    lost = node(vanished=0.9, zeros=True)
+    assert who(lost, node(0, zeros=False), node(1, bad="Inf")) == (2, "operation")
+    assert who(lost, node(0, zeros=True), node(1, bad="Inf")) == (0, "underflow")
+
+
+def test_the_nearest_that_lost_most_is_the_cause_else_the_one_that_lost_most() -> None:
+    far, near = node(vanished=0.9, zeros=True), node(0, vanished=0.6, zeros=True)
+    assert who(far, near, node(1, bad="Inf")) == (1, "underflow")
+    near = near._replace(vanished=0.2)
+    assert who(far, near, node(1, bad="Inf")) == (0, "underflow")
+    far = far._replace(vanished=0.3)
+    assert who(far, near, node(1, bad="Inf")) == (0, "underflow")
+    assert who(far, near._replace(vanished=0.4), node(1, bad="Inf")) == (1, "underflow")
+
+
+def test_a_zero_from_too_far_back_is_not_the_cause() -> None:
+    def chain(length: int) -> list[Node]:
+        links = [node(i, zeros=True) for i in range(length)]
+        return [node(vanished=0.9, zeros=True), *links, node(length, bad="Inf")]
+
+    assert who(*chain(module._STEPS - 1)) == (0, "underflow")
+    assert who(*chain(module._STEPS)) == (module._STEPS + 1, "operation")
+
+
+# Loops: nodes whose results the next round reads
+
+
+def looped(*inputs: int, rounds: int, loop: str = "a", **more: Any) -> Node:
+    return node(*inputs, bad="Inf", loops=(loop,), first=(rounds,), **more)
+
+
+def test_in_a_loop_the_first_round_counts_and_not_the_first_op() -> None:
+    """h = c * 2; c = exp(h): exp breaks in round 2, and the product in round 3 by it."""
+    product, exponential = looped(1, rounds=3), looped(0, rounds=2, burst=True)
+    assert who(product, exponential) == (1, "overflow")
+
+
+def test_in_the_same_round_the_first_op_is_to_blame() -> None:
+    product, exponential = looped(1, rounds=2, burst=True), looped(0, rounds=2)
+    assert who(product, exponential) == (0, "overflow")
+
+
+def test_of_two_loops_one_after_the_other_the_first_is_to_blame() -> None:
+    first = looped(rounds=5, burst=True)
+    assert who(first, looped(0, rounds=0, loop="b")) == (0, "overflow")
+
+
+def test_rounds_of_a_loop_inside_another_are_compared_with_those_around_them() -> None:
+    def inner(*inputs: int, at: tuple[int, ...], **more: Any) -> Node:
+        return node(*inputs, bad="Inf", loops=("out", "in"), first=at, **more)
+
+    assert who(inner(1, at=(0, 3)), inner(0, at=(0, 2), burst=True)) == (1, "overflow")
+    assert who(inner(1, at=(1, 0)), inner(0, at=(0, 2), burst=True)) == (1, "overflow")
+    outer = node(0, bad="Inf", loops=("out",), first=(0,), burst=True)
+    assert who(inner(1, at=(1, 0)), outer) == (1, "overflow")
+    assert who(inner(1, at=(0, 3), burst=True), outer._replace(burst=False)) == (0, "overflow")
+
+
+# Random graphs
+
+
+@st.composite
+def runs(draw: Any) -> tuple[list[Node], int]:
+    """A run with one source of Inf; every op that reads what is not finite makes it, too."""
+    length = draw(st.integers(1, 25))
+    source = draw(st.integers(0, length - 1))
+    inputs = [
+        tuple(sorted(draw(st.sets(st.integers(0, at - 1), max_size=3)))) if at else ()
+        for at in range(length)
+    ]
+    bad = {source}
+    nodes = []
+    for at in range(length):
+        if at > source and bad.intersection(inputs[at]):
+            bad.add(at)
+        nodes.append(node(*inputs[at], bad="Inf" if at in bad else ""))
+    return nodes, source
+
+
+kinds = st.sampled_from([{}, {"burst": True}, {"spoiled": "x"}])
+
+
+@settings(max_examples=200)
+@given(runs(), kinds)
+def test_the_planted_source_is_the_one_to_blame(
+    planted: tuple[list[Node], int], more: dict[str, Any]
+) -> None:
+    nodes, source = planted
+    nodes[source] = nodes[source]._replace(**more)
+    found = blame(nodes)
+    assert found is not None
+    assert (found.node, found.first) == (source, source)
+    kind = "overflow" if "burst" in more else "input" if more else "operation"
+    assert found.kind == kind
+
+
+@settings(max_examples=100)
+@given(runs())
+def test_a_planted_zero_is_found_behind_what_it_broke(planted: tuple[list[Node], int]) -> None:
+    nodes, source = planted
+    zero = node(zeros=True, vanished=0.8)
+    moved = [n._replace(inputs=tuple(i + 1 for i in n.inputs)) for n in nodes]
+    moved[source] = moved[source]._replace(inputs=(0, *moved[source].inputs))
+    found = blame([zero, *moved])
+    assert found is not None
+    assert (found.node, found.first, found.kind) == (0, source + 1, "underflow")
+
+
+def everybody(nodes: Any) -> Any:
+    """A wrong rule: whoever is not finite first."""
+    bad = [at for at, n in enumerate(nodes) if n.bad]
+    return module._of(nodes, bad[0]) if bad else None
+
+
+MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "everything reaches an end": lambda m: m.setattr(
+        module, "_reaching", lambda nodes: [bool(n.bad) for n in nodes]
+    ),
+    "nothing is read": lambda m: m.setattr(module, "_spoils", lambda nodes, of, at: False),
+    "rounds do not count": lambda m: m.setattr(
+        module, "_spoils", lambda nodes, of, at: bool(nodes[of].bad) and of < at
+    ),
+    "no cause is sought": lambda m: m.setattr(module, "_cause", lambda nodes, at: None),
+    "a short look back": lambda m: m.setattr(module, "_STEPS", 0),
+    "any loss is the cause": lambda m: m.setattr(module, "_MOST", 0.0),
+    "whoever is first": lambda m: m.setitem(globals(), "blame", everybody),
+}
+BY_HAND = [
+    (name, it)
+    for name, it in list(globals().items())
+    if name.startswith("test_") and "planted" not in name and "far_back" not in name
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_rule_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[mutation](monkeypatch)
+    noticed = []
+    for name, it in BY_HAND:
+        try:
+            it()
+        except AssertionError:
+            noticed.append(name)
+    assert noticed

@@ -1,6 +1,7 @@
 # make demo   trains the example model in every format, in torch and in JAX, and compares them
-# make test   every check that CI runs
-# Both set up .venv first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
+# make test   every check that CI runs; tests/test_site.py among them builds the documentation
+# make docs   the documentation, in site/
+# Each sets up .venv first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
 
 PYTHON ?= python3
 PY     := .venv/bin/python
@@ -8,7 +9,7 @@ READY  := .venv/.ready
 BENCH  := .venv-bench/.ready
 PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types docs bench clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -24,6 +25,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(PY) -m mypy
+
+docs: $(READY)
+	$(PY) -m mkdocs build --strict
 
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
@@ -41,8 +45,8 @@ $(BENCH): pyproject.toml constraints.txt $(PEERS)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,examples,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,examples,docs,dev]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-bench build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out
+	rm -rf .venv .venv-bench build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out

@@ -34,6 +34,7 @@ PARTS = {
     "jax-overhead": "What the rewrite costs in JAX",
     "contraction": "Forms of the contraction in JAX",
     "scaler": "Loss scaling",
+    "seeing": "What it costs to look: explain and audit",
     "policies": "Policies in compiled programs",
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}

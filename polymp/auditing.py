@@ -166,13 +166,19 @@ class Audit:
     def fitting_scale(self, format: str = "float16") -> float | None:
         """The largest loss scale at which no gradient overflows a format, with a factor 2 to spare.
 
+        Counted are the gradients that ops made in that format; where there are none other than
+        zero, those made in bfloat16, and then all.
+
         Args:
             format: by full name.
 
         Returns:
             A power of two; None if there were no finite gradients other than zero.
         """
-        largest = max((m.magnitudes.largest for m in self.backward), default=0.0)
+        largest = 0.0
+        for run in (format, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+            made = (m.magnitudes.largest for m in self.backward if run in (m.run, ""))
+            largest = largest or max(made, default=0.0)
         if largest == 0 or not math.isfinite(largest):
             return None
         return float(2.0 ** math.floor(math.log2(FORMATS[format].max / 2 / largest)))
@@ -195,8 +201,12 @@ class Audit:
 
         Raises:
             PolicyError: no such policy.
+            ValueError: nothing was measured.
         """
         from polymp import suggesting  # which reads audits
+
+        if not self.results:
+            raise ValueError("nothing was measured: run a step in the audit's block, and ask then.")
 
         return suggesting.suggest(self, base)
 

@@ -16,6 +16,12 @@ from polymp.dtypes import FORMATS
 # How far back the zero that was divided by is looked for.
 _STEPS = 12
 
+# Ops that give the same for Inf as for a number as far out: masks and clamps lead to them.
+_TAKES_UP = frozenset(
+    "softmax log_softmax logsumexp exp sigmoid tanh clamp clamp_min clamp_max maximum minimum max "
+    "min amax amin where masked_fill relu".split()
+)
+
 # An op that lost more than this share of its values is the cause, and not what came of it.
 _MOST = 0.5
 
@@ -38,6 +44,7 @@ class Node(NamedTuple):
         cast: True for a cast.
         loops: what tells the loops around it apart, the outermost first.
         first: the round of each of these loops in which its result was first not finite.
+        op: name of the op in the vocabulary.
     """
 
     inputs: tuple[int, ...]
@@ -54,6 +61,7 @@ class Node(NamedTuple):
     cast: bool = False
     loops: tuple[Hashable, ...] = ()
     first: tuple[int, ...] = ()
+    op: str = ""
 
 
 class Blame(NamedTuple):
@@ -73,18 +81,29 @@ class Blame(NamedTuple):
 
 
 def blame(nodes: Sequence[Node]) -> Blame | None:
-    """The node that a run broke at; None if everything that reached an end is finite.
+    """The node that a run broke at; None if everything that reached an end is finite or meant.
+
+    Infinities that the program gives are meant, until an op makes NaN of them.
 
     Args:
         nodes: in the order in which they ran.
     """
-    reaches = _reaching(nodes)
+    readers = _readers(nodes)
+    reaches = _reaching(nodes, readers)
     for at, node in enumerate(nodes):
-        # What a format made Inf is a fault also where a later op takes it up: x / Inf is 0.
-        counts = reaches[at] or (node.burst and not node.cast)
+        # What a format made Inf is a fault also where a later op makes a number of it: x / Inf is
+        # 0. A softmax, though, or a clamp, makes the same of Inf and of the number that it was.
+        hidden = node.burst and not node.cast
+        hidden = hidden and not all(nodes[r].op in _TAKES_UP for r in readers[at])
+        counts = reaches[at] or hidden
         if counts and not any(_spoils(nodes, i, at) for i in node.inputs):
             if node.spoiled or not node.given:
                 return _of(nodes, at)
+    for at, node in enumerate(nodes):
+        if reaches[at] and node.bad == "NaN":
+            if not any(nodes[i].bad == "NaN" and _spoils(nodes, i, at) for i in node.inputs):
+                why = "its result is NaN, of infinities that the program gave to it or before it"
+                return Blame(at, at, "operation", why)
     return None
 
 
@@ -97,16 +116,21 @@ def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:
     return bool(nodes[of].bad) and (rounds < now or (rounds == now and of < at))
 
 
-def _reaching(nodes: Sequence[Node]) -> list[bool]:
-    """Which nodes' values are not finite and stay so up to an end.
-
-    An end is what no op reads, or what somebody tests.
-    """
+def _readers(nodes: Sequence[Node]) -> list[list[int]]:
+    """For each node, those after it that read its result."""
     readers: list[list[int]] = [[] for _ in nodes]
     for at, node in enumerate(nodes):
         for i in node.inputs:
             if i < at:
                 readers[i].append(at)
+    return readers
+
+
+def _reaching(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> list[bool]:
+    """Which nodes' values are not finite and stay so up to an end.
+
+    An end is what no op reads, or what somebody tests.
+    """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:

@@ -55,6 +55,7 @@ class Decisions:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.outer: Decisions | None = None  # is told the same
 
     def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
         """Run an op that a backend is asked for, and note what was decided.
@@ -69,8 +70,10 @@ class Decisions:
 
     def note(self, entry: Entry) -> None:
         """Note what was decided of an op that runs next; an op without a row is passed over."""
-        if entry.row is not None:
-            self.entries.append(entry)
+        record: Decisions | None = self
+        while record is not None and entry.row is not None:
+            record.entries.append(entry)
+            record = record.outer
 
     def follow(self, what: Any, low: str, policy: str = "") -> str | None:
         """A name for the call that was decided last, to be found on all that it becomes.
@@ -121,21 +124,23 @@ def recording() -> Iterator[Decisions]:
     again, and decides nothing.
     """
     record = Decisions()
-    with recorded_by(record):
+    with recorded_by(record, passes_on=False):
         yield record
 
 
 @contextmanager
-def recorded_by(record: Decisions, prepared: bool = True) -> Iterator[None]:
+def recorded_by(record: Decisions, prepared: bool = True, passes_on: bool = True) -> Iterator[None]:
     """Hand what is decided inside to a record.
 
     Args:
         record: that gets it.
         prepared: False to leave out what backends do for it, where none runs that has to.
+        passes_on: True to tell the record around it, too: who explains or audits takes nothing.
     """
     with ExitStack() as stack:
         for prepare in preparations if prepared else ():
             stack.enter_context(prepare())
+        record.outer = _current.get() if passes_on else None
         token = _current.set(record)
         stack.callback(_current.reset, token)
         yield

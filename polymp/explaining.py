@@ -12,7 +12,7 @@ from polymp import backends
 from polymp.report import Report
 
 
-def explain(fn: Any, *args: Any, **kwargs: Any) -> Report:
+def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
     """What runs in which format, and why: a report with a row for each op call site.
 
         report = polymp.explain(model, x, dtype="bfloat16")
@@ -33,10 +33,16 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Report:
     Raises:
         TypeError: `fn` is not callable, or nothing says which framework it is for.
     """
+    if fn is None:
+        raise TypeError(
+            "polymp.explain(fn, *args) explains a call. For a block of torch code, write "
+            "`with polymp.torch.explain() as report:`."
+        )
     name = _framework((fn, args, kwargs))
     if name is None:
+        called = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
-            f"polymp.explain({fn!r}, ...) finds no tensor, array or module that says which "
+            f"polymp.explain({called}, ...) finds no tensor, array or module that says which "
             "framework this is for. Call polymp.torch.explain or polymp.jax.explain."
         )
     backends.get(name)

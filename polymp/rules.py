@@ -225,6 +225,9 @@ class Policy:
         fields = self.name, self.rows, self.halves, self.inside
         return type(self), fields  # a hash holds for one process
 
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r}, {len(self.rows)} rows)"
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.name, self.rows, self.halves, self.inside))

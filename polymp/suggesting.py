@@ -194,7 +194,8 @@ def _look(fault: Fault) -> str:
 def _hopeless(audit: Audit) -> str:
     """Why no row helps; nothing if one may."""
     fault = audit.fault
-    if fault is not None and fault.kind == "overflow":
+    scaled = fault is not None and fault.direction == "backward" and audit.scale > 1
+    if fault is not None and fault.kind == "overflow" and not scaled:  # else the scale may do
         for operand in fault.inputs:
             if operand.largest > _TOP:
                 name = operand.name or "an input"

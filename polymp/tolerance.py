@@ -148,7 +148,8 @@ class Gap(NamedTuple):
 def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
     """Compare two arrays of floats of one shape.
 
-    Numbers that are not finite must be the same ones; so must all that no rounding reaches.
+    Numbers that are not finite must be the same ones; so must all that no rounding reaches, and
+    those whose change is not known because a probe was not finite there.
 
     Args:
         what: they are called.
@@ -160,9 +161,9 @@ def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
 
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
     finite = np.isfinite(ours) & np.isfinite(theirs)
-    if not np.all(same | finite):
-        return Gap(what, math.inf, 0.0, math.inf)
     kept = finite & np.isfinite(spread)
+    if not np.all(same | kept):
+        return Gap(what, math.inf, 0.0, math.inf)
     largest = float(np.abs(ours[finite]).max(initial=0.0)) or 1.0
     error = float(np.abs(ours[kept] - theirs[kept]).max(initial=0.0))
     limit = factor(ours.size) * float(spread[kept].max(initial=0.0))

@@ -32,6 +32,10 @@ FRAMEWORKS = ("torch", "jax")
 QUICK = "--xla_backend_optimization_level=0"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 
+# Tests run in as many processes as there are cores. A thread more in each waits, at full load, for
+# the others. Set before torch is imported, here and in what a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def _has(name: str) -> bool:
     return importlib.util.find_spec(name) is not None

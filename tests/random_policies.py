@@ -13,6 +13,7 @@ verbs, as a `Framework`.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -299,6 +300,8 @@ def vocabulary_put_back() -> Iterator[None]:
     words = vocabulary()
     indices = [words._aten, words._jax, words._functions]
     kept = _Kept(dict(words.ops), dict(words.kinds), [dict(index) for index in indices])
+    in_jax = sys.modules.get("polymp.backends.jax.functions")
+    functions = dict(in_jax.FUNCTIONS.ops) if in_jax is not None else {}
     try:
         yield
     finally:
@@ -307,3 +310,7 @@ def vocabulary_put_back() -> Iterator[None]:
         ):
             now.clear()
             now.update(before)
+        in_jax = sys.modules.get("polymp.backends.jax.functions")
+        for code in set(in_jax.FUNCTIONS.ops) - set(functions) if in_jax is not None else ():
+            if in_jax.FUNCTIONS.ops[code] not in words.ops:
+                del in_jax.FUNCTIONS.ops[code]

@@ -48,11 +48,17 @@ def test_infinities_of_a_mask_that_a_softmax_takes_up_are_no_fault() -> None:
     assert who(scores, masked, softmax) is None
 
 
-def test_a_mask_is_not_to_blame_for_what_a_row_of_it_does() -> None:
+def test_a_mask_is_not_to_blame_for_what_an_op_makes_of_a_whole_row_of_it() -> None:
     """A row that is masked as a whole: -inf, which is meant, and then NaN."""
     masked, softmax, loss = node(bad="Inf", given=True), node(0, bad="NaN"), node(1, bad="NaN")
-    assert who(masked, softmax, loss) is None, "what read an Inf did not begin it"
+    found = blame([masked, softmax, loss])
+    assert found is not None
+    assert (found.node, found.first, found.kind) == (1, 1, "operation")
+    assert found.why == "its result is NaN, of infinities that the program gave to it or before it"
     assert who(node(bad="Inf", given=False), softmax, loss) == (0, "operation")
+    assert who(masked, softmax, node(0), node(1)) is None, "and where that is not used"
+    assert who(masked, node(0, bad="Inf")) is None, "infinities that are meant"
+    assert who(node(bad="NaN", given=True)) == (0, "operation"), "NaN is not"
 
 
 def test_an_infinity_that_is_taken_up_is_no_fault_if_float32_makes_it_too() -> None:
@@ -225,7 +231,7 @@ def everybody(nodes: Any) -> Any:
 
 MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "everything reaches an end": lambda m: m.setattr(
-        module, "_reaching", lambda nodes: [bool(n.bad) for n in nodes]
+        module, "_reaching", lambda nodes, readers: [bool(n.bad) for n in nodes]
     ),
     "nothing is read": lambda m: m.setattr(module, "_spoils", lambda nodes, of, at: False),
     "rounds do not count": lambda m: m.setattr(

@@ -246,6 +246,7 @@ def test_a_rule_for_one_format_stands_apart(pages: ModuleType) -> None:
     found = {
         (op, formats, str(row.rule))
         for op, formats, row in pages.rows(loading.load({"rules": rows}))
+        if not vocabulary().ops[op].rule  # registered, by other tests of this process
     }
     assert found == {
         ("softmax", ("float16",), "fp32"),

@@ -10,8 +10,9 @@ out nothing but measurements; they are read when somebody asks.
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from polymp.auditing import Audit, Fault, Measured, Operand
 from polymp.backends.jax import compat, nnx
 from polymp.backends.jax.autocast import is_array
 from polymp.backends.jax.explain import Site, Traced, equations, traced, with_sites
-from polymp.backends.jax.places import is_update
+from polymp.backends.jax.places import is_update, source
 from polymp.backends.jax.scaler import GradScaler
 from polymp.backends.jax.twin import Event, Facts, Twin, is_measured
 from polymp.blame import Node, blame
@@ -57,13 +58,18 @@ def _program(fn: Callable[..., Any], args: Any, kwargs: Any) -> _Program:
     for call, sites in with_sites(found.closed, found.record):
         of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
-        if floats and not is_update(floats[-1].written):
+        if floats and not _updates(floats[-1]):
             last = _leaving(floats) if call.direction == BACKWARD else floats[-1:]
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
     twin = Twin(found.closed, ends, places)
     return _Program(found, calls, of_event, twin, jax.jit(twin.run))
+
+
+def _updates(site: Site) -> bool:
+    """True for what an optimizer or a loss scaler does, be it in a branch of theirs."""
+    return is_update(site.written) or is_update(site.eqn.source_info.traceback)
 
 
 def _leaving(sites: Sequence[Site]) -> list[Site]:
@@ -117,6 +123,20 @@ class Audited:
             self._read = len(self._measured), _read(self._measured)
         return self._read[1]
 
+    def __enter__(self) -> NoReturn:
+        """Say how it is used.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "polymp.jax.audit is no block: call what it returns in place of the function, "
+            "audited = polymp.jax.audit(step), and read audited.audit."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; `with` asks for it first."""
+
     def __repr__(self) -> str:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
@@ -133,7 +153,7 @@ def audit(fn: Callable[..., Any]) -> Audited:
     `fn` itself is called as it is, so its results are what they are without, every bit of them.
     What is measured is a twin of its traced program: every op's result and every gradient, in loops
     and branches too. That program is compiled once for each set of types, and runs before `fn`; a
-    call takes two to three times as long. Largest magnitudes, Inf and NaN are of all values; shares
+    call takes three to four times as long. Largest magnitudes, Inf and NaN are of all values; shares
     are of up to 2,048 values of each array, spread evenly, in a `while` loop of its last round.
 
     Gradients are found where the program takes them: they are what its backward pass hands to the
@@ -150,7 +170,7 @@ def audit(fn: Callable[..., Any]) -> Audited:
         TypeError: `fn` is not callable.
     """
     if not callable(fn):
-        raise TypeError(f"audit(fn) needs a function, got {fn!r}.")
+        raise TypeError(f"audit(fn) needs a function, got {reprlib.repr(fn)}.")
     return Audited(fn)
 
 
@@ -181,7 +201,7 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Fault | None:
         TypeError: `fn` is not callable, or an argument is traced.
     """
     if not callable(fn):
-        raise TypeError(f"locate(fn, *args) needs a function, got {fn!r}.")
+        raise TypeError(f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}.")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
     program = _program(fn, args, kwargs)
@@ -196,7 +216,7 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Fault | None:
     bad = _bad(program.twin.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
-    return _fault(program, found, operands.reshape(-1, *operands.shape[-2:]))
+    return _fault(program, found, operands.reshape(-1, *operands.shape[-2:]), facts)
 
 
 class _Same(NamedTuple):
@@ -257,7 +277,7 @@ def _read(measured: Sequence[tuple[_Program, Any, Any]]) -> Audit:
         if audit.fault is None:
             found = _blamed(program, facts, peaks)
             if found is not None:
-                audit.fault = _fault(program, found, None, peaks)
+                audit.fault = _fault(program, found, None, facts, peaks)
     audit.results = [_together(many) for many in results.values()]
     audit.gradients = [_together(many) for many in gradients.values()]
     return audit
@@ -276,7 +296,7 @@ def _results(
             continue
         call = program.calls[event.group]
         magnitudes = _magnitudes(event, fact)
-        if call.direction == BACKWARD and scale != 1.0:
+        if call.direction == BACKWARD and scale not in (0.0, 1.0):
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
@@ -335,7 +355,7 @@ def _bad(event: Event, fact: Facts) -> _Bad:
 
 
 def _blamed(program: _Program, facts: Sequence[Facts], peaks: Sequence[Any]) -> Any:
-    names = program.traced.names
+    names = _names(program)
     spoiled = {at: names[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
     nodes = []
     for event, fact in zip(program.twin.events, facts, strict=True):
@@ -365,6 +385,7 @@ def _blamed(program: _Program, facts: Sequence[Facts], peaks: Sequence[Any]) -> 
                 name == "convert_element_type",
                 tuple(place for place, _ in event.loops),
                 first,
+                "" if call is None else call.op,
             )
         )
     return blame(nodes)
@@ -372,13 +393,21 @@ def _blamed(program: _Program, facts: Sequence[Facts], peaks: Sequence[Any]) -> 
 
 def _call_of(program: _Program, site: Site) -> Call | None:
     number = program.of_event.get((site.parent, id(site.eqn)))
-    return None if number is None else program.calls[number]
+    if number is not None:
+        return program.calls[number]
+    if site.eqn.primitive.name != "shard_map":
+        return None
+    direction, at = site.scope.direction, source(site.written)
+    return Call(
+        "jax", "shard_map", "jax:shard_map", site.scope.module, at, direction, "", None, (), "", ()
+    )
 
 
 def _fault(
     program: _Program,
     found: Any,
     operands: Any,
+    facts: Sequence[Facts],
     peaks: Sequence[Any] = (),
 ) -> Fault:
     event, first = program.twin.events[found.node], program.twin.events[found.first]
@@ -387,8 +416,8 @@ def _fault(
     why = found.why
     if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
         why = f"an input of it is beyond {event.format}'s largest number when it is cast"
-    became = "Inf or NaN"
-    if other is not None and other is not call:
+    became, *_ = _bad(first, facts[found.first])
+    if other is not None and found.first != found.node:
         at = f" in {other.module}" if other.module else ""
         became = f"{became}, of {other.op}{at} {other.source}".rstrip()
     return Fault(
@@ -411,7 +440,7 @@ def _operands(
     program: _Program, event: Any, measured: Any, peaks: Sequence[Any]
 ) -> Iterator[Operand]:
     """What an equation was given; where it was not measured, the largest magnitudes alone."""
-    names = {v: n for v, n in zip(_inputs(program), program.traced.names, strict=True)}
+    names = {v: n for v, n in zip(_inputs(program), _names(program), strict=True)}
     at = 0
     for v in event.site.eqn.invars:
         if hasattr(v, "val") or not is_measured(v.aval):
@@ -425,14 +454,23 @@ def _operands(
             smallest = smallest if math.isfinite(smallest) else 0.0
             yield Operand(format, shape, smallest, largest, zeros, inf, nan, name)
             continue
-        peak = float(peaks[program.traced.names.index(name)]) if name else 0.0
+        peak = float(peaks[_names(program).index(name)]) if name else 0.0
         largest = peak if math.isfinite(peak) else 0.0
         inf, nan = float(math.isinf(peak)), float(math.isnan(peak))
         yield Operand(format, shape, 0.0, largest, 0.0, inf, nan, name)
 
 
 def _inputs(program: _Program) -> Sequence[Any]:
-    return compat.binders(program.traced.closed)[1]
+    """The variables of a program's inputs, and after them those of its constants."""
+    constvars, invars = compat.binders(program.traced.closed)
+    return *invars, *constvars
+
+
+def _names(program: _Program) -> list[str]:
+    """What the caller would call the inputs, and words for the constants."""
+    constvars, _ = compat.binders(program.traced.closed)
+    captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
+    return [*program.traced.names, *captured]
 
 
 # Gradients
@@ -468,11 +506,11 @@ def _shared(names: Sequence[str]) -> str:
 def _by_call(program: _Program) -> dict[Any, list[str]]:
     """Names of the parameters that the forward of each call reads, by its name and their shapes."""
     twin, found = program.twin, dict[Any, list[str]]()
-    shapes = [tuple(v.aval.shape) for v in _inputs(program)]
+    shapes, names = [tuple(v.aval.shape) for v in _inputs(program)], _names(program)
     for event in twin.events:
         if event.site.scope.direction == FORWARD and event.site.scope.call:
             for at in event.outside:
                 named = found.setdefault((event.site.scope.call, shapes[at]), [])
-                if program.traced.names[at] not in named:
-                    named.append(program.traced.names[at])
+                if names[at] not in named:
+                    named.append(names[at])
     return found

@@ -9,6 +9,7 @@ in the program that runs, forward and backward, with the row that decided it.
 
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -468,7 +469,15 @@ def explain(
         TypeError: `fn` is not callable, or `dtype` no dtype.
     """
     if not callable(fn):
-        raise TypeError(f"explain(fn, *args) needs a function or a module, got {fn!r}.")
+        raise TypeError(
+            f"explain(fn, *args) needs a function or a module, got {reprlib.repr(fn)}. Give the "
+            "function and its arguments, not what it returned."
+        )
+    if "device" in kwargs and "device" not in _parameters(fn, modules=False):
+        raise TypeError(
+            f"explain(device={kwargs['device']!r}): in JAX the table is the same on every device. "
+            "Leave it out."
+        )
     title = getattr(fn, "__name__", None) or type(fn).__name__
     if dtype is not None or policy is not None:
         fn, args = nnx.owned(fn, args)

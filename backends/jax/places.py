@@ -81,9 +81,11 @@ def _line(code: Any, offset: int) -> int:
 
 
 def is_library(closed: Any) -> bool:
-    """True if a jaxpr was traced from a function of a library."""
+    """True if a jaxpr was traced from a function of a library, and not by a rewrite of ours."""
     filename, _, _ = compat.traced_from(closed)
-    return filename is not None and _is_library(filename)
+    if filename is None or filename.startswith(_roots()[1]):
+        return False  # what is rewritten keeps the lines that it was written in
+    return _is_library(filename)
 
 
 @cache

@@ -255,7 +255,8 @@ class _Walk:
         at = (at ^ (at >> 16)) * np.uint32(0x7FEB352D) + self.seed * np.uint32(0x9E3779B1)
         at = (at ^ (at >> 15)) * np.uint32(0x846CA68B)
         share = (at ^ (at >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
-        return (x.astype(by.dtype) + share.reshape(x.shape) * by).astype(x.dtype)
+        moved = (x.astype(by.dtype) + share.reshape(x.shape) * by).astype(x.dtype)
+        return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
 
 
 def _magnitude(x: Any) -> Any:

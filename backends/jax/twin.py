@@ -25,6 +25,7 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.emit import update_in
 from polymp.backends.jax.explain import Site, inside
+from polymp.backends.jax.places import Scope, Scopes
 from polymp.backends.jax.primitives import CONTRACTIONS, FREE, LAYOUT
 from polymp.dtypes import FORMATS
 from polymp.magnitudes import BINS, SHIFT
@@ -134,17 +135,17 @@ class Twin:
         self._carried: dict[int, frozenset[tuple[tuple[int, ...], int]]] = {}  # read by an event
 
     def run(self, arrays: Sequence[Any]) -> tuple[list[Facts], list[Any]]:
-        """The facts of all events, in order, and the largest magnitudes of the inputs."""
+        """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         self.events, self.handed, self._loops = [], set(), []
         jaxpr, consts = compat.opened(self.closed)
         constvars, invars = compat.binders(self.closed)
-        known: dict[Any, _Value] = {v: _NOWHERE for v in constvars}
-        for at, v in enumerate(invars):
-            known[v] = _Value(outside=frozenset([at]))
+        given = (*invars, *constvars)
+        known = {v: _Value(outside=frozenset([at])) for at, v in enumerate(given)}
         values = dict(zip(constvars, consts, strict=True)) | dict(zip(invars, arrays, strict=True))
         facts = self._eval(jaxpr, values, known, ())
         self.results = [self._of(v, known) for v in jaxpr.outvars]
-        return facts, [_peak(x) if is_measured(x) else jnp.float32(0) for x in arrays]
+        outside = (*arrays, *consts)
+        return facts, [_peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
 
     def _of(self, atom: Any, known: Mapping[Any, _Value]) -> _Value:
         if hasattr(atom, "val"):
@@ -204,6 +205,11 @@ class Twin:
         through = _Value.of_all([_NOWHERE, *origins])
         key = parent, id(eqn)
         site = self.sites.get(key)
+        apart = site is None and eqn.primitive.name == "shard_map"  # what is inside is not measured
+        if apart:
+            written = eqn.source_info.traceback
+            site = Site(eqn, Scopes().inside(Scope(), eqn.source_info.name_stack), 1, frozenset(),
+                        parent, written)  # fmt: skip
         made = [x for x in outs if is_measured(x)]
         group = self.groups.get(key) if made else None
         alone = eqn.primitive.name in _ALONE and outs[0].dtype == np.float16
@@ -213,7 +219,7 @@ class Twin:
             self.handed.update(back)
         reads = any(is_measured(x) for x in args)
         tells = reads and not made and not _is_layout(eqn)
-        if site is None or not reads or not (group is not None or alone or tells):
+        if site is None or not reads or not (group is not None or alone or tells or apart):
             return outs, [], [through] * len(outs)
         number = len(self.events)
         event = Event(

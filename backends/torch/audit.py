@@ -9,6 +9,7 @@ run never sees; nothing is read before the block ends.
 """
 
 import math
+import reprlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from torch.optim.optimizer import (
 
 from polymp.auditing import Audit, Fault, Measured, Operand
 from polymp.backends.torch import compat, native, regions
+from polymp.backends.torch.closures import closure_of
 from polymp.backends.torch.measuring import (
     Bins,
     Lost,
@@ -33,17 +35,17 @@ from polymp.backends.torch.measuring import (
     numbers,
     range_of,
 )
-from polymp.backends.torch.watch import Ran, Running, Watch, float_tensors
+from polymp.backends.torch.watch import Own, Ran, Running, Watch, float_tensors
 from polymp.blame import Blame, Node, blame
 from polymp.dtypes import FORMATS
-from polymp.magnitudes import joined
+from polymp.magnitudes import Magnitudes, joined
 from polymp.report import BACKWARD
 
 # Ops whose number keeps something from being zero: what the format makes zero is then missing.
 _ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
 
 # Of the calls at one site, every n-th is compared with float32; the first is one of them.
-_EVERY = 8
+_EVERY = 16
 
 # Ops of which Inf, of finite inputs, may be a division by zero.
 _DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
@@ -136,7 +138,7 @@ class Measures(Watch):
 
     def before(self, ran: Ran) -> Any:
         self._pass()
-        with compat.ExcludeKeys(self._off):
+        with Own(self._off):
             origins = self._read(ran.reads)
             operands = self._measured(ran.reads) if self._operands else ()
         return origins, operands
@@ -150,7 +152,7 @@ class Measures(Watch):
         run = regions.FORMATS[results[0].dtype] if results else ""
         lost = None
         numbers: tuple[float, ...] = ()
-        with compat.ExcludeKeys(self._off):
+        with Own(self._off):
             ranges = tuple(map(range_of, results))
             if run == "float16" and not running.place.updating:
                 if self._operands or self._again(running) % _EVERY == 0:
@@ -171,7 +173,7 @@ class Measures(Watch):
 
     def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
-        with compat.ExcludeKeys(self._off):
+        with Own(self._off):
             origins = self._read([source])
             fits = measurable(source) and measurable(result)
             ranges = (range_of(result),) if fits else ()
@@ -182,6 +184,15 @@ class Measures(Watch):
         event = _Event(running, origins, ranges, run, lost, (), False, reads, operands, True)
         self._events.append(event)
         self._made(result)
+
+    def viewed(self, func: Any, args: Any, frame: Any) -> None:
+        """A view's gradient is one of what it is a view of; where it was called is not asked."""
+        number = compat.latest_node()
+        if number >= self._first_node and number not in self._of_node and args:
+            of = args[0]
+            made = self._maker.get(compat.storage_key(of)) if torch.is_tensor(of) else None
+            if made is not None:
+                self._of_node[number] = self._events[made[0]].running
 
     def unwatched(self, result: Any) -> None:
         for t in float_tensors(result):
@@ -203,7 +214,7 @@ class Measures(Watch):
         if key in self._maker:
             return self._maker[key][0]
         views = self._outside.setdefault(key, {})
-        view = () if key in self._parameters else (t.data_ptr(), t.shape, t.stride())
+        view = () if key in self._parameters else (t.storage_offset(), t.shape, t.stride())
         if view not in views:
             if not measurable(t):
                 return None
@@ -274,7 +285,7 @@ class Measures(Watch):
             return
         self.pause()
         try:
-            with compat.ExcludeKeys(self._off), torch.no_grad():
+            with Own(self._off), torch.no_grad():
                 key = name, self._scales_at
                 if key not in self._gradients:
                     self._gradients[key] = Bins(p.grad.device)
@@ -300,16 +311,20 @@ class Measures(Watch):
 
     _stepper: int | None = None  # the thread in which an optimizer steps
 
-    def _stepping(self, *_: Any) -> None:
-        if compat.sees(self._mode):  # else it is another thread's optimizer
-            self._stepper = threading.get_ident()
-            self.pause()  # an update is no op of the model
+    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not compat.sees(self._mode):  # it is another thread's optimizer
+            return
+        self._stepper = threading.get_ident()
+        self._closure = closure_of(args[1:], kwargs) is not None
+        if not self._closure:  # an update is no op of the model; what a closure runs is
+            self.pause()
 
     def _stepped(self, *_: Any) -> None:
         if self._stepper != threading.get_ident():
             return
         self._stepper = None
-        self.go_on()
+        if not self._closure:
+            self.go_on()
         self._look_at_parameters()
         self._outside.clear()  # parameters have other values now
 
@@ -321,7 +336,7 @@ class Measures(Watch):
         """Take the largest magnitude of each parameter, all at once."""
         self.looks_away = True
         trained = self._trained()
-        with compat.ExcludeKeys(self._off):
+        with Own(self._off):
             own = list(map(comparable, trained))
             self._norms.append(list(torch._foreach_norm(own, math.inf)) if own else [])
         self._updates += 1
@@ -331,9 +346,13 @@ class Measures(Watch):
 
     def finish(self, audit: Audit) -> None:
         """Fill an audit. Waits for the device."""
+        with Own(self._off):
+            self._fill(audit)
+
+    def _fill(self, audit: Audit) -> None:
         scales = [float(s) for s in self._scales]
         audit.scale = scales[-1]
-        audit.steps = max(len(self._passes), 1)
+        audit.steps = max(len(self._passes), bool(self._events))
         audit.results = self._results(scales)
         audit.gradients = _gradients(self._gradients, scales)
         audit.fault = self.fault()
@@ -342,7 +361,7 @@ class Measures(Watch):
         found: dict[tuple[Any, ...], list[Measured]] = {}
         for key, site in self._sites.items():
             at, op, spelling, place, direction, region, row, run = key
-            magnitudes = site.bins.magnitudes().scaled(1 / scales[at])
+            magnitudes = _without(scales[at], site.bins.magnitudes())
             measured = Measured(
                 op, spelling, place.module, place.source, direction, region, row, run,
                 magnitudes, tuple(sorted(site.numbers)),
@@ -390,6 +409,7 @@ class Measures(Watch):
                     event.given,
                     bool(event.ranges),
                     cast=event.cast,
+                    op=event.running.op,
                 )
             )
         found = blame(nodes)
@@ -464,10 +484,15 @@ class Measures(Watch):
         return tuple(found)
 
 
+def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
+    """Magnitudes divided by a loss scale; as they are if it is 0, as torch.amp's may become."""
+    return magnitudes.scaled(1 / scale) if scale else magnitudes
+
+
 def _gradients(found: dict[tuple[str, int], Bins], scales: list[float]) -> list[Measured]:
     by_name: dict[str, list[Any]] = {}
     for (name, at), bins in found.items():
-        by_name.setdefault(name, []).append(bins.magnitudes().scaled(1 / scales[at]))
+        by_name.setdefault(name, []).append(_without(scales[at], bins.magnitudes()))
     return [
         Measured("gradient", "", name, "", BACKWARD, "", None, "float32", joined(many))
         for name, many in by_name.items()
@@ -546,12 +571,12 @@ def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]
         a.plot("audit.png")          # a row for each layer, against the ranges of the formats
         policy = a.suggest().apply("amp")
 
-    What the steps compute is what they compute without: every bit of it. They take about two to
-    three times as long. Nothing is read from the device before the block ends. Largest magnitudes,
+    What the steps compute is what they compute without: every bit of it. A step takes
+    about three times as long, more where its ops are tiny. Nothing is read from the device before the block ends. Largest magnitudes,
     Inf and NaN are of all values; shares are of up to 4,096 values of each tensor, spread evenly.
 
     For float16, what the format loses is told from what was zero anyway: a float16 op runs once
-    more, in float32, on the same inputs, at the first of every eight calls at its site.
+    more, in float32, on the same inputs, at the first of every sixteen calls at its site.
 
     Args:
         model: whose modules and parameters are called by their names; without it modules are called
@@ -566,7 +591,11 @@ def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]
         TypeError: `model` is no module.
     """
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"audit(model) needs a torch.nn.Module, got {model!r}.")
+        raise TypeError(f"audit(model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise TypeError(
+            f"audit(model, scaler) needs the loss scaler in use, a GradScaler, got {scaler!r}."
+        )
     found = Audit()
     measures = Measures(model, scaler)
     try:

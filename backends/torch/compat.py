@@ -4,6 +4,7 @@ Each name says why it is needed and since when it has been there; `tests/torch/t
 fails when one changes. Supported: torch 2.11 to 2.13.
 """
 
+import ctypes
 import functools
 import gc
 import inspect
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -186,13 +188,45 @@ _standing_in: ContextVar[bool] = ContextVar("polymp.standing_in", default=False)
 
 
 @contextmanager
-def cuda_stand_in() -> Iterator[None]:
-    """Code that runs on fake CUDA tensors: regions of CUDA are then as on a machine that has it."""
+def stand_in(device: str) -> Iterator[bool]:
+    """Code that runs on fake tensors of a device: regions are then as on a machine that has it.
+
+    A torch that is built without the device has no guard for it, which autograd, indexing and many
+    fake kernels ask for, and which has nothing to do for tensors without memory. Meanwhile it gets
+    the guard of meta tensors, as torch gives a build for CUDA on a machine without a GPU
+    (`_ensureCUDADeviceGuardSet`). `c10::impl::device_guard_impl_registry`, by the numbers of
+    `c10::DeviceType`, since torch 1.0.
+
+    Yields:
+        True if the device has a guard now, so that gradients can be taken.
+    """
     token = _standing_in.set(True)
+    there = device in ("cpu", "meta") or torch._C._get_accelerator().type == device
+    guards: Any = None if there or device not in _NUMBERS else _guards()
+    lent = guards is not None and not guards[_NUMBERS[device]]
+    if lent:
+        guards[_NUMBERS[device]] = guards[_META]
     try:
-        yield
+        yield there or lent
     finally:
+        if lent:
+            guards[_NUMBERS[device]] = None
         _standing_in.reset(token)
+
+
+_META = 14
+_NUMBERS = {"cuda": 1, "xpu": 12, "mps": 13}
+
+
+@functools.cache
+def _guards() -> Any:
+    """The guards of all device types; None where the library does not show them."""
+    path = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        name = "_ZN3c104impl26device_guard_impl_registryE"
+        return (ctypes.c_void_p * (_META + 1)).in_dll(ctypes.CDLL(str(path)), name)
+    except (OSError, ValueError):
+        return None
 
 
 def is_here(device: str) -> bool:
@@ -200,14 +234,6 @@ def is_here(device: str) -> bool:
     return device == "cpu" or (
         torch._C._get_accelerator().type == device and torch.accelerator.is_available()
     )
-
-
-def has_autograd(device: str) -> bool:
-    """True if this torch can make autograd nodes of tensors on the device type, fake or real.
-
-    Without the device's guard, a build that lacks the device ends the process. Since torch 1.13.
-    """
-    return device in ("cpu", "meta") or torch._C._get_accelerator().type == device
 
 
 def cuda_lacks_bfloat16() -> bool:
@@ -534,7 +560,7 @@ def _convolution(
     transposed: bool, given: torch.Tensor, weight: torch.Tensor, made: torch.Tensor
 ) -> int:
     """Two for each weight that meets a number of the input, or of the result, if not transposed."""
-    return 2 * (given if transposed else made).numel() * weight[0].numel()
+    return 2 * (given if transposed else made).numel() * (weight.numel() // len(weight))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

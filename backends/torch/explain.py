@@ -5,6 +5,7 @@ with polymp.torch.explain() as report: ...      # forward, backward, whatever ru
 """
 
 import copy
+import reprlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -119,7 +120,7 @@ def explain(
         policy: of that region; None for torch's own table of the device.
         device: a device type such as "cuda": the call runs on fake tensors of that device, which
             have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
-            is built without that device, it runs without gradients.
+            is built without that device, no backward pass can run.
         kwargs: of the call.
 
     Returns:
@@ -139,7 +140,15 @@ def explain(
             )
         return explaining(kwargs.get("model"))
     if not callable(fn):
-        raise TypeError(f"explain(fn, *args) needs a module or a function, got {fn!r}.")
+        raise TypeError(
+            f"explain(fn, *args) needs a module or a function, got {reprlib.repr(fn)}. Give the "
+            "function and its arguments, not what it returned."
+        )
+    if isinstance(fn, nn.Module) and not args and not kwargs:
+        raise TypeError(
+            f"explain({type(fn).__name__}) calls the module, and has no arguments for it. For a "
+            "block, write `with explain(model=...) as report:`."
+        )
     model = fn if isinstance(fn, nn.Module) else None
     title = type(fn).__name__ if model is not None else getattr(fn, "__name__", str(fn))
     with ExitStack() as stack:
@@ -152,7 +161,14 @@ def explain(
         report: Report = stack.enter_context(explaining(model, title))
         try:
             fn(*args, **kwargs)
-        except AssertionError as error:
+        except (AssertionError, RuntimeError) as error:
+            if device is not None and any(words in str(error) for words in _NOT_THERE):
+                raise ValueError(
+                    f"explain({title}, device={device!r}): this torch is built without the device, "
+                    "and something in the call needs more of it than fake tensors, such as a "
+                    f"backward pass. policy='torch-{device}' applies the device's table to tensors "
+                    "on the CPU, backward included."
+                ) from error
             if device is None or "convert all Tensors to FakeTensors" not in str(error):
                 raise
             raise ValueError(
@@ -163,11 +179,23 @@ def explain(
     return report
 
 
+# What torch says of a device that it is built without.
+_NOT_THERE = (
+    "Cannot access accelerator device",
+    "not compiled with CUDA enabled",
+    "not linked with support for",
+)
+
+
 def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
     if isinstance(dtype, str):
         if dtype not in regions.DTYPES:
             raise TypeError(f"explain(dtype={dtype!r}): use 'bfloat16' or 'float16'.")
         dtype = regions.DTYPES[dtype]
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"explain(dtype={dtype}): the low format of a region is bfloat16 or float16."
+        )
     return autocast(device, dtype, policy=policy)
 
 
@@ -192,7 +220,7 @@ def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
     """A call with its tensors, and copies of its modules, on fake tensors of a device."""
     mode = FakeTensorMode()
     known: dict[int, torch.Tensor] = {}
-    differentiable = compat.has_autograd(device)
+    differentiable = stack.enter_context(compat.stand_in(device))
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in known:
@@ -212,7 +240,5 @@ def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
         return leaf
 
     made = tree_map(moved, call)
-    if device == "cuda":
-        stack.enter_context(compat.cuda_stand_in())
     stack.enter_context(mode)
     return made

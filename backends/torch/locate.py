@@ -4,6 +4,7 @@ The step runs once more under a watch that also measures what every op is given.
 put back when it is over, so that a run can go on as if nobody had looked.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from polymp.auditing import Fault
 from polymp.backends.torch import compat
 from polymp.backends.torch.audit import Measures
+from polymp.backends.torch.scaler import GradScaler
 
 
 def locate(
@@ -34,9 +36,9 @@ def locate(
     The fault names the row of the policy that decided, and what the op was given. Infinities that a
     program means and takes up again, such as those of a mask, are no fault.
 
-    Tensors that the step writes in place, `.grad` of leaves, the states of torch's optimizers and
-    torch's random numbers are afterwards as they were before. Other objects that it changes are
-    not put back.
+    Tensors that the step writes in place, `.grad` of leaves, the states of torch's optimizers, loss
+    scalers (torch.amp's and polymp's) and torch's random numbers are afterwards as they were. Other
+    objects that it changes are not put back.
 
     Args:
         step_fn: does the step, or its forward pass alone.
@@ -116,6 +118,30 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
+def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes of all loss scalers that there are, each beside a copy of them."""
+    found = []
+    for scaler in [it for it in gc.get_objects() if issubclass(type(it), _SCALERS)]:
+        own = vars(scaler)
+        found.append((own, {name: _copied(value) for name, value in own.items()}))
+        watch = own.get("_watch")  # of ours: it changes as it watches
+        if watch is not None:
+            found.append((vars(watch), dict(vars(watch))))
+    return found
+
+
+_SCALERS = (torch.amp.GradScaler, GradScaler)
+
+
+def _copied(value: Any) -> Any:
+    """A dict of a scaler with those in it copied, too; else the value."""
+    if not isinstance(value, dict):
+        return value
+    copy = value.copy()
+    copy.update((key, _copied(inner)) for key, inner in value.items())
+    return copy
+
+
 @contextmanager
 def _put_back() -> Iterator[None]:
     """Run code, and put back what it wrote."""
@@ -126,6 +152,7 @@ def _put_back() -> Iterator[None]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizers.setdefault(id(optimizer), (optimizer, states, groups))
 
+    scalers = _scalers()
     hook = register_optimizer_step_pre_hook(keep)
     undo, devices = _Undo(), range(torch.cuda.device_count())
     try:
@@ -134,6 +161,9 @@ def _put_back() -> Iterator[None]:
     finally:
         hook.remove()
         undo.put_back()
+        for own, attributes in scalers:
+            own.clear()
+            own.update(attributes)
         for optimizer, states, groups in optimizers.values():
             optimizer.state.clear()
             optimizer.state.update(states)

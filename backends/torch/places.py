@@ -63,11 +63,11 @@ class Places:
             else:
                 kind = _kind(code.co_filename)
                 if kind == "user":
-                    source = source or f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                    source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
                 elif kind == "checkpoint":
                     recomputed |= code.co_name in _RECOMPUTES
                 elif kind == "update":
-                    updating = True
+                    updating |= not source  # else it calls a closure of the user's
                 elif kind == "engine":
                     break  # who called backward() is not where its ops are
             frame = frame.f_back
@@ -91,6 +91,11 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _TYPED = ("<stdin>", "<ipython", "<python-input")  # at a prompt
+
+
+@cache
+def _name(filename: str) -> str:
+    return Path(filename).name
 
 
 @cache

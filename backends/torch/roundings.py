@@ -18,7 +18,15 @@ from polymp import trees
 from polymp.backends.torch import compat, regions
 from polymp.backends.torch.autocast import PolicyLike, autocast
 from polymp.backends.torch.explain import call_of
-from polymp.backends.torch.watch import Ran, Running, Watch, _casts, _kind, _named, float_tensors
+from polymp.backends.torch.watch import (
+    Ran,
+    Running,
+    Watch,
+    float_tensors,
+    is_cast,
+    kind_of,
+    name_of,
+)
 from polymp.tolerance import Run, Step, movement
 from polymp.vocabulary import vocabulary
 
@@ -58,7 +66,8 @@ class Chance:
         if t.numel():
             shape = (1,) * t.ndim if self._alike else t.shape
             share = torch.rand(shape, generator=self._numbers, dtype=torch.float64) * 2 - 1
-            t.copy_(t.double() + share * by)
+            # An Inf stays what it is, such as that of a mask: Inf - Inf would be NaN.
+            t.copy_(torch.where(t.isfinite(), t.double() + share * by, t.double()))
 
 
 class _Probe(TorchDispatchMode):
@@ -77,10 +86,10 @@ class _Probe(TorchDispatchMode):
         if (
             self.looks_away
             or not isinstance(func, torch._ops.OpOverload)
-            or _kind(func) != "computes"
+            or kind_of(func) != "computes"
         ):
             return result
-        if func is torch.ops.aten._to_copy.default and _casts(args[0], kwargs):
+        if func is torch.ops.aten._to_copy.default and is_cast(args[0], kwargs):
             self._chance.cast(args[0], result)
         elif reads := float_tensors((args, kwargs)):
             self._chance.op(func, args, kwargs, reads, result, float_tensors(result))
@@ -165,7 +174,7 @@ def _is_float(t: Any) -> bool:
 def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
     """The name of an op in the vocabulary, or torch's own, and its class there."""
     words, name = vocabulary(), func.overloadpacket.__name__
-    op = _named(func.name().removeprefix("aten::"), name)
+    op = name_of(func.name().removeprefix("aten::"), name)
     return op, words.ops[op].kind if op in words.ops else ""
 
 

@@ -9,8 +9,10 @@ here changes what runs.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +150,7 @@ class Watch(decisions.Decisions):
         self.looks_away = False  # while it runs ops of its own
         self._mode = _Mode(self)
         self._paused = False
+        self._pauses = 0
         self.region = "", ""  # low format and policy of the first region that was met
 
     # What those that watch more override
@@ -171,11 +174,18 @@ class Watch(decisions.Decisions):
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op that a kernel was called for; what runs meanwhile is part of it."""
         super().note(entry)
+        return self._within(entry, run, *args)
+
+    def _within(self, entry: decisions.Entry, run: Callable[..., Any], *args: Any) -> Any:
+        if isinstance(self.outer, Watch):
+            run = partial(self.outer._within, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _MOVING:
             return run(*args)  # what it is made of is watched
-        place, direction, _ = self._where(sys._getframe(1))
+        place, direction, origin = self._where(sys._getframe(1))
+        if origin is not None:  # a part of the backward of another call, in a region
+            return run(*args)
         given = args[-2:]
         running = Running(
             entry.op or entry.spelling.removeprefix("aten:").partition(".")[0],
@@ -254,7 +264,7 @@ class Watch(decisions.Decisions):
             self._next = None
             at = place, direction, entry.low, entry.row
             return Running(entry.op, spelling, *at, entry.formats)
-        return Running(_named(overload, name), spelling, place, direction)
+        return Running(name_of(overload, name), spelling, place, direction)
 
     def made_by(self, running: Running) -> None:
         """Remember which call the autograd node that was made last belongs to."""
@@ -262,7 +272,7 @@ class Watch(decisions.Decisions):
         if number >= self._first_node and number not in self._of_node:
             self._of_node[number] = running
 
-    def viewed(self, func: Any, frame: Any) -> None:
+    def viewed(self, func: Any, args: Any, frame: Any) -> None:
         """A view is made, which is no call; the backward of one may be."""
         number = compat.latest_node()
         if number >= self._first_node and number not in self._of_node:
@@ -280,22 +290,60 @@ class Watch(decisions.Decisions):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._pauses = 0
         self.go_on()
         self._stack.__exit__(*error)
 
     def pause(self) -> None:
-        """Watch nothing until `go_on`, at no cost where no other mode is inside of this one."""
+        """Watch nothing until `go_on`, at no cost where no other mode is inside of this one.
+
+        Pauses may be inside each other.
+        """
+        self._pauses += 1
         self.looks_away = True
         if compat.innermost_mode() is self._mode:
             self._paused = True
             self._mode.__exit__(None, None, None)
 
     def go_on(self) -> None:
-        """Watch again after `pause`, in the same thread."""
+        """End a `pause`, in the same thread."""
+        self._pauses = max(self._pauses - 1, 0)
+        if self._pauses:
+            return
         self.looks_away = False
         if self._paused:
             self._paused = False
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+class _Busy(threading.local):
+    """How many measurements run in this thread: their ops are of no program."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_busy = _Busy()
+
+
+class Own:
+    """`with Own(keys):` ops of a watch's own, which no watch sees and no region casts.
+
+    Args:
+        keys: autocast's dispatch keys.
+    """
+
+    def __init__(self, keys: torch._C.DispatchKeySet) -> None:
+        self._keys = keys
+
+    def __enter__(self) -> None:
+        _busy.depth += 1
+        self._guard = compat.ExcludeKeys(self._keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+        _busy.depth -= 1
 
 
 class _Mode(TorchDispatchMode):
@@ -313,16 +361,16 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         watch = self.watch
-        if not isinstance(func, torch._ops.OpOverload) or watch.looks_away:
+        if not isinstance(func, torch._ops.OpOverload) or watch.looks_away or _busy.depth:
             return func(*args, **kwargs)
-        kind = _kind(func)
+        kind = kind_of(func)
         if kind == "view":
-            watch.viewed(func, sys._getframe(1))
+            watch.viewed(func, args, sys._getframe(1))
             return func(*args, **kwargs)
         copies = func is torch.ops.aten._to_copy.default
         source: Any = args[0] if copies else None
-        is_cast = copies and _casts(source, kwargs)
-        reads = [source] if is_cast else float_tensors((args, kwargs))
+        casts = copies and is_cast(source, kwargs)
+        reads = [source] if casts else float_tensors((args, kwargs))
         if kind == "makes" or not reads:
             result = func(*args, **kwargs)
             watch.unwatched(result)
@@ -331,7 +379,7 @@ class _Mode(TorchDispatchMode):
         watch.made_by(running)
         if running.inputs is None and not running.region:
             running.region = _low(reads[0])
-        if is_cast:
+        if casts:
             result = func(*args, **kwargs)
             if watch.counts:
                 running.cast(source, result)
@@ -373,7 +421,7 @@ def _take_out(calls: list[Running], running: Running) -> None:
             return
 
 
-def _named(overload: str, name: str) -> str:
+def name_of(overload: str, name: str) -> str:
     """The name of an op that no kernel was asked for, as one in place: "relu_", "add_.Tensor".
 
     Args:
@@ -408,7 +456,7 @@ _FACTORIES = frozenset(
 _kinds: dict[Any, str] = {}
 
 
-def _kind(func: torch._ops.OpOverload) -> str:
+def kind_of(func: torch._ops.OpOverload) -> str:
     """Of an op: "view" of its argument, "makes" what no float is read for, or "computes"."""
     found = _kinds.get(func)
     if found is None:
@@ -416,7 +464,7 @@ def _kind(func: torch._ops.OpOverload) -> str:
         view = any(alias is not None and not alias.is_write for alias in aliases)
         if view or func.namespace in ("prim", "profiler"):
             found = "view"
-        elif func.overloadpacket.__name__ == "_unsafe_view":
+        elif func.overloadpacket.__name__ in ("_unsafe_view", "detach_"):
             found = "view"
         else:
             found = "makes" if func.overloadpacket.__name__ in _FACTORIES else "computes"
@@ -424,7 +472,7 @@ def _kind(func: torch._ops.OpOverload) -> str:
     return found
 
 
-def _casts(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
     """True if a copy is from one float format to another, on one device."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     return (

@@ -364,7 +364,10 @@ def test_shapes_stand_for_arrays() -> None:
 def test_what_is_no_function() -> None:
     with pytest.raises(TypeError) as found:
         explain(3)
-    assert str(found.value) == "explain(fn, *args) needs a function or a module, got 3."
+    assert str(found.value) == (
+        "explain(fn, *args) needs a function or a module, got 3. Give "
+        "the function and its arguments, not what it returned."
+    )
 
 
 def test_a_dtype_that_is_none() -> None:

@@ -612,7 +612,7 @@ def test_standing_in_for_cuda(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     elsewhere = []
-    with compat.cuda_stand_in():
+    with compat.stand_in("cuda"):
         assert not compat.cuda_missing()
         assert not compat.cuda_lacks_bfloat16()
         thread = threading.Thread(target=lambda: elsewhere.append(compat.cuda_missing()))
@@ -623,9 +623,91 @@ def test_standing_in_for_cuda(monkeypatch) -> None:
     assert compat.cuda_lacks_bfloat16()
 
 
-def test_devices_with_autograd() -> None:
-    assert compat.has_autograd("cpu")
-    assert compat.has_autograd("meta")
-    for device in ("cuda", "xpu"):
-        there = getattr(torch, device)._is_compiled()
-        assert compat.has_autograd(device) == there
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_a_device_that_is_not_there_has_a_guard_in_the_block(device: str) -> None:
+    """Without a guard, autograd on its tensors ends the process; it is taken away again."""
+    guards = compat._guards()
+    assert guards is not None, "libc10.so does not show its guards"
+    before = list(guards)
+    with compat.stand_in(device) as differentiable, FakeTensorMode():
+        x = torch.empty(4, 4, device=device, requires_grad=True)
+        assert differentiable
+        assert (x[:2] @ x).grad_fn is not None
+    assert list(guards) == before
+    assert (before[compat._NUMBERS["cuda"]] is None) != torch.cuda._is_compiled()
+
+
+def test_autocast_keys_of_several_devices_in_one_set() -> None:
+    both = compat.autocast_keys(["cpu", "cuda"])
+    for device in ("cpu", "cuda"):
+        assert both.has(getattr(torch._C.DispatchKey, compat.autocast_key(device)))
+    assert not compat.autocast_keys(["cpu"]).has(torch._C.DispatchKey.AutocastCUDA)
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype is torch.bfloat16
+        with compat.ExcludeKeys(compat.autocast_keys(["cpu"])):
+            assert (a @ a).dtype is torch.float32
+
+
+def test_the_innermost_mode_and_whether_one_sees_this_thread() -> None:
+    outer, inner = TorchDispatchMode(), TorchDispatchMode()
+    assert compat.innermost_mode() is None
+    with outer:
+        assert compat.innermost_mode() is outer
+        assert compat.sees(outer)
+        with inner:
+            assert compat.innermost_mode() is inner
+            assert compat.sees(outer)
+        assert not compat.sees(inner)
+        elsewhere: list[bool] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(compat.sees(outer)))
+        thread.start()
+        thread.join()
+        assert elsewhere == [False]
+    assert not compat.sees(outer)
+
+
+def test_backward_passes_have_numbers() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[int | None] = []
+    x.register_hook(lambda g: seen.append(compat.backward_task()))
+    assert compat.backward_task() is None
+    x.exp().sum().backward()
+    (x * x).sum().backward()
+    assert None not in seen
+    assert len({*seen}) == 2
+    assert compat.backward_task() is None
+
+
+def test_what_an_op_writes() -> None:
+    aten = torch.ops.aten
+    x, y = torch.ones(2), torch.ones(2)
+
+    def written(op: object, *args: object, **kwargs: object) -> list[int]:
+        return [id(t) for t in compat.written(op, args, kwargs)]
+
+    assert written(aten.add_.Tensor, x, y) == [id(x)]
+    assert written(aten.add.out, x, x, out=y) == [id(y)]
+    assert written(aten._foreach_add_.Scalar, [x, y], 1) == [id(x), id(y)]
+    assert written(aten.add.Tensor, x, y) == []
+    assert compat.writes(aten.add_.Tensor)
+    assert not compat.writes(aten.add.Tensor)
+
+
+@pytest.mark.parametrize("name", sorted(compat._SILENT))
+def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
+    """Once torch says so of one, its name goes from the list."""
+    op = getattr(torch.ops.aten, name).default
+    assert not op._schema.is_mutable
+    names = [argument.name for argument in op._schema.arguments]
+    assert compat._STATISTICS <= {*names}
+    given = [torch.ones(2) for _ in names]
+    wrote = [t for t in compat.written(op, given, {})]
+    assert [id(t) for t in wrote] == [
+        id(t) for t, known in zip(given, names, strict=True) if known in compat._STATISTICS
+    ]
+    assert compat.writes(op)
+    if name == "native_batch_norm":
+        x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+        op(x, None, None, mean, var, True, 0.1, 1e-5)
+        assert not torch.equal(mean, torch.zeros(3))

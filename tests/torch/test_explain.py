@@ -391,7 +391,10 @@ def test_tensors_that_hide_from_a_device(x: torch.Tensor, w: torch.Tensor) -> No
 def test_what_is_no_function() -> None:
     with pytest.raises(TypeError) as found:
         explain(3)
-    assert str(found.value) == "explain(fn, *args) needs a module or a function, got 3."
+    assert str(found.value) == (
+        "explain(fn, *args) needs a module or a function, got 3. Give "
+        "the function and its arguments, not what it returned."
+    )
 
 
 def test_a_dtype_that_is_none(x: torch.Tensor) -> None:
@@ -415,6 +418,6 @@ def test_what_no_framework_is_known_of() -> None:
     with pytest.raises(TypeError) as found:
         polymp.explain(len, [])
     assert str(found.value) == (
-        "polymp.explain(<built-in function len>, ...) finds no tensor, array or module that says "
+        "polymp.explain(len, ...) finds no tensor, array or module that says "
         "which framework this is for. Call polymp.torch.explain or polymp.jax.explain."
     )

@@ -334,3 +334,21 @@ def test_the_user_s_own_modes_still_see_what_runs(x: torch.Tensor) -> None:
         torch.exp(x).sum()
     assert outside.names == inside.names == ["exp", "sum"]
     assert [c.op for c in report] == ["exp", "sum"]
+
+
+def test_a_backward_pass_inside_the_region_belongs_to_the_ops_of_the_forward() -> None:
+    """There, what a backward is made of meets the region's kernels, too."""
+    model, x = torch.nn.Linear(8, 4, bias=False), torch.randn(2, 3, 8)
+
+    def rows(inside: bool) -> list[tuple[str, str, int, int]]:
+        with explain(model=model) as report:
+            with autocast("cpu", torch.bfloat16):
+                loss = model(x).sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        return [(c.op, c.direction, c.flops, c.casts) for c in report if c.op in ("linear", "mm")]
+
+    assert rows(inside=True) == rows(inside=False)
+    assert [op for op, *_ in rows(inside=True)] == ["linear", "linear"]

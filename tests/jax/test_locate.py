@@ -1,0 +1,276 @@
+"""`locate` in JAX: the op that is named, its round in a loop, and what it was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from polymp.auditing import Operand
+from polymp.jax import GradScaler, audit, autocast, locate
+
+F16 = jnp.float16
+
+
+def line_of(fn: Callable[..., Any], after: int = 1) -> str:
+    return f"test_locate.py:{fn.__code__.co_firstlineno + after}"
+
+
+def operand(values: Any, name: str = "") -> Operand:
+    """What is in an array, counted by numpy."""
+    array = np.abs(np.asarray(values).astype(np.float64))
+    finite = array[np.isfinite(array)]
+    smallest = finite[finite > 0].min(initial=math.inf)
+    return Operand(
+        np.asarray(values).dtype.name,
+        array.shape,
+        float(smallest) if math.isfinite(smallest) else 0.0,
+        float(finite.max(initial=0.0)),
+        float((array == 0).mean()),
+        float(np.isinf(array).mean()),
+        float(np.isnan(array).mean()),
+        name,
+    )
+
+
+def test_a_healthy_call_has_no_fault() -> None:
+    x = jnp.ones(3)
+    assert locate(lambda x: jnp.exp(x) * 2, x) is None
+    assert locate(lambda x: jax.nn.softmax(jnp.where(x > 2, x, -jnp.inf).at[0].set(1.0)), x) is None
+
+
+def test_what_an_op_was_given_is_exact() -> None:
+    x = jnp.array([0.0, 300.0, -1e-3, 200.0], F16)
+    y = jnp.array([jnp.inf, 300.0, jnp.nan, 0.0], F16)
+
+    def f(x: Any) -> Any:
+        return x * (x + 1)
+
+    fault = locate(f, x)
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.run, fault.source) == (
+        "mul", "overflow", "float16", line_of(f),
+    )  # fmt: skip
+    assert fault.inputs == (operand(x, "x"), operand(x + F16(1)))
+    fault = locate(lambda a, b: a * b, x, y)
+    assert fault is not None
+    assert fault.kind == "input"
+    assert "b is not finite" in fault.why
+    assert fault.inputs == (operand(x, "a"), operand(y, "b"))
+
+
+def test_the_module_and_the_row_are_named() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.Linear(3, 2, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return 1 / self.up(x)
+
+    net = Net()
+    fault = locate(autocast(net, dtype=F16), jnp.full((2, 3), 6e4))
+    assert fault is None or fault.op == "linear"
+    net.up.kernel[...] = jnp.full((3, 2), 6e4)
+    fault = locate(autocast(net, dtype=F16), jnp.full((2, 3), 6e4))
+    assert fault is not None
+    assert (fault.op, fault.module, fault.kind, fault.region) == (
+        "linear", "up", "overflow", "float16",
+    )  # fmt: skip
+    assert fault.row is not None
+    assert fault.found.startswith("Inf")
+
+
+def test_backward_ops_are_named_with_their_line() -> None:
+    def f(x: Any) -> Any:
+        y = jnp.sin(x * F16(1e3))
+        return (y * F16(1e3)).sum()
+
+    fault = locate(jax.grad(f), jnp.zeros(2, F16))
+    assert fault is not None
+    assert (fault.direction, fault.source, fault.kind) == ("backward", line_of(f), "overflow")
+    assert (fault.op, fault.inputs[0].largest) == ("mul", 1e3)
+
+
+def test_a_gradient_that_a_scaler_skips_is_found() -> None:
+    def step(scaler: Any, x: Any) -> Any:
+        grad = jax.grad(lambda x: scaler.scale((x * x).sum()))(x)
+        grad, finite = scaler.unscale(grad)
+        return jnp.where(finite, x - grad, x)
+
+    assert locate(step, GradScaler(2.0**10), jnp.ones(2, F16)) is None
+    fault = locate(step, GradScaler(2.0**16), jnp.full(2, 8.0, F16))
+    assert fault is not None
+    assert fault.run == "float16"
+
+
+# Loops
+
+
+def in_scan(x: Any) -> Any:
+    return lax.scan(lambda c, _: (c * F16(100), None), x, None, length=4)[0]
+
+
+def in_while(x: Any) -> Any:
+    return lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] * F16(100)), (0, x))[1]
+
+
+@pytest.mark.parametrize("f", [in_scan, in_while])
+def test_of_a_loop_it_is_the_round_that_broke(f: Any) -> None:
+    fault = locate(f, jnp.array([1.0, 2.0, 0.0], F16))
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.source) == ("mul", "overflow", line_of(f))
+    exact = operand(jnp.array([1e4, 2e4, 0.0], F16))
+    assert fault.inputs == (exact._replace(zeros=pytest.approx(1 / 3)),)
+    assert locate(f, jnp.zeros(3, F16)) is None
+
+
+def carried(c: Any, _: Any) -> Any:
+    h = c * F16(2)  # is infinite a round later
+    return jnp.exp(h), None
+
+
+def test_what_a_round_before_had_left_is_not_to_blame() -> None:
+    x = jnp.full(2, 0.2, F16)
+
+    def scanned(x: Any) -> Any:
+        return lax.scan(carried, x, None, length=6)[0]
+
+    def dynamic(x: Any) -> Any:
+        return lax.while_loop(
+            lambda c: c[0] < 6, lambda c: (c[0] + 1, carried(c[1], None)[0]), (0, x)
+        )[1]
+
+    def nested(x: Any) -> Any:
+        def outer(c: Any, _: Any) -> Any:
+            return lax.scan(carried, c, None, length=2)[0], None
+
+        return lax.scan(outer, x, None, length=3)[0]
+
+    def mixed(x: Any) -> Any:
+        def outer(c: Any) -> Any:
+            return c[0] + 1, lax.scan(carried, c[1], None, length=2)[0]
+
+        return lax.while_loop(lambda c: c[0] < 3, outer, (0, x))[1]
+
+    def other(x: Any) -> Any:
+        def outer(c: Any, n: Any) -> Any:
+            return lax.fori_loop(0, n, lambda _, c: carried(c, None)[0], c), None
+
+        return lax.scan(outer, x, jnp.array([1, 0, 2, 2]))[0]
+
+    h = x
+    while bool(jnp.isfinite(jnp.exp(h * 2)).all()):
+        h = jnp.exp(h * 2)
+    for f in (scanned, dynamic, nested, mixed, other):
+        fault = locate(f, x)
+        assert fault is not None, f.__name__
+        assert (fault.op, fault.kind, fault.source) == ("exp", "overflow", line_of(carried, 2))
+        assert fault.inputs[0].largest == float((h * 2).max()), f.__name__
+
+
+def test_a_loop_that_starts_with_zeros_is_followed_too() -> None:
+    def f(x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            h = c + x
+            return jnp.exp(h), None
+
+        return lax.scan(body, jnp.zeros(2, F16), None, length=6)[0]
+
+    fault = locate(f, jnp.ones(2, F16))
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("exp", "overflow")
+
+
+def test_the_backward_of_a_scan_breaks_where_it_first_does() -> None:
+    """It runs from the last round to the first."""
+
+    def f(w: Any, x: Any) -> Any:
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)
+        return h.astype(jnp.float32).sum() * 1e4
+
+    w, x = jnp.full((4, 3, 3), 100.0) / 9, jnp.zeros((2, 3))
+    fault = locate(jax.grad(autocast(f, dtype=F16)), w, x)
+    assert fault is not None
+    assert (fault.op, fault.direction, fault.kind) == ("linear", "backward", "overflow")
+    assert (fault.inputs[0].smallest, fault.inputs[0].largest) == (1e4, 1e4)
+
+
+def test_of_two_loops_the_first_is_to_blame() -> None:
+    def f(x: Any) -> Any:
+        first = lax.scan(lambda c, _: (jnp.exp(c), None), x, None, length=5)[0]
+        return lax.scan(lambda c, _: (c * F16(2), None), first, None, length=5)[0]
+
+    fault = locate(f, jnp.ones(2, F16))
+    assert fault is not None
+    assert fault.op == "exp"
+
+
+def test_a_branch_that_is_taken() -> None:
+    def f(p: Any, x: Any) -> Any:
+        return lax.cond(p, lambda x: jnp.log(x), lambda x: x / 0, x)
+
+    for p, op in ((True, "log"), (False, "div")):
+        fault = locate(f, p, jnp.zeros(2))
+        assert fault is not None
+        assert fault.op == op
+
+
+def test_nan_of_a_mask_is_told() -> None:
+    def f(x: Any) -> Any:
+        masked = jnp.where(x > 0, x, -jnp.inf)
+        return masked - masked.max()
+
+    assert locate(f, jnp.ones(3)) is None
+    fault = locate(f, -jnp.ones(3))
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("sub", "operation")
+    assert "infinities that the program gave" in fault.why
+
+
+# What it leaves alone
+
+
+def test_nothing_runs_but_the_twin() -> None:
+    calls = []
+
+    def f(x: Any) -> Any:
+        calls.append(isinstance(x, jax.core.Tracer))
+        return x * 2
+
+    locate(f, jnp.ones(2))
+    assert calls == [True]
+    x = jnp.zeros(2)
+    donating = jax.jit(lambda x: 1 / x, donate_argnums=0)
+    assert locate(donating, x) is not None
+    assert not x.is_deleted()
+
+
+def test_modules_are_not_changed() -> None:
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    before = jax.tree.map(np.array, nnx.state(norm))
+    assert locate(lambda norm, x: norm(x) / 0, norm, jnp.ones((2, 3))) is not None
+    after = jax.tree.map(np.array, nnx.state(norm))
+    assert all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(after)))
+
+
+def test_what_is_traced_or_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="called by code that is traced"):
+        jax.jit(lambda x: locate(jnp.sin, x))(1.0)
+    with pytest.raises(TypeError, match=r"locate\(fn, \*args\) needs a function, got 3."):
+        locate(3)  # type: ignore[arg-type]
+
+
+def test_an_audit_finds_the_same_op() -> None:
+    audited = audit(in_scan)
+    audited(jnp.ones(3, F16))
+    fault, found = audited.audit.fault, locate(in_scan, jnp.ones(3, F16))
+    assert fault is not None
+    assert found is not None
+    assert (fault.op, fault.kind, fault.source) == (found.op, found.kind, found.source)

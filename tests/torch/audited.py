@@ -1,0 +1,130 @@
+"""Trainings for the tests of `audit` and `locate`: all that a run leaves, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polymp.torch
+from polymp.torch import autocast
+
+# Of each format: dtype, and the scaler that goes with it.
+FORMATS: dict[str, tuple[torch.dtype | None, Any]] = {
+    "fp32": (None, None),
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, polymp.torch.GradScaler),
+    "fp16, torch's scaler": (torch.float16, torch.amp.GradScaler),
+}
+
+
+class Attention(nn.Module):
+    """A small transformer's block and head, on [batch, 6, 8]."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.again = again
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return seen.transpose(1, 2).flatten(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)
+        found: torch.Tensor = self.down(nn.functional.gelu(self.up(x + seen)).mean(1))
+        return found
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(4, 8)
+
+
+def convolution() -> tuple[nn.Module, torch.Tensor]:
+    """With batch norm, whose statistics are state, and dropout, which draws random numbers."""
+    parts = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.Dropout(0.3), nn.Flatten()
+    return nn.Sequential(*parts, nn.Linear(4 * 9, 3)), torch.randn(4, 2, 5, 5)
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    return Attention(), torch.randn(2, 6, 8)
+
+
+def checkpointed() -> tuple[nn.Module, torch.Tensor]:
+    return Attention(again=True), torch.randn(2, 6, 8)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    made.__name__: made for made in (mlp, convolution, transformer, checkpointed)
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "foreach": lambda p: torch.optim.Adam(p, 1e-2, foreach=True),
+    "plain": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, foreach=False),
+}
+
+
+class Training:
+    """A model, its optimizer and scaler, and the step that trains it.
+
+    Args:
+        model: name of it.
+        format: name of it.
+        optimizer: name of it.
+        parts: how many backward passes a step has.
+    """
+
+    def __init__(
+        self, model: str = "mlp", format: str = "fp16", optimizer: str = "plain", parts: int = 1
+    ) -> None:
+        torch.manual_seed(0)
+        self.model, self.x = MODELS[model]()
+        self.dtype, scaler = FORMATS[format]
+        self.scaler = None if scaler is None else scaler("cpu", 2.0**10, growth_interval=2)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.parts = parts
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        region = nullcontext() if self.dtype is None else autocast("cpu", self.dtype)
+        with region:
+            return self.model(x).float().square().mean()  # type: ignore[no-any-return]
+
+    def step(self, factor: float = 1.0) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        for _ in range(self.parts):
+            loss = self.loss(self.x * factor)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of all that there is: parameters, gradients, states, the scale, random numbers."""
+        found = [*self.model.state_dict().values()]
+        for p in self.model.parameters():
+            found += [] if p.grad is None else [p.grad]
+            found += [x for x in self.optimizer.state.get(p, {}).values() if torch.is_tensor(x)]
+        scales = {} if self.scaler is None else self.scaler.state_dict()
+        numbers = [float(x) for x in scales.values() if isinstance(x, (int, float))]
+        return [x.detach().clone() for x in (*found, torch.get_rng_state(), torch.tensor(numbers))]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """True if all bits are, NaN among them."""
+    if [(t.dtype, t.shape) for t in one] != [(t.dtype, t.shape) for t in other]:
+        return False
+    return all(
+        torch.equal(a.contiguous().reshape(-1).view(torch.uint8),
+                    b.contiguous().reshape(-1).view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""What was seen wrong once: records of records, closures, masks, scales that do not fit."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polymp
+from polymp.torch import GradScaler, audit, autocast, explain, locate
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> None:
+    with autocast("cpu", torch.bfloat16):
+        loss = model(x).float().pow(2).mean()
+    loss.backward()
+
+
+def _rows(report: polymp.Report) -> list[tuple[object, ...]]:
+    return [(c.op, c.module, c.direction, c.rule, c.run, c.casts) for c in report]
+
+
+def test_a_report_inside_of_another_takes_nothing_from_it() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)), torch.randn(3, 8)
+    with polymp.recording() as record, explain(model=model) as outer, explain(model=model) as inner:
+        _step(model, x)
+    assert _rows(inner) == _rows(outer)
+    assert {"linear"} <= {c.op for c in outer if c.rule == "lower"}
+    assert record.rows() == inner.rows() == outer.rows() != set()
+    entries = len(record)
+    _step(model, x)
+    assert len(record) == entries  # and it hears no more than what ran inside
+
+
+def test_gradients_that_overflow_by_a_large_scale_need_another_scale() -> None:
+    """The loss is cast up after the model, so the first Inf is made by a cast on the way in."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    scaler, optimizer = GradScaler("cpu", init_scale=2.0**24), torch.optim.SGD(model.parameters())
+    with audit(model, scaler) as a:
+        with autocast("cpu", torch.float16):
+            loss = model(x).float().pow(2).mean() * 50
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert a.fault is not None
+    assert a.fault.direction == "backward"
+    suggestion = a.suggest()
+    assert suggestion.dtype is None
+    assert suggestion.init_scale is not None
+    assert suggestion.init_scale < 2.0**16
+
+
+# --- audit and locate -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_what_a_closure_runs_is_measured(kind: type[torch.optim.Optimizer]) -> None:
+    def trained(watched: bool) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        net, x = nn.Linear(4, 2), torch.randn(8, 4)
+        optimizer: Any = kind(net.parameters(), lr=0.1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            with autocast("cpu", torch.bfloat16):
+                loss = net(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        with audit(net) if watched else nullcontext() as found:
+            optimizer.step(closure)
+        return [p.detach() for p in net.parameters()], found
+
+    (plain, _), (same, found) = trained(False), trained(True)
+    assert all(map(torch.equal, plain, same))
+    ops = [m.op for m in found.results if m.direction == "forward"]
+    assert ops == ["linear", "pow", "mean"]
+    assert {m.module for m in found.gradients} == {"weight", "bias"}
+
+
+def test_an_audit_inside_an_explanation_leaves_no_rows_of_its_own() -> None:
+    net, x = nn.Linear(4, 2), torch.randn(8, 4)
+
+    def rows(audited: bool) -> list[tuple[str, str]]:
+        net.zero_grad()
+        with polymp.torch.explain(model=net) as report, autocast("cpu", torch.bfloat16):
+            with audit(net) if audited else nullcontext():
+                net(x).sum().backward()
+        return [(call.op, call.direction) for call in report]
+
+    assert rows(audited=True) == rows(audited=False)
+
+
+def test_a_mask_that_float16_rounds_to_inf_is_no_fault() -> None:
+    """Scores and the lowest float16: below that is -Inf, of which a softmax makes 0 as well."""
+    scores, mask = torch.full((4, 4), -20.0), torch.full((4, 4), torch.finfo(torch.float16).min)
+    mask = mask.half().triu(1)
+
+    def attend(weight: torch.Tensor) -> torch.Tensor:
+        return (scores.half() + mask * weight.half()).softmax(-1)
+
+    assert locate(attend, torch.ones(())) is None
+    assert locate(lambda: 1 / (scores.half() * 1e4)) is not None, "x / Inf hides an overflow"
+
+
+def test_the_fitting_scale_is_of_gradients_that_float16_holds() -> None:
+    """A float32 gradient of 2**20 does not keep the scale down."""
+    net, x = nn.Linear(4, 1), torch.ones(1, 4)
+    with audit(net) as found:
+        with autocast("cpu", torch.float16):
+            low = net(x)
+        (low.float() * torch.full((1, 1), 2.0**20) * 2.0**-20).sum().backward()
+    largest = max(m.magnitudes.largest for m in found.backward if m.run == "float16")
+    assert largest == 1
+    assert found.fitting_scale() == 2.0**14
+    assert max(m.magnitudes.largest for m in found.backward) >= 1
+
+
+def test_what_was_not_measured_gets_no_suggestion() -> None:
+    with audit() as found:
+        pass
+    with pytest.raises(ValueError, match="nothing was measured"):
+        found.suggest()
+    with pytest.raises(TypeError, match=r"a GradScaler, got 0\.5"), audit(nn.Linear(2, 2), 0.5):
+        pass

@@ -153,8 +153,9 @@ def audit(fn: Callable[..., Any]) -> Audited:
     `fn` itself is called as it is, so its results are what they are without, every bit of them.
     What is measured is a twin of its traced program: every op's result and every gradient, in loops
     and branches too. That program is compiled once for each set of types, and runs before `fn`; a
-    call takes three to four times as long. Largest magnitudes, Inf and NaN are of all values; shares
-    are of up to 2,048 values of each array, spread evenly, in a `while` loop of its last round.
+    call takes three to four times as long. Largest magnitudes, Inf and NaN are of all values;
+    shares are of up to 2,048 values of each array, spread evenly, in a `while` loop of its last
+    round.
 
     Gradients are found where the program takes them: they are what its backward pass hands to the
     rest of it. A `GradScaler` among the arguments says by which scale to divide them.

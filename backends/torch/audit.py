@@ -572,8 +572,9 @@ def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]
         policy = a.suggest().apply("amp")
 
     What the steps compute is what they compute without: every bit of it. A step takes
-    about three times as long, more where its ops are tiny. Nothing is read from the device before the block ends. Largest magnitudes,
-    Inf and NaN are of all values; shares are of up to 4,096 values of each tensor, spread evenly.
+    about three times as long, more where its ops are tiny. Nothing is read from the device before
+    the block ends. Largest magnitudes, Inf and NaN are of all values; shares are of up to 4,096
+    values of each tensor, spread evenly.
 
     For float16, what the format loses is told from what was zero anyway: a float16 op runs once
     more, in float32, on the same inputs, at the first of every sixteen calls at its site.

@@ -16,6 +16,9 @@ from polymp.dtypes import FORMATS
 # How far back the zero that was divided by is looked for.
 _STEPS = 12
 
+# Ops of which Inf, of finite inputs, may be a division by zero.
+DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
+
 # Ops that give the same for Inf as for a number as far out: masks and clamps lead to them.
 _TAKES_UP = frozenset(
     "softmax log_softmax logsumexp exp sigmoid tanh clamp clamp_min clamp_max maximum minimum max "

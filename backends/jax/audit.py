@@ -24,12 +24,9 @@ from polymp.backends.jax.explain import Site, Traced, equations, traced, with_si
 from polymp.backends.jax.places import is_update, source
 from polymp.backends.jax.scaler import GradScaler
 from polymp.backends.jax.twin import Event, Facts, Twin, is_measured
-from polymp.blame import Node, blame
+from polymp.blame import DIVIDING, Node, blame
 from polymp.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
 from polymp.report import BACKWARD, FORWARD, Call
-
-# Ops of which Inf, of finite inputs, may be a division by zero.
-_DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
 
 
 class _Program(NamedTuple):
@@ -363,7 +360,7 @@ def _blamed(program: _Program, facts: Sequence[Facts], peaks: Sequence[Any]) -> 
         bad, first, at = _bad(event, fact)
         call = _call_of(program, event.site)
         burst = (
-            bool(bad) and event.format == "float16" and (call is None or call.op not in _DIVIDING)
+            bool(bad) and event.format == "float16" and (call is None or call.op not in DIVIDING)
         )
         vanished = 0.0
         if fact.lost.size:

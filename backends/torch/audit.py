@@ -36,7 +36,7 @@ from polymp.backends.torch.measuring import (
     range_of,
 )
 from polymp.backends.torch.watch import Own, Ran, Running, Watch, float_tensors
-from polymp.blame import Blame, Node, blame
+from polymp.blame import DIVIDING, Blame, Node, blame
 from polymp.dtypes import FORMATS
 from polymp.magnitudes import Magnitudes, joined
 from polymp.report import BACKWARD
@@ -46,9 +46,6 @@ _ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min",
 
 # Of the calls at one site, every n-th is compared with float32; the first is one of them.
 _EVERY = 16
-
-# Ops of which Inf, of finite inputs, may be a division by zero.
-_DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
 
 # Below half of it, a number is zero in float16.
 _TINY = FORMATS["float16"].smallest_subnormal / 2
@@ -392,7 +389,7 @@ class Measures(Watch):
         losses = Lost.read([e.lost for e in events if e.lost is not None])
         nodes = []
         for event, was in zip(events, bad, strict=True):
-            finite, vanished = event.run == "float16" and event.running.op not in _DIVIDING, 0.0
+            finite, vanished = event.run == "float16" and event.running.op not in DIVIDING, 0.0
             if event.lost is not None:
                 finite, vanished = next(losses)
             which = next((spoiled[at] for at in event.origins if at in spoiled), "")

@@ -414,13 +414,6 @@ class Ran(NamedTuple):
     reads: list[torch.Tensor]
 
 
-def _take_out(calls: list[Running], running: Running) -> None:
-    for at in range(len(calls) - 1, -1, -1):
-        if calls[at] is running:
-            del calls[at]
-            return
-
-
 def name_of(overload: str, name: str) -> str:
     """The name of an op that no kernel was asked for, as one in place: "relu_", "add_.Tensor".
 

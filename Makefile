@@ -1,7 +1,9 @@
 # make demo   trains the example model in every format, in torch and in JAX, and compares them
 # make test   every check that CI runs; tests/test_site.py among them builds the documentation
 # make docs   the documentation, in site/
-# Each sets up .venv first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
+# make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
+#             MINUTES=9 DEVICE=cuda OUT=build/gpu ARGS=--resume; DEVICE=cpu is a dry run
+# All but make gpu set up .venv first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
 
 PYTHON ?= python3
 PY     := .venv/bin/python
@@ -9,7 +11,11 @@ READY  := .venv/.ready
 BENCH  := .venv-bench/.ready
 PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 
-.PHONY: demo test lint types docs bench clean
+DEVICE  ?= cuda
+MINUTES ?= 9
+OUT     ?= build/gpu
+
+.PHONY: demo test lint types docs bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -36,6 +42,9 @@ bench: $(BENCH)
 	    .venv-bench/bin/python benchmarks/$$name.py || missed=1; \
 	done; \
 	exit $$missed
+
+gpu:
+	$(PYTHON) benchmarks/gpu.py --device $(DEVICE) --minutes $(MINUTES) --out $(OUT) $(ARGS)
 
 $(BENCH): pyproject.toml constraints.txt $(PEERS)
 	$(PYTHON) -m venv --clear .venv-bench

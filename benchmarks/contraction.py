@@ -37,6 +37,7 @@ FORMS: dict[str, Callable[..., Any]] = {
 }
 PARTS = ("forward", "gradient of the left", "gradient of the right")
 LOW = "bfloat16"
+TITLE = "Contraction: bfloat16 operands, by form"
 
 
 @dataclass(frozen=True)
@@ -56,35 +57,32 @@ class Shape:
     weight: bool = True
 
 
-def shapes(scale: int = 1) -> dict[str, Shape]:
-    """Products of a transformer with four sequences of 256 tokens; lengths divided by `scale`."""
+def shapes(scale: float = 1) -> dict[str, Shape]:
+    """Products of a transformer with four sequences of 256 tokens; all lengths times `scale`."""
 
-    def cut(*shape: int) -> tuple[int, ...]:
-        return tuple(max(n // scale, 1) for n in shape)
+    def to(*lengths: int) -> tuple[int, ...]:
+        return tuple(max(round(n * scale), 1) for n in lengths)
+
+    def linear(name: str, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[str, Shape]:
+        sizes = " . ".join(" x ".join(map(str, shape)) for shape in (left, right))
+        dims = (((len(left) - 1,), (0,)), ((), ()))
+        return f"{name}, {sizes}", Shape(left, right, dims)
 
     return {
-        "up, 4 x 256 x 512 . 512 x 2048": Shape(
-            cut(4, 256, 512), cut(512, 2048), (((2,), (0,)), ((), ()))
-        ),
-        "down, 4 x 256 x 2048 . 2048 x 512": Shape(
-            cut(4, 256, 2048), cut(2048, 512), (((2,), (0,)), ((), ()))
-        ),
-        "matrix, 1024 x 512 . 512 x 2048": Shape(
-            cut(1024, 512), cut(512, 2048), (((1,), (0,)), ((), ()))
-        ),
-        "head, 4 x 256 x 512 . 512 x 4096": Shape(
-            cut(4, 256, 512), cut(512, 4096), (((2,), (0,)), ((), ()))
-        ),
+        **dict([
+            linear("up", to(4, 256, 512), to(512, 2048)),
+            linear("down", to(4, 256, 2048), to(2048, 512)),
+            linear("matrix", to(1024, 512), to(512, 2048)),
+            linear("head", to(4, 256, 512), to(512, 4096)),
+        ]),
         "attention, queries . keys": Shape(
-            cut(4, 8, 256, 64), cut(4, 8, 256, 64), (((3,), (3,)), ((0, 1), (0, 1))), False
+            to(4, 8, 256, 64), to(4, 8, 256, 64), (((3,), (3,)), ((0, 1), (0, 1))), False
         ),
         "attention, weights . values": Shape(
-            cut(4, 8, 256, 256), cut(4, 8, 256, 64), (((3,), (2,)), ((0, 1), (0, 1))), False
+            to(4, 8, 256, 256), to(4, 8, 256, 64), (((3,), (2,)), ((0, 1), (0, 1))), False
         ),
-        "one token, 1 x 768 . 768 x 3072": Shape(
-            (1, *cut(768)), cut(768, 3072), (((1,), (0,)), ((), ()))
-        ),
-    }
+        **dict([linear("one token", (1, *to(768)), to(768, 3072))]),
+    }  # fmt: skip
 
 
 def operands(shape: Shape) -> tuple[Any, Any, Any]:
@@ -191,6 +189,17 @@ class Bench:
         pairs += [(a, b) for i, b in enumerate(forms) for a in forms[:i]]
         self.rows += [row(f"{what}: {a} / {b}", times[b], times[a]) for a, b in pairs]
 
+    def record(self) -> dict[str, Any]:
+        """What was found, as pairing.py has it."""
+        names = {form: name for name, form in FORMS.items()}
+        return {
+            "rounds": self.rounds,
+            "chosen": {platform: names[form] for platform, form in contraction.FORMS.items()},
+            "tables": {TITLE: self.rows},
+            "errors": self.errors,
+            "missing": self.missing,
+        }
+
 
 def repeats(call: Callable[[], Any], least: float = 4e-3) -> int:
     """How often to run a program for one figure, so that it takes some milliseconds."""
@@ -214,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=9, help="paired rounds")
     parser.add_argument("--shapes", default="", help="those whose name holds this")
-    parser.add_argument("--scale", type=int, default=1, help="divide all lengths: a try-out")
+    parser.add_argument("--scale", type=float, default=1, help="of all lengths; below 1: a try-out")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
     args = parser.parse_args(argv)
     chosen = {name: s for name, s in shapes(args.scale).items() if args.shapes in name}
@@ -225,28 +234,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, shape in chosen.items():
         for part in PARTS:
             bench.run(name, shape, part)
-    title = "Contraction: bfloat16 operands, by form"
-    show(title, bench.rows)
+    show(TITLE, bench.rows)
     show(
         "Error, %",
         [Error(w, {k: f"{v:.2g}" for k, v in e.items()}) for w, e in bench.errors.items()],
     )
     for what, why in bench.missing.items():
         print(f"Not measured: {what}: {why}")
-    names = {form: name for name, form in FORMS.items()}
-    path = save(
-        "contraction",
-        device,
-        {
-            "machine": machine("jax", "jaxlib", device=device),
-            "rounds": args.rounds,
-            "chosen": {platform: names[form] for platform, form in contraction.FORMS.items()},
-            "tables": {title: bench.rows},
-            "errors": bench.errors,
-            "missing": bench.missing,
-        },
-        args.out,
-    )
+    record = {"machine": machine("jax", "jaxlib", device=device), **bench.record()}
+    path = save("contraction", device, record, args.out)
     print(f"Saved {path}.")
     return 0
 

@@ -9,6 +9,7 @@ A record, as `save` writes it to benchmarks/results, is read by speed_page.py:
     part, device, date    also in its name: <date>-<part>-<device>.json
     machine               see `machine`
     tables                title -> rows, each as `Row` has it; ratios, to be compared with bars
+    lists                 optional: title -> rows, as mappings of columns; shown as they are
     missing               optional: what could not be measured -> why
     reasons               optional: what of a row whose bar is missed -> why it is
     notes                 optional: sentences about how it was measured
@@ -25,6 +26,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,9 +35,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+sys.path.insert(0, str(Path(__file__).parent.parent))  # also where polymp is not installed
+import polymp
 
+ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 Timed = Callable[[], float]  # runs a program once; returns the seconds that count
@@ -155,18 +158,19 @@ def machine(*packages: str, device: str = "cpu") -> dict[str, Any]:
         packages: names of distributions whose versions are kept, if they are installed; polymp's
             always is.
         device: "cpu", or "cuda" (JAX's "gpu" too) for the name of the GPU; torch or jax, whichever
-            is imported, is asked for it.
+            is imported, is asked for it, or else nvidia-smi.
 
     Returns:
         kind, architecture, cores (that this process may use), load (of the last five minutes),
         python and versions.
     """
     found = {}
-    for name in (*packages, "polymp"):
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found["polymp"] = polymp.__version__
     return {
         "kind": _processor() if device == "cpu" else _gpu(),
         "architecture": platform.machine(),
@@ -185,13 +189,19 @@ def _processor() -> str:
 
 
 def _gpu() -> str:
-    torch = sys.modules.get("torch")
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return str(sys.modules["jax"].devices()[0].device_kind)
+    if jax is not None:
+        return str(jax.devices()[0].device_kind)
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return said.partition("\n")[0]
 
 
-def save(part: str, device: str, data: dict[str, Any], out: Path | None = None) -> Path:
+def save(
+    part: str, device: str, data: dict[str, Any], out: Path | None = None, date: str = ""
+) -> Path:
     """Write a record, dataclasses as their fields; see the top of this file.
 
     Args:
@@ -199,6 +209,7 @@ def save(part: str, device: str, data: dict[str, Any], out: Path | None = None) 
         device: "cpu" or "cuda"; JAX's "gpu" is "cuda" here, so that one column has both.
         data: machine, tables, and the rest.
         out: the file; by default one in results, by date, part and device.
+        date: of the figures, as "2026-11-22"; by default today's.
 
     Raises:
         ValueError: two rows have the same `what`, or a reason is given for a row that is not there.
@@ -211,15 +222,16 @@ def save(part: str, device: str, data: dict[str, Any], out: Path | None = None) 
     known = {*names, *data.get("unmeasured", ())}
     if unknown := set(data.get("reasons", ())) - known:
         raise ValueError(f"{part}: a reason, but no row, for {', '.join(sorted(unknown))}")
-    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    date = date or f"{datetime.now(UTC):%Y-%m-%d}"
     path = out or RESULTS / f"{date}-{part}-{device}.json"
     record = {"part": part, "device": device, "date": date, **data, "missed": missed(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, default=_fields) + "\n")
+    path.write_text(json.dumps(record, indent=2, default=plain) + "\n")
     return path
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def plain(value: Any) -> dict[str, Any]:
+    """A dataclass as its fields, for `json.dumps`; raises TypeError for anything else."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise TypeError(f"no JSON for {value!r}")
     return dataclasses.asdict(value)
@@ -232,6 +244,9 @@ def show(title: str, rows: Sequence[Any]) -> None:
     """
     if not rows:
         return
+    from rich.console import Console  # here, so that measuring needs no package
+    from rich.table import Table
+
     table = Table(title=title)
     if isinstance(rows[0], Row):
         columns: Sequence[str] = ("what", "ratio", "middle half", "bar", "", "base", "ours", "unit")

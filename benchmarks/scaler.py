@@ -119,6 +119,7 @@ def steppings(optimizer: str, *rest: Any, **options: Any) -> dict[str, Stepping]
 
 
 def on_torch(device: str, count: int, rounds: int) -> Iterator[Row]:
+    """Rows of all optimizers; `count` parameters each."""
     torch.set_num_threads(1)
     for name in OPTIMIZERS:
         times = measure(steppings(name, device, count), rounds)  # type: ignore[arg-type]
@@ -126,6 +127,10 @@ def on_torch(device: str, count: int, rounds: int) -> Iterator[Row]:
     times = measure(steppings("an empty step", device, count, scaling=True), rounds)  # type: ignore[arg-type]
     what = "an empty step, and scale / torch.amp"
     yield row(what, times["torch.amp"], times["polymp"], None)
+
+
+def torch_title(count: int) -> str:
+    return f"unscale_, step and update of {count:,} parameters in torch"
 
 
 # --- jax -----------------------------------------------------------------------------------------
@@ -246,7 +251,7 @@ def main() -> int:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     tables: dict[str, list[Row]] = {}
     if "torch" in parts:
-        title = f"unscale_, step and update of {args.parameters:,} parameters in torch"
+        title = torch_title(args.parameters)
         tables[title] = list(on_torch(args.device, args.parameters, args.rounds))
     if "jax" in parts:
         title = f"an Adam step of {args.millions:g} M parameters in JAX"

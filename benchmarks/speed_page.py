@@ -1,7 +1,8 @@
 """Makes docs/speed.md of the newest record of each part and device in benchmarks/results.
 
-Only records as pairing.py has them are read. `make bench` runs this last; a test holds the page to
-the records. Why a bar is missed stands in the record, or in reasons.toml:
+Only records as pairing.py has them are read. `make bench` and `make gpu` run this last. The table
+of costs in README.md is made here, too; a test holds both to the records. Why a bar is missed
+stands in the record, or in reasons.toml:
 
     [torch-speed.cpu]
     "row: ours / base" = "One sentence, with what was measured."
@@ -21,6 +22,7 @@ from pairing import RESULTS, Row, number
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "speed.md"
+README = HERE.parent / "README.md"
 REASONS = HERE / "reasons.toml"
 
 Record = dict[str, Any]
@@ -36,16 +38,48 @@ PARTS = {
     "scaler": "Loss scaling",
     "seeing": "What it costs to look: explain and audit",
     "policies": "Policies in compiled programs",
+    "gpu-machine": "The machine with the GPU",
+    "exactness": "Every op on a GPU",
+    "gpu-tests": "Tests on a GPU",
+    "gpu-questions": "What only a GPU can tell",
+    "fp8": "Products of 8-bit operands",
 }
+
+# Rows of README.md, by part.
+COST = {
+    "torch-overhead": (
+        "region: enter and leave",
+        "region: make, enter and leave",
+        "100 small mm in a region",
+        "100 small add_ in a region",
+        "training step of the example, bfloat16",
+        "training step of the example, float16",
+    ),
+    "torch-speed": (
+        "train: polymp / torch.autocast",
+        "train: fp32 / torch.autocast",
+        "accumulate: held / torch.autocast",
+        "mlp 1: frozen / torch.autocast",
+        "mlp 1: frozen / by hand",
+    ),
+    "jax-speed": (
+        "train: autocast / float32",
+        "train: autocast / by hand",
+        "train, kept: autocast / by hand",
+        "decode: frozen / autocast",
+        "scaler 64: GradScaler / without a scaler",
+    ),
+}
+BEGIN, END = "<!-- cost: made by benchmarks/speed_page.py -->", "<!-- end of cost -->"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 UNSAID = "no reason is recorded."
 
 HEAD = """# How fast it is
 
-`make bench` runs every program of this page and makes the page of the newest records. Programs that
-are compared take turns in one run. What counts is the ratio of their medians, ours / base: below 1
-is faster, or less. Beside it stands the middle half of the paired ratios, one of each round. A
-ratio in bold misses its bar.
+`make bench` runs every program of this page on a CPU, `make gpu` on a GPU, and each makes the page
+of the newest records. Programs that are compared take turns in one run. What counts is the ratio of
+their medians, ours / base: below 1 is faster, or less. Beside it stands the middle half of the
+paired ratios, one of each round. A ratio in bold misses its bar.
 
 ![Time of workloads under polymp and in float32](pictures/speed-light.svg#only-light)
 ![Time of workloads under polymp and in float32](pictures/speed-dark.svg#only-dark)
@@ -128,7 +162,11 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
     head = ["record", "device", "date", "machine", "cores", "load", "Python", "versions"]
     text = ["## Where it was measured", "", *_table(head, lines)]
     if not any("cuda" in devices for devices in parts.values()):
-        text += ["No GPU has been measured.", ""]
+        text += [
+            "No GPU has been measured. On a machine that has one, `make gpu` fills its column in",
+            "calls of 9 minutes; its steps are in [a table](../benchmarks/gpu_steps/plan.py).",
+            "",
+        ]
     return text
 
 
@@ -190,6 +228,10 @@ def _part(part: str, records: Devices) -> Iterator[str]:
         by = {d: {r.what: r for r in _rows(records[d], title)} for d in devices}
         if any(by.values()):
             yield from (f"### {title}", "", *_workload(by))
+    for d in devices:
+        for title, rows in records[d].get("lists", {}).items():
+            if rows:
+                yield from (f"### {title}, {DEVICES[d]}", "", *_list(rows))
     notes = dict.fromkeys(note for d in devices for note in records[d].get("notes", ()))
     if notes:
         yield from (*(f"- {note}" for note in notes), "")
@@ -200,6 +242,12 @@ def _part(part: str, records: Devices) -> Iterator[str]:
         if missing := records[d].get("missing", {}):
             yield from (f"Not measured on the {DEVICES[d]}:", "")
             yield from (*(f"- {what}: {_line(why)}" for what, why in missing.items()), "")
+
+
+def _list(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows as they are, with a column for each key that any of them has."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    return _table(head, [[_line(str(row.get(key, ""))) for key in head] for row in rows])
 
 
 def _line(text: str) -> str:
@@ -239,6 +287,60 @@ def _medians(r: Row | None) -> tuple[str, str]:
     return f"{number(r.base)} {r.unit}", f"{number(r.ours)} {r.unit}"
 
 
+def cost(parts: dict[str, Devices]) -> str:
+    """README's table of costs: the rows of `COST`, on every device that was measured."""
+    chosen = {part: parts.get(part, {}) for part in COST}
+    devices = _present(chosen)
+    text, files, lines = [], [], []
+    for part, records in chosen.items():
+        by = {d: {r.what: r for r in _rows(record)} for d, record in records.items()}
+        for what in COST[part]:
+            cells = []
+            for d in devices:
+                r = by.get(d, {}).get(what)
+                cells += (
+                    ["", ""] if r is None else [" / ".join(_medians(r)[::-1]), f"{r.ratio:.2f}"]
+                )
+            if any(cells):
+                lines.append([f"{PARTS[part]}: {what}" if part == "jax-speed" else what, *cells])
+        for d, record in records.items():
+            m = record["machine"]
+            versions = ", ".join(
+                f"{n} {v}" for n, v in m["versions"].items() if n in ("torch", "jax")
+            )
+            files.append(
+                f"- [{part}, {DEVICES[d]}](benchmarks/results/{record['file']}): {versions}; "
+                f"{m['kind']}, {record['date']}."
+            )
+    head = ["ours / base", *(x for d in devices for x in (f"{DEVICES[d]}: ours / base", "ratio"))]
+    text += [*_table(head, lines), *files]
+    if "cuda" not in devices:
+        text += ["", "No GPU has been measured; `make gpu` does it where there is one."]
+    return "\n".join(text)
+
+
+def with_cost(readme: str, parts: dict[str, Devices]) -> str:
+    """README.md with its table of costs made anew.
+
+    Raises:
+        ValueError: it has not both marks.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has to have the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{cost(parts)}\n\n{END}{after}"
+
+
+def write(results: Path, reasons: Path, to: Path, readme: Path) -> str:
+    """Write the page, and the table of costs in README.md; returns the page."""
+    text = page(results, reasons)
+    to.write_text(text)
+    readme.write_text(with_cost(readme.read_text(), newest(results)))
+    print(f"saved {to} and {readme}")
+    return text
+
+
 def main() -> int:
     """Write the page; 1 if a bar is missed or not measured and no reason is recorded."""
     parser = argparse.ArgumentParser(
@@ -247,11 +349,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of records")
     parser.add_argument("--reasons", type=Path, default=REASONS, help="TOML file")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page")
+    parser.add_argument("--readme", type=Path, default=README, help="with the table of costs")
     args = parser.parse_args()
-    text = page(args.results, args.reasons)
-    args.out.write_text(text)
-    gone = without_reason(text)
-    print(*gone, f"saved {args.out}", sep="\n")
+    gone = without_reason(write(args.results, args.reasons, args.out, args.readme))
+    print(*gone, sep="\n")
     return int(bool(gone))
 
 

@@ -49,10 +49,10 @@ print(statistics.median(times) * 1e6)
 """
 
 
-def apart(what: str, program: str, device: str) -> Row:
+def apart(what: str, program: str, device: str, rounds: int) -> Row:
     """Measure a program under torch.amp and under polymp, each in a process of its own."""
     times: dict[str, list[float]] = {"torch.amp": [], "polymp.torch": []}
-    for _ in range(5):
+    for _ in range(rounds):
         for package, found in times.items():
             code = program.format(package=package, device=device)
             run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
@@ -93,20 +93,13 @@ def training(amp: Any, device: str, dtype: torch.dtype) -> Callable[[], None]:
     return step
 
 
-def main() -> int:
-    """Run all comparisons, print the table, save it as JSON; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--rounds", type=int, default=100, help="paired rounds of 10 training steps"
-    )
-    parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
-    args = parser.parse_args()
-    device, rounds = args.device, args.rounds
+def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
+    """All comparisons; `rounds` of ten training steps. Few repetitions if `small`."""
     torch.set_num_threads(1)
     ours, theirs = polymp.torch, torch.amp
     kept, theirs_kept = ours.autocast(device), theirs.autocast(device)
     x, w = torch.randn(8, 8, device=device), torch.randn(8, 8, device=device, requires_grad=True)
+    many, times = (5, 5) if small else (200, 500)
 
     def ops(context: AbstractContextManager[Any]) -> Callable[[], None]:
         def program() -> None:
@@ -116,36 +109,51 @@ def main() -> int:
 
         return program
 
-    rows = [
+    found = [
         paired("region: enter and leave", entering(lambda: theirs_kept), entering(lambda: kept),
-               200, 500, 1.5),
+               many, times, 1.5),
         paired("region: make, enter and leave", entering(lambda: theirs.autocast(device)),
-               entering(lambda: ours.autocast(device)), 200, 500, 1.5),
-        paired("100 small mm in a region", ops(theirs_kept), ops(kept), 100, 20, None),
-        apart("100 small add_ in a region", WRITES, device),
+               entering(lambda: ours.autocast(device)), many, times, 1.5),
+        paired("100 small mm in a region", ops(theirs_kept), ops(kept), many // 2, 20, None),
+        apart("100 small add_ in a region", WRITES, device, 1 if small else 5),
     ]  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        rows.append(
+        found.append(
             paired(
                 f"training step of the example, {name}",
                 training(theirs, device, dtype),
                 training(ours, device, dtype),
                 rounds,
-                10,
+                1 if small else 10,
                 1.02,
             )
         )
-    title = "polymp / torch.amp"
-    show(f"{title}, torch {torch.__version__}, {device}", rows)
+    return found
+
+
+TITLE = "polymp / torch.amp"
+
+
+def main() -> int:
+    """Run all comparisons, print the table, save it as JSON; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--rounds", type=int, default=100, help="paired rounds of 10 training steps"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
+    args = parser.parse_args()
+    found = rows(args.device, args.rounds)
+    show(f"{TITLE}, torch {torch.__version__}, {args.device}", found)
     record = {
-        "machine": machine("torch", device=device),
+        "machine": machine("torch", device=args.device),
         "threads": torch.get_num_threads(),
-        "rounds": rounds,
-        "tables": {title: rows},
+        "rounds": args.rounds,
+        "tables": {TITLE: found},
     }
-    save("torch-overhead", device, record, args.out)
-    return int(bool(missed(rows)))
+    save("torch-overhead", args.device, record, args.out)
+    return int(bool(missed(found)))
 
 
 if __name__ == "__main__":

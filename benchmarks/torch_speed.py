@@ -3,8 +3,9 @@
 Each way of each workload runs in a process of its own, which is asked for a run in its turn; the
 ratio of the medians is what counts, and the middle half of the paired ratios stands beside it. On a
 CPU with one thread it is processor time, else the clock on the wall. Peak memory is measured in
-further processes, as `workloads_torch.peak` says. On a GPU kernels are counted, and a step that
-waits for the GPU is named. What cannot be run is recorded with the reason.
+further processes, as `workloads_torch.peak` says. On a GPU its own clock counts, and memory and
+kernels of every run are measured, and what waits for the GPU is named. What cannot be run is
+recorded with the reason.
 
     pip install -r benchmarks/requirements-torch.txt     # accelerate, Lightning Fabric
     python benchmarks/torch_speed.py                     # about 5 minutes on two cores
@@ -28,8 +29,8 @@ from typing import Any
 
 import torch
 from pairing import Row, machine, measure, missed, row, save, show
-from ways_torch import COMPILED
-from workloads_torch import SMALL, Size
+from ways_torch import COMPILED, GRAPHED
+from workloads_torch import LARGE, SMALL, Size
 
 BASE, HAND = "torch.autocast", "by hand"
 KEPT = ("held", "frozen")
@@ -38,8 +39,8 @@ WRAPPERS = ("accelerate", "Lightning Fabric")
 PEERS = (*WRAPPERS, "TransformerEngine", "Apex O1")  # run by the interpreter of --peers
 MEMORY = "memory"
 
-# Of every worker: memory that is given back leaves the process, so that a peak is of what is in
-# use; and compiling takes no further processes.
+# Of every worker on a CPU: memory that is given back leaves the process, so that a peak is of what
+# is in use; and compiling takes no further processes.
 SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -53,6 +54,7 @@ class Plan:
         compiled: those that are also measured compiled.
         inner: runs for one figure.
         threads: on a CPU; the bars are those of one thread.
+        devices: where it is measured unless it is asked for by name.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Plan:
     compiled: tuple[str, ...] = ()
     inner: int = 1
     threads: tuple[int, ...] = (1,)
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 TRAIN = ("held", *HALVES, *WRAPPERS, "Apex O1")
@@ -77,7 +80,14 @@ PLANS = {
     "train": Plan(
         "Language model: a train step of {batch} x {context} tokens",
         TRAIN,
-        ("fp32", BASE, "polymp"),
+        ("fp32", HAND, BASE, "polymp"),
+    ),
+    "train deep": Plan(
+        "Language model, {deep_layers} layers of width {deep_width}: a train step of {batch} x "
+        "{context} tokens",
+        TRAIN,
+        ("fp32", HAND, BASE, "polymp"),
+        devices=("cuda",),
     ),
     **{
         name: Plan(
@@ -140,7 +150,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.said,
             text=True,
-            env=os.environ | SETTINGS,
+            env=os.environ | (SETTINGS if device == "cpu" else {}),
         )
         self.send(way=way, device=device, size=asdict(size))
 
@@ -228,9 +238,19 @@ class Bench:
         return ready
 
     def workload(self, name: str, plan: Plan) -> None:
-        """Measure a workload in all ways, eager and compiled, and on a GPU look inside."""
-        title = plan.title.format(**asdict(self.size))
-        rows: list[Row] = []
+        """Measure a workload in all ways, eager and compiled, and show it."""
+        self.eager(name, plan)
+        if self.compiler:
+            self.compiled(name, plan)
+        title = self.title(plan)
+        show(title, self.tables[title])
+
+    def title(self, plan: Plan) -> str:
+        return plan.title.format(**asdict(self.size))
+
+    def eager(self, name: str, plan: Plan) -> None:
+        """Measure a workload in all ways, and on a GPU look inside."""
+        rows = self.tables.setdefault(self.title(plan), [])
         chosen = [n for n in plan.threads if n in self.threads]
         for threads in chosen if self.device == "cpu" else [1]:
             what = name if threads == 1 else f"{name}, {threads} threads"
@@ -242,23 +262,40 @@ class Bench:
             if self.device == "cuda":
                 rows += self.inside(name, ready)
             self.drop(ready)
-        if self.compiler:
-            ready = self.made(name, [way + COMPILED for way in plan.compiled], 1, plan.inner)
-            rows += compared(name, self.times(ready))
-            self.drop(ready, close=True)
-        self.tables[title] = rows
-        show(title, rows)
+
+    def compiled(self, name: str, plan: Plan, suffix: str = COMPILED) -> None:
+        """Measure a workload compiled, in those ways in which it is planned to be."""
+        rows = self.tables.setdefault(self.title(plan), [])
+        ready = self.made(name, [way + suffix for way in plan.compiled], 1, plan.inner)
+        rows += compared(name, self.times(ready))
+        if self.device == "cuda":
+            rows += self.inside(name, ready)
+        self.drop(ready, close=True)
 
     def times(self, ready: Sequence[Worker]) -> dict[str, list[float]]:
         return measure({w.way: w.seconds for w in ready}, self.rounds, 2) if ready else {}
 
     def inside(self, name: str, ready: Sequence[Worker]) -> list[Row]:
-        """Kernels of a run, beside torch.autocast's; and what of a run waits for the GPU."""
-        counts: dict[str, list[float]] = {}
+        """Kernels and memory of a run on a GPU; and what of a run waits for it."""
+        asked = {
+            "kernels": (f"kernels, {name}", "kernels", 1.0),
+            "memory": (f"peak memory, {name}", "MB", 1e6),
+        }
+        rows = []
+        for do, (what, unit, divide) in asked.items():
+            found: dict[str, list[float]] = {}
+            for worker in ready:
+                try:
+                    found[worker.way] = [worker.ask(do=do) / divide]
+                except Failed as error:
+                    self.missing[f"{what}: {worker.way}"] = str(error)
+            rows += compared(what, found, unit)
         for worker in ready:
-            counts[worker.way] = [worker.ask(do="kernels")]
-            self.host_sync[f"{name}: {worker.way}"] = worker.ask(do="host_sync")
-        return compared(f"kernels, {name}", counts, "kernels")
+            try:
+                self.host_sync[f"{name}: {worker.way}"] = worker.ask(do="host_sync")
+            except Failed as error:
+                self.missing[f"waits, {name}: {worker.way}"] = str(error)
+        return rows
 
     def peak(self, name: str, ways: Sequence[str]) -> list[Row]:
         """Peak memory, in a new process for each way."""
@@ -289,15 +326,15 @@ def compared(what: str, found: dict[str, list[float]], unit: str = "ms") -> list
     Compiled ways are compared with the compiled ones, and with eager torch.autocast nowhere.
     """
     rows = []
-    suffix = COMPILED if any(way.endswith(COMPILED) for way in found) else ""
+    suffix = next((s for s in (GRAPHED, COMPILED) if any(w.endswith(s) for w in found)), "")
     for base, ways in ((BASE, found), (HAND, [way + suffix for way in KEPT])):
         for way in ways:
             if way in found and base + suffix in found and way != base + suffix:
                 name = f"{what}: {way} / {base}{suffix}"
                 rows.append(row(name, found[base + suffix], found[way], BARS.get(name), unit))
-    for way, base in (HALVES[::-1],):
-        if way in found and base in found:
-            rows.append(row(f"{what}: {way} / {base}", found[base], found[way], None, unit))
+    theirs, ours = HALVES
+    if theirs in found and ours in found:
+        rows.append(row(f"{what}: {ours} / {theirs}", found[theirs], found[ours], None, unit))
     return rows
 
 
@@ -314,7 +351,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workloads", default=",".join((*PLANS, MEMORY)), help="%(default)s")
+    parser.add_argument("--workloads", default="", help="all of the device's, or some of: "
+                        + ", ".join((*PLANS, MEMORY)))  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=12, help="paired rounds")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2],
@@ -325,14 +363,16 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="tiny models: to see that it runs")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
     args = parser.parse_args()
-    names = args.workloads.split(",")
+    usual = [name for name, plan in PLANS.items() if args.device in plan.devices]
+    usual += [MEMORY] if args.device == "cpu" else []  # on a GPU every workload has its own
+    names = args.workloads.split(",") if args.workloads else usual
     if args.small and args.out is None:
         parser.error("--small: give --out, as its figures are not to be kept with the others")
     if unknown := set(names) - {*PLANS, MEMORY}:
         parser.error(f"--workloads: {', '.join(sorted(unknown))} is none of {', '.join(PLANS)}, "
                      f"{MEMORY}")  # fmt: skip
     compiler = "" if args.eager else shutil.which(os.environ.get("CXX", "g++")) or ""
-    size = SMALL if args.small else Size()
+    size = SMALL if args.small else LARGE if args.device == "cuda" else Size()
     bench = Bench(args.device, size, args.rounds, args.threads, args.peers, compiler)
     if not compiler:
         why = "--eager was asked for" if args.eager else "no C++ compiler is there"
@@ -343,7 +383,7 @@ def main() -> int:
                 bench.workload(name, PLANS[name])
     finally:
         bench.close()
-    if MEMORY in names:
+    if MEMORY in names and args.device == "cpu":
         title = "Peak memory of inference"
         bench.tables[title] = [r for name, ways in PEAKS.items() for r in bench.peak(name, ways)]
         show(title, bench.tables[title])

@@ -268,13 +268,23 @@ PACKAGES = {
     "TransformerEngine": "transformer-engine",
     "Apex O1": "apex",
 }
-COMPILED = ", compiled"
+COMPILED, GRAPHED = ", compiled", ", compiled, CUDA graphs"
+
+
+def plain(way: str) -> str:
+    """The way without how it is compiled."""
+    return way.removesuffix(GRAPHED).removesuffix(COMPILED)
 
 
 def run(way: str, job: Job) -> Run:
-    """A job in a way; with ", compiled" after its name, through torch.compile."""
-    made = WAYS[way.removesuffix(COMPILED)](job)
-    if way.endswith(COMPILED):
+    """A job in a way; with ", compiled" after its name, through torch.compile.
+
+    With ", compiled, CUDA graphs" its kernels are captured once and replayed.
+    """
+    made = WAYS[plain(way)](job)
+    if way.endswith(GRAPHED):
+        made.call = torch.compile(made.call, mode="reduce-overhead")
+    elif way.endswith(COMPILED):
         made.call = torch.compile(made.call)
     return made
 

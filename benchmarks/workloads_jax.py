@@ -2,7 +2,7 @@
 
     mlp          Linears of one width, a train step
     train        the transformer of tests/jax/transformer.py, a train step; also with its layers in
-                 a scan with remat; and its loss alone
+                 a scan with remat; with parameters sharded over all devices; and its loss alone
     accumulate   the same transformer, gradients of eight microbatches added up by a scan, a step
     decode       a transformer of 50 M parameters: token by token, batch 1, with a cache
     convnet      residual blocks of convolutions, a train step
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,13 @@ class Size:
 SMALL = Size(
     16, 2, 4, transformer.SMALL, 2, transformer.SMALL, 2, 2, 8, 1, 2, 16, 2, scaled_batches=(2, 4)
 )
+_WIDE = transformer.Size(
+    layers=4, width=1024, heads=16, hidden=4096, vocabulary=32768, batch=8, length=512
+)
+LARGE = Size(
+    features=4096, batch=4096, lm=_WIDE, serve=replace(_WIDE, layers=6, batch=1), decoded=32,
+    rank=16, channels=128, images=256,
+)  # fmt: skip
 
 
 class Made(NamedTuple):
@@ -147,6 +154,21 @@ def train(way: str, size: Size, scanned: bool = False) -> Made:
         return trained(way, loss, model.init(jax.random.key(0), batch[:, :-1]), batch)
     plain = partial(transformer.loss, heads=size.lm.heads)
     return trained(way, plain, transformer.parameters(size.lm, scanned=scanned), batch)
+
+
+def sharded(way: str, size: Size) -> Made:
+    """The train step with every matrix cut by columns over all devices, and the batch by rows."""
+    made = train(way, size)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=auto)
+
+    def cut(x: Array) -> Array:
+        whole = x.ndim < 2 or x.shape[-1] % mesh.size
+        spec = jax.P() if whole else jax.P(*[None] * (x.ndim - 1), "devices")
+        return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    batch = jax.device_put(made.rest[0], jax.NamedSharding(mesh, jax.P("devices")))
+    return Made(made.step, jax.tree.map(cut, made.state), (batch,))
 
 
 def forward(way: str, size: Size) -> Made:

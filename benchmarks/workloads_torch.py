@@ -1,7 +1,8 @@
 """The models that torch_speed.py runs, and the process that runs them in one way.
 
     MLP         Linears of one width, without gradients
-    LM          the transformer of examples/train_torch.py: train step, microbatches, decoding
+    LM          the transformer of examples/train_torch.py: train step, microbatches, decoding;
+                and a narrower one of more layers
     convnet     residual blocks with batch norm, channels last: train step, inference
     LoRA        the same transformer, frozen, with trainable adapters on the Linears of attention
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 from pairing import Timed, machine, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
-from ways_torch import COMPILED, PACKAGES, Job, cross_entropy, run
+from ways_torch import PACKAGES, Job, cross_entropy, plain, run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_torch import Block, Transformer
@@ -51,9 +53,16 @@ class Size:
     rank: int = 8  # of an adapter
     channels: int = 64  # of the convnet's first stage; twice that in the next, and the next
     images: int = 16  # of 3 x 32 x 32
+    deep_width: int = 768
+    deep_layers: int = 12
+    deep_heads: int = 12
 
 
-SMALL = Size(16, 2, 11, 16, 1, 2, 6, 3, 2, 2, 3, 2, 4, 2)
+SMALL = Size(16, 2, 11, 16, 1, 2, 6, 3, 2, 2, 3, 2, 4, 2, 8, 2, 2)
+LARGE = Size(
+    features=4096, alphabet=32768, width=1024, heads=16, context=512, short=64, prompt=64,
+    decoded=64, images=256,
+)  # fmt: skip
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -174,6 +183,11 @@ def transformer(size: Size) -> Transformer:
     return Transformer(size.alphabet, size.context, size.width, size.layers, size.heads)
 
 
+def deep(size: Size) -> Size:
+    """The same sizes, with the deep language model in place of the wide one."""
+    return replace(size, width=size.deep_width, layers=size.deep_layers, heads=size.deep_heads)
+
+
 def serving(way: str, model: nn.Module, x: Tensor) -> Program:
     job = Job(model.eval(), (x,))
     made = run(way, job)
@@ -237,7 +251,7 @@ def decoding(way: str, size: Size, device: str) -> Program:
     shape = (2 * size.layers, 1, size.heads, size.prompt, size.width // size.heads)
     numbers = torch.randn(shape).to(device)
     first = torch.randint(size.alphabet, (1, 1)).to(device)
-    low = torch.float32 if way.removesuffix(COMPILED) == "fp32" else torch.bfloat16
+    low = torch.float32 if plain(way) == "fp32" else torch.bfloat16
     job = Job(model, (first, *numbers.to(low)))
     made = run(way, job)
     start = tuple(numbers.to(made.dtype))
@@ -266,6 +280,7 @@ Make = Callable[[str, Size, str], Program]
 WORKLOADS: dict[str, Make] = {
     **{f"mlp {batch}": partial(mlp, batch=batch) for batch in (1, 8, 32)},
     "train": lambda way, size, device: lm(way, size, device, 1, size.context),
+    "train deep": lambda way, size, device: lm(way, deep(size), device, 1, size.context),
     "accumulate": lambda way, size, device: lm(way, size, device, size.batch, size.context),
     "accumulate short": lambda way, size, device: lm(way, size, device, size.batch, size.short),
     "decode": decoding,
@@ -295,34 +310,24 @@ def resident(name: str) -> int:
 
 
 def peak(workload: str, way: str, size: Size, device: str) -> float:
-    """The most memory that a workload takes beyond what was there before its model, in bytes.
+    """The most memory that a workload takes on a CPU beyond what was there before it, in bytes.
 
-    A small one runs before, for what any first run loads. On a GPU it is what torch allocates. On
-    the CPU it is VmHWM, which starts anew once the model is there ("5" into /proc/self/clear_refs),
-    minus VmRSS before the model. What building the model takes, and gives back, is not in it.
+    A small one runs before, for what any first run loads. It is VmHWM, which starts anew once the
+    model is there ("5" into /proc/self/clear_refs), minus VmRSS before the model. What building the
+    model takes, and gives back, is not in it. See `allocated` for a GPU.
     """
     before = make(workload, way, SMALL, device)
     before.once()
     before.stack.close()
     del before
     gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        start = torch.cuda.memory_allocated()
-    else:
-        start = resident("VmRSS")
+    start = resident("VmRSS")
     program = make(workload, way, size, device)
     program.once()
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5")
     for _ in range(3):
         program.once()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return float(torch.cuda.max_memory_allocated() - start)
     return float(resident("VmHWM") - start)
 
 
@@ -349,6 +354,39 @@ def host_sync(program: Program) -> str:
     return ""
 
 
+def allocated(program: Program, before: int) -> float:
+    """The most memory that torch had allocated on the GPU in three runs, beyond `before`; bytes."""
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        program.once()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated() - before)
+
+
+def timed_by_events(program: Callable[[], Any], inner: int, least: float = 0.01) -> Timed:
+    """A program as `pairing.measure` wants it, by the GPU's own clock.
+
+    Args:
+        program: what to run.
+        inner: how often, at the least, for one figure: the mean.
+        least: seconds that one figure is to take: a shorter program runs more often.
+    """
+
+    def seconds(times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(times):
+            program()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / times
+
+    seconds(1)  # whatever a first run sets up
+    times = max(inner, math.ceil(least / max(seconds(1), 1e-6)))
+    return lambda: seconds(times)
+
+
 class Worker:
     """One way's programs, made, run and dropped as the parent asks; figures as JSON."""
 
@@ -356,21 +394,22 @@ class Worker:
         self.way, self.device, self.size = way, device, size
         self.program: Program | None = None
         self.clock: Timed | None = None
+        self.before = 0  # bytes that were allocated on the GPU before the program was made
 
     def answer(self, do: str, workload: str = "", threads: int = 1, inner: int = 1) -> Any:
         match do:
             case "make":
                 torch.set_num_threads(threads)
                 self.drop()
+                if self.device == "cuda":
+                    self.before = torch.cuda.memory_allocated()
                 self.program = make(workload, self.way, self.size, self.device)
                 self.program.once()
-                alone = self.device == "cpu" and threads == 1
-                self.clock = timed(
-                    self.program.once,
-                    inner,
-                    time.process_time if alone else time.perf_counter,
-                    torch.cuda.synchronize if self.device == "cuda" else None,
-                )
+                if self.device == "cuda":
+                    self.clock = timed_by_events(self.program.once, inner)
+                else:
+                    clock = time.process_time if threads == 1 else time.perf_counter
+                    self.clock = timed(self.program.once, inner, clock)
                 return machine("torch", *filter(None, [PACKAGES.get(self.way)]))["versions"]
             case "run":
                 assert self.clock is not None
@@ -378,18 +417,25 @@ class Worker:
             case "kernels" | "host_sync":
                 assert self.program is not None
                 return {"kernels": kernels, "host_sync": host_sync}[do](self.program)
+            case "memory":
+                assert self.program is not None
+                return allocated(self.program, self.before)
             case "peak":
                 torch.set_num_threads(threads)
                 return peak(workload, self.way, self.size, self.device)
             case "drop":
                 return self.drop()
-        raise ValueError(f"{do!r}: a worker can make, run, drop, or tell kernels, host_sync, peak")
+        raise ValueError(
+            f"{do!r}: a worker can make, run, drop, or tell kernels, host_sync, memory, peak"
+        )
 
     def drop(self) -> None:
         if self.program is not None:
             self.program.stack.close()
         self.program = self.clock = None
         gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # another process may need it
 
 
 def main() -> None:

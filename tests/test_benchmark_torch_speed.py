@@ -16,7 +16,7 @@ from tests.conftest import need
 
 OURS = ("polymp", "held", "frozen")
 WORKLOADS = (
-    "mlp 1", "mlp 8", "mlp 32", "train", "accumulate", "accumulate short", "decode",
+    "mlp 1", "mlp 8", "mlp 32", "train", "train deep", "accumulate", "accumulate short", "decode",
     "convnet train", "convnet", "lora", "lora short",
 )  # fmt: skip
 

@@ -70,6 +70,13 @@ def test_the_page_is_made_of_the_records(speed_page: ModuleType) -> None:
     )
 
 
+def test_the_readme_has_the_costs_of_the_records(speed_page: ModuleType) -> None:
+    text = speed_page.README.read_text(encoding="utf-8")
+    assert speed_page.with_cost(text, speed_page.newest(speed_page.RESULTS)) == text, (
+        "README.md's costs are not what benchmarks/speed_page.py makes of the records; run it"
+    )
+
+
 def test_every_missed_bar_has_its_reason(speed_page: ModuleType) -> None:
     text = speed_page.page(speed_page.RESULTS, speed_page.REASONS)
     assert speed_page.without_reason(text) == []
@@ -119,6 +126,34 @@ def test_the_newest_record_of_each_device(speed_page: ModuleType, put: Put, tmp_
     assert "(../benchmarks/results/2026-02-01-jax-speed-cpu.json)" in text
     assert "2026-01-31" not in text
     assert "No GPU" not in text
+
+
+def test_lists_are_shown_as_they_are(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    asked = [{"what": "kernels", "is": 12}, {"what": "a | b", "because": "both"}]
+    put("some", "cuda", "2026-01-01", lists={"Asked": asked, "Empty": []})
+    text = made(speed_page, tmp_path)
+    table = ["### Asked, GPU", "", "| what | is | because |", "| --- | ---: | ---: |",
+             "| kernels | 12 |  |", "| a \\| b |  | both |"]  # fmt: skip
+    assert "\n".join(table) in text
+    assert "Empty" not in text
+    assert "No GPU" not in text
+
+
+def test_costs_of_the_readme_have_a_column_for_each_device(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    what = speed_page.COST["jax-speed"][0]
+    put("jax-speed", "cpu", "2026-01-01", tables={"T": [row(what, 0.5), row("x: a / b", 0.5)]})
+    alone = speed_page.cost(speed_page.newest(tmp_path))
+    assert f"| JAX: {what} | 1 ms / 2 ms | 0.50 |" in alone
+    assert "x: a / b" not in alone
+    assert "No GPU has been measured; `make gpu` does it where there is one." in alone
+    put("jax-speed", "cuda", "2026-01-01", tables={"T": [row(what, 0.25)]})
+    both = speed_page.cost(speed_page.newest(tmp_path))
+    assert f"| JAX: {what} | 1 ms / 2 ms | 0.50 | 0.5 ms / 2 ms | 0.25 |" in both
+    assert "No GPU" not in both
+    with pytest.raises(ValueError, match=r"README\.md has to have the lines '<!-- cost"):
+        speed_page.with_cost("# polymp", speed_page.newest(tmp_path))
 
 
 def test_a_row_of_one_device_leaves_the_others_cells_empty(
@@ -194,11 +229,14 @@ def test_a_record_under_another_name_is_refused(
 def test_the_program_writes_the_page_and_fails_for_a_bar_without_a_reason(
     speed_page: ModuleType, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    out = tmp_path / "page.md"
+    out, readme = tmp_path / "page.md", tmp_path / "README.md"
+    readme.write_text(f"# x\n{speed_page.BEGIN}\nold\n{speed_page.END}\nmore\n")
     arguments = f"speed_page.py --results {tmp_path} --reasons {tmp_path}/no.toml --out {out}"
-    monkeypatch.setattr("sys.argv", arguments.split())
+    monkeypatch.setattr("sys.argv", [*arguments.split(), "--readme", str(readme)])
     put("some", "cpu", "2026-01-01", tables={"Work": [row("a / b", 0.5, 0.6)]})
     assert speed_page.main() == 0
+    assert "old" not in readme.read_text()
+    assert readme.read_text().endswith(f"{speed_page.END}\nmore\n")
     assert out.read_text() == made(speed_page, tmp_path)
     put("some", "cpu", "2026-01-02", tables={"Work": [row("a / b", 0.7, 0.6)]})
     assert speed_page.main() == 1

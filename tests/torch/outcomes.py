@@ -1,8 +1,8 @@
 """What one call of an op gives, in a form that can be compared, pickled and printed.
 
-On CPU the outcome of a call is every bit of its outputs and gradients, or the exception. On CUDA
-the tensors are fake: the outcome is the formats of the outputs, or the exception, and the formats
-in which the op was called below autocast.
+On tensors with data the outcome of a call is every bit of its outputs and gradients, or the
+exception. Without a GPU those for CUDA are fake: the outcome is the formats of the outputs, or the
+exception, and the formats in which the op was called below autocast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What can be seen of a CPU tensor; a sparse one is seen dense, with its layout."""
+    """What can be seen of a tensor with data; a sparse one is seen dense, with its layout."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Outcome:
     calls: tuple[str, ...] = ()
 
 
-def on_cpu(
+def on_data(
     call: Callable[[], list[Any]],
     leaves: list[torch.Tensor],
     enter: Enter,
@@ -56,7 +56,7 @@ def on_cpu(
     scratch: Callable[[int], bool] = lambda at: False,
     inside: bool = False,
 ) -> Outcome:
-    """The outcome of a call on CPU.
+    """The outcome of a call on tensors with data, on whatever device they are.
 
     Args:
         call: returns the outputs; it is made inside the region.
@@ -89,7 +89,7 @@ def _gradients(outputs: list[Any], leaves: list[torch.Tensor]) -> tuple[torch.Te
     if not wanted or not leaves:
         return ()
     generator = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in wanted]
+    cotangents = [torch.randn(out.shape, generator=generator).to(out) for out in wanted]
     return torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True)
 
 
@@ -99,7 +99,7 @@ def see(value: Any, *, bits: bool = True) -> Any:
         return value
     layout = str(value.layout)
     value = value if value.layout is torch.strided else value.to_dense()
-    plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return Seen(
         word(value),
         tuple(value.shape),

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.torch import ops, torch_lists
 from tests.torch.ops import Row
-from tests.torch.outcomes import Enter, Outcome, fake, on_cpu, on_cuda, torch_cuda
+from tests.torch.outcomes import Enter, Outcome, fake, on_cuda, on_data, torch_cuda
 from tests.torch.torch_lists import Listed
 
 LOW = (torch.bfloat16, torch.float16)
@@ -116,7 +116,7 @@ def run_cpu(row: Row, pattern: list[torch.dtype], way: str, enter: Enter) -> Out
     count = len(row.overload._schema.returns)
     wanted = range(count) if row.outputs is None else row.outputs
     times = 2 if way == "twice" else 1
-    return on_cpu(
+    return on_data(
         lambda: [out for _ in range(times) for out in tree_leaves(row.overload(*args, **kwargs))],
         [] if way == "no gradients" else [leaf.requires_grad_() for leaf in leaves],
         enter,
@@ -152,7 +152,7 @@ def _listed_cpu(listed: Listed, enter: Enter) -> Outcome:
         return value
 
     args, kwargs = tree_map(fresh, (listed.args, listed.kwargs))
-    return on_cpu(lambda: tree_leaves(listed.function(*args, **kwargs)), leaves, enter)
+    return on_data(lambda: tree_leaves(listed.function(*args, **kwargs)), leaves, enter)
 
 
 def _listed_cuda(listed: Listed, enter: Enter) -> Outcome:

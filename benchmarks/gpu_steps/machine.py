@@ -1,0 +1,66 @@
+"""What the machine is: the GPU, its driver and clocks, and what `polymp doctor` says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from pairing import machine
+
+from gpu_steps.worker import Here
+
+ASKED = {
+    "name": "GPU",
+    "memory.total": "memory",
+    "driver_version": "driver",
+    "clocks.max.sm": "highest clock of the multiprocessors",
+    "clocks.max.mem": "highest clock of the memory",
+    "clocks.sm": "clock now",
+    "power.limit": "power limit",
+    "mig.mode.current": "partitioned (MIG)",
+}
+PACKAGES = (
+    "torch",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "triton",
+    "flax",
+    "optax",
+    "transformer-engine",
+)
+
+
+def look(here: Here) -> dict[str, Any]:
+    """The machine as facts. Changes no setting of the GPU."""
+    rows = list(_gpus()) if here.device == "cuda" else []
+    command = [sys.executable, "-m", "polymp", "doctor", "--json"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    if said.returncode not in (0, 1):  # 1: something is wrong, and stands in what it says
+        raise RuntimeError(f"polymp doctor: {said.stderr.strip()[-300:]}")
+    doctor = json.loads(said.stdout)
+    advice = [
+        {
+            "framework": d["framework"],
+            "device": d["name"],
+            "use": d["use"] or "float32",
+            "why": d["why"],
+        }
+        for d in doctor["devices"]
+    ]
+    return {
+        "machine": machine(*PACKAGES, device=here.device),
+        "doctor": doctor,
+        "lists": {"The machine": rows, "What polymp doctor advises": advice},
+        "missing": dict(enumerate(doctor["problems"])),
+    }
+
+
+def _gpus() -> Any:
+    command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for line in said.strip().splitlines():
+        for name, value in zip(ASKED.values(), line.split(", "), strict=True):
+            yield {"what": name, "is": value}

@@ -81,6 +81,74 @@ def test_steps_name_functions_that_are_there(plan: ModuleType) -> None:
         assert callable(getattr(benchmark(module), function)), step.name
 
 
+class Event:
+    """torch.cuda.Event, as if a millisecond passed between any two."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the steps ask torch.cuda for, answered without a GPU."""
+    import torch
+
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1_000_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 6_000_000)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("stand_in")
+def test_steps_that_need_cuda_run_on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their code, at tiny sizes on a CPU; not what it measures."""
+    for name in ("torch", "jax", "optax", "matplotlib", "tqdm"):
+        need(name)
+    import torch
+
+    here = benchmark("gpu_steps.worker").Here("cpu", small=True)
+    scaler, asked = benchmark("gpu_steps.torch_scaler"), benchmark("gpu_steps.torch_questions")
+    capturable = (torch.optim.AdamW, {"foreach": True})  # torch has the other for accelerators
+    monkeypatch.setitem(scaler.OPTIMIZERS, "AdamW, capturable", capturable)
+    found = {
+        "launches": scaler.launches(here, (2,)),
+        "undone": scaler.undone_steps(here, 1),
+        "held": asked.held_memory(here),
+        "recurrent": asked.recurrent(here),
+        "reads": benchmark("gpu_steps.jax_questions").host_reads(here),
+    }
+    rows = {name: next(iter(result["lists"].values())) for name, result in found.items()}
+    assert {name: len(lines) for name, lines in rows.items()} == {
+        "launches": 6, "undone": 3, "held": 5, "recurrent": 6, "reads": 3,
+    }  # fmt: skip
+    assert rows["undone"][0]["peak memory, MB"] == 5.0
+    assert all(row["same bits as torch.autocast"] for row in rows["recurrent"][::3])
+
+    workloads = benchmark("workloads_torch")
+    assert workloads.timed_by_events(lambda: None, 1)() == pytest.approx(1e-3 / 10)
+    program = workloads.make("train", "polymp", workloads.SMALL, "cpu")
+    assert workloads.allocated(program, 1_000_000) == 5_000_000
+    assert workloads.kernels(program) == 0
+    assert workloads.host_sync(program) == ""
+
+    exactness = benchmark("gpu_steps.exactness")
+    ops = ["mm", "acos"]
+    real = exactness.outcomes(ops, "cpu", lambda low: torch.autocast("cpu", low))
+    line, *_ = exactness.fake_against(ops, real)["Fake tensors against real ones"]
+    assert line["calls"] == line["the same"] + line["different"] + line["raise with data alone"]
+    assert line["the same"] > 0, "mm is low on both devices"
+    assert line["different"] > 0, "acos is float32 on CUDA alone"
+
+
 # --- killed and resumed ---------------------------------------------------------------------------
 
 

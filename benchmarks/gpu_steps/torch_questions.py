@@ -127,22 +127,21 @@ def recurrent(here: Here) -> dict[str, Any]:
     policies = {
         "default": None,
         "amp": "amp",
-        "fp32": polymp.policy(
-            {"name": "fp32", "default": "keep", "rules": {"lstm": "fp32", "gru": "fp32"}}
-        ),
+        "lstm and gru in float32": polymp.policy("amp").override(fp32=["lstm", "gru"]),
     }
+    low = torch.float16 if here.device == "cuda" else torch.bfloat16  # CPUs have no float16 LSTM
     for kind in (nn.LSTM, nn.GRU):
         torch.manual_seed(0)
         layer = kind(128, 128, 2).to(here.device)
         x = torch.randn(32, 8, 128, device=here.device)
-        with torch.autocast(here.device, torch.float16):
+        with torch.autocast(here.device, low):
             wanted = layer(x)[0]
         for name, policy in policies.items():
             row: Fact = {"layer": kind.__name__, "policy": name}
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 try:
-                    with polymp.torch.autocast(here.device, torch.float16, policy=policy):
+                    with polymp.torch.autocast(here.device, low, policy=policy):
                         got = layer(x)[0]
                     row["dtype"] = str(got.dtype).removeprefix("torch.")
                     row["same bits as torch.autocast"] = bool(torch.equal(got, wanted))
@@ -155,7 +154,7 @@ def recurrent(here: Here) -> dict[str, Any]:
         {"ops": "torch has and polymp's table lacks", "are": ", ".join(new) or "none"},
         {"ops": "polymp's table has and torch lacks", "are": ", ".join(gone) or "none"},
     ]
-    title = "Recurrent layers in float16 regions"
+    title = "Recurrent layers in low regions"
     return told(here, {title: rows, "The table of this torch": drift})
 
 
@@ -163,17 +162,17 @@ SANITIZED = """
 import torch, polymp.torch
 from polymp.torch import GradScaler, autocast, hold_casts
 layers = torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)
-model = torch.nn.Sequential(*layers).cuda()
-optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), GradScaler("cuda")
+model = torch.nn.Sequential(*layers).to("DEVICE")
+optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), GradScaler("DEVICE")
 with hold_casts(model):
     for turn in range(4):
-        with autocast("cuda", torch.float16):
-            loss = model(torch.randn(4, 32, device="cuda")).float().square().mean()
+        with autocast("DEVICE", torch.float16):
+            loss = model(torch.randn(4, 32, device="DEVICE")).float().square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-torch.cuda.synchronize()
+torch.cuda.synchronize() if "DEVICE" == "cuda" else None
 """
 
 
@@ -185,7 +184,8 @@ def sanitizer(here: Here) -> dict[str, Any]:
     if tool is None:
         raise FileNotFoundError("compute-sanitizer is not on the PATH")
     done = subprocess.run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", SANITIZED],
+        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c",
+         SANITIZED.replace("DEVICE", here.device)],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]

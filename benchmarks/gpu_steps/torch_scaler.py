@@ -191,14 +191,15 @@ def undone_steps(here: Here, millions: int = 1000) -> dict[str, Any]:
 GRAPHED = """
 import torch, polymp.torch
 from polymp.torch import GradScaler, autocast
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).cuda()
+layers = torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)
+model = torch.nn.Sequential(*layers).to("DEVICE")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
-scaler = GradScaler("cuda", on_stuck="raise", stuck_after=50)
-x = torch.randn(16, 64, device="cuda")
+scaler = GradScaler("DEVICE", on_stuck="raise", stuck_after=50)
+x = torch.randn(16, 64, device="DEVICE")
 
 @torch.compile(mode="reduce-overhead")
 def forward(x, spoil):
-    with autocast("cuda", torch.float16):
+    with autocast("DEVICE", torch.float16):
         loss = model(x).float().square().mean()
     return scaler.scale(loss) * spoil
 
@@ -209,7 +210,7 @@ def update():
 
 raised = 0
 for turn in range(80):
-    spoil = torch.tensor(float("inf") if turn >= 10 else 1.0, device="cuda")
+    spoil = torch.tensor(float("inf") if turn >= 10 else 1.0, device="DEVICE")
     torch.compiler.cudagraph_mark_step_begin()
     forward(x, spoil).backward()
     try:
@@ -226,7 +227,7 @@ print("SCALE", scaler.get_scale(), "SKIPPED", scaler.skipped_steps)
 def graphs_skipped(here: Here) -> dict[str, Any]:
     """Whether reduce-overhead captures a step with its scaler, and on_stuck hears of its skips."""
     done = subprocess.run(
-        [sys.executable, "-c", GRAPHED],
+        [sys.executable, "-c", GRAPHED.replace("DEVICE", here.device)],
         env=os.environ | {"TORCH_LOGS": "cudagraphs"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     said = [line for line in done.stderr.splitlines() if "cudagraph" in line.lower()]

@@ -283,7 +283,8 @@ UNSHARED: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(
             ("cudnn_convolution", "cudnn_convolution_transpose", "_thnn_fused_gru_cell",
-             "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention"),
+             "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention", "_cudnn_rnn",
+             "miopen_rnn"),
             "what the public op calls on a GPU",
         ),
         **dict.fromkeys(

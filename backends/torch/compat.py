@@ -389,6 +389,15 @@ def is_recorded() -> bool:
     )
 
 
+def flatten_rnn_weights(weights: list[torch.Tensor], *options: Any) -> None:
+    """Move the weights of a recurrent layer into one buffer, in cuDNN's order, in place.
+
+    What `torch.nn.RNNBase.flatten_parameters` calls, with the same options. Since torch 1.0, with
+    the size of projections since 1.8; in builds with cuDNN alone.
+    """
+    torch._cudnn_rnn_flatten_weight(weights, *options)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor is on, the same for all views of it; 0 without one.
 

@@ -36,7 +36,8 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     Not held, and cast at every use as before: parameters assigned to a module after the block was
     entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2 gathers and
     buffers that DDP sends, for such writes do not show; DTensors and other tensor subclasses;
-    tensors made in inference mode; what torch.compile, CUDA graphs and torch.func record; where
+    tensors made in inference mode; weights of recurrent layers on CUDA, which are cast into one
+    buffer; what torch.compile, CUDA graphs and torch.func record; where
     gradients are wanted, parameters below 65,536 elements, for a cast costs less, and in regions of
     torch.autocast those that torch keeps casts of itself.
 

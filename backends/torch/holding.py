@@ -152,6 +152,11 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return t.to(dtype)
     if not wants:
         return low
+    return as_cast(t, low)
+
+
+def as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The numbers of `low`, which autograd takes for a cast of `t`."""
     node: torch.Tensor = _Node.apply(t, _Box(low))  # type: ignore[no-untyped-call]
     return node
 

@@ -196,9 +196,13 @@ def _alone() -> bool:
 
 @cache
 def lowered(device: str) -> frozenset[str]:
-    """The ops that torch's own table of the device lowers."""
+    """The ops that torch's own table of the device lowers, and our kernels can."""
     rows = ((name, native.row(device, name, "bfloat16")) for name in native.kernels(device))
-    return frozenset(name for name, row in rows if row is not None and row.rule is Rule.LOWER)
+    return frozenset(
+        name
+        for name, row in rows
+        if row is not None and row.rule is Rule.LOWER and name not in primitives.COMPILED_ONLY
+    )
 
 
 @contextmanager
@@ -244,6 +248,7 @@ def _autocast_kernel(
     pass_on, call = compat.passing_on(op, key), compat.calling(op)
     run = runner(op, name, device)
     rulings = Rulings(name, device)
+    compiled_only = name in primitives.COMPILED_ONLY
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         ruling = rulings.of(regions.in_force(device))
@@ -258,8 +263,13 @@ def _autocast_kernel(
         if (
             ruling.agrees
             and replaced is not None
-            and _compiled[0]
-            and not (holds and not casts.kept_by_torch((*args, *kwargs.values())))
+            and (
+                compiled_only
+                or (
+                    _compiled[0]
+                    and not (holds and not casts.kept_by_torch((*args, *kwargs.values())))
+                )
+            )
         ):
             return replaced.call_boxed(keys, *args, **kwargs)
         if row is None:  # as if autocast had not heard of the op; ops inside it count
@@ -382,6 +392,8 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
         ruling = rulings[device].of(regions.in_force(device))
         row = ruling.row
         if row is None and name not in _BATCHED_AS_PRODUCTS:
+            return call(*args, **kwargs)
+        if ruling.agrees and name in primitives.COMPILED_ONLY:
             return call(*args, **kwargs)
         key = compat.autocast_key(device)
         if key is None or (row is not None and row.rule is Rule.FORBID):

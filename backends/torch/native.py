@@ -7,6 +7,8 @@ kernels. The engine leaves an op to its compiled kernel where a policy agrees wi
 from collections.abc import Mapping
 from functools import cache
 
+import torch
+
 from polymp import loading
 from polymp.backends.torch import compat
 from polymp.backends.torch.primitives import UNTOUCHED, has_low, in_float32
@@ -14,6 +16,13 @@ from polymp.rules import Policy, Row, Rule
 from polymp.vocabulary import vocabulary
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+# Ops that torch registers in builds for one vendor's GPUs alone: whether this is such a build.
+# Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
+BUILDS = {
+    "_cudnn_rnn": torch.version.cuda is not None,
+    "miopen_rnn": torch.version.hip is not None,
+}
 
 
 @cache
@@ -57,9 +66,10 @@ def _table(policy: Policy, format: str, registered: int) -> Mapping[str, Row]:
 def row(device: str, op: str, format: str) -> Row | None:
     """What torch does with the op: its row, or None where it has no kernel or we no row.
 
-    A registered op has no kernel of torch's; its row is the rule it was registered with.
+    A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
+    this build of torch leaves out is never called, and has the row that other builds give it.
     """
-    if op in kernels(device) or "::" in op:
+    if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
         return table(policy(device), format).get(op)
     return None
 
@@ -80,6 +90,10 @@ def agrees(device: str, other: Policy, op: str, format: str) -> bool:
 
 
 def drift(device: str) -> tuple[list[str], list[str]]:
-    """Ops that this torch registers and our table lacks, and the other way round; sorted."""
-    known = {op for op in table(policy(device), "float16") if "::" not in op}
+    """Ops that this torch registers and our table lacks, and the other way round; sorted.
+
+    What this build of torch leaves out counts as no op of the table.
+    """
+    ours = table(policy(device), "float16")
+    known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}
     return sorted(kernels(device) - known), sorted(known - kernels(device))

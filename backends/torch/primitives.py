@@ -24,6 +24,11 @@ ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
 # itself of what `detach` returns.
 UNTOUCHED = frozenset({"detach"})
 
+# Lowered by torch's own kernels alone, also where every other op is on ours. They cast to float16,
+# in bfloat16 regions too, and bring the weights into the one buffer that cuDNN asks for.
+# Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
+COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
+
 # Ops that pick numbers and change none. To run one low is to round what it picked, not what it
 # picked from: that is less work, and the gradients of what it picked from add up unrounded.
 PICKS = frozenset(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from polymp.backends.torch import compat, native, primitives, regions
+from polymp.backends.torch import compat, native, primitives, recurrent, regions
 from polymp.backends.torch.checks import APPENDED, dtype_at
 from polymp.errors import ForbiddenOpError
 from polymp.region import Region
@@ -118,6 +118,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
     # would take the write. Its kernels take a low input beside float32 weights and statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
     with_low_input = set(range(1, len(schema))) if written else set()
+    prepare = recurrent.prepare(name, device)
 
     def run(ruling: Ruling, cast: Cast, call: Call, args: Any, kwargs: Any) -> Any:
         if ruling.how is not Apply.CAST:
@@ -137,6 +138,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
         if decision.run is not None:
             dtype, low = regions.DTYPES[decision.run], regions.DTYPES[ruling.region.format]
             uncast = written if dtype is torch.float32 else with_low_input
+            if prepare is not None:
+                args = prepare(args, dtype)
             # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
             # the order in which the casts were made.
             if kwargs:

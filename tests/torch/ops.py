@@ -238,6 +238,16 @@ def _mkldnn_lstm(r: Source) -> Call:
     return call(r.normal(5, 2, 3), *weights, *state, *options)
 
 
+def _cudnn_lstm(r: Source) -> Call:
+    weights = [r.normal(16, 3), r.normal(16, 4), r.normal(16), r.normal(16)]
+    buffer = Constant(torch.cat([w.flatten() for w in weights]))
+    state = (r.normal(1, 2, 4), r.normal(1, 2, 4))
+    # mode (2 = LSTM), hidden size, size of projections, layers, batch first, dropout, train,
+    # bidirectional, batch sizes, state of dropout
+    options: tuple[Any, ...] = (2, 4, 0, 1, False, 0.0, True, False, [], None)
+    return call(r.normal(5, 2, 3), weights, 4, buffer, *state, *options)
+
+
 def _ctc(r: Source, *, as_tensor: bool) -> Call:
     log_probs = torch.log_softmax(r.normal(6, 2, 4), 2)
     targets = 1 + r.integers(3, 2, 3)
@@ -383,6 +393,7 @@ LOWER = (
     _rnn_cell("lstm_cell", 4, bias=False),
     Row("matmul", lambda r: call(r.normal(2, 3, 4), r.normal(4, 5))),
     Row("matmul", lambda r: call(r.normal(4), r.normal(4))),
+    Row("_cudnn_rnn", _cudnn_lstm),
     Row("mkldnn_rnn_layer", _mkldnn_lstm, (0, 1, 2), scratch=(3,)),  # 3 is its workspace
     Row("mm", lambda r: call(r.normal(4, 5), r.normal(5, 3))),
     Row("mm", lambda r: call(r.normal(4, 5), r.normal(3, 5).mT)),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch import kernels
 from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
@@ -51,6 +52,75 @@ def test_whole_models_bit_for_bit(title: str, low: torch.dtype, python: bool) ->
         for part, expected in theirs.items():
             if expected == again[part]:  # else torch does not repeat itself
                 assert ours[part] == expected, (way, part)
+
+
+RECURRENT = {
+    "LSTM": lambda: nn.LSTM(32, 48, 2, bidirectional=True),
+    "LSTM with projections": lambda: nn.LSTM(32, 48, proj_size=16),
+    "GRU": lambda: nn.GRU(32, 48, 2, bias=False),
+    "RNN": lambda: nn.RNN(32, 48),
+}
+
+
+def recurrent(
+    title: str, enter: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Results and gradients of a recurrent layer in a region, and the kernels that were called."""
+    torch.manual_seed(0)
+    layer = RECURRENT[title]().to(DEVICE)
+    x = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x.requires_grad_()
+    with torch.profiler.profile() as profile:
+        with enter():
+            y, state = layer(x)
+        y.float().square().mean().backward()
+    leaves = [x, *layer.parameters()]
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert len(grads) == len(leaves)
+    return [y, *tree_leaves(state), *grads], [event.key for event in profile.key_averages()]
+
+
+@pytest.mark.parametrize("python", [False, True], ids=["native", "python"])
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("title", RECURRENT)
+def test_recurrent_layers_keep_torchs_own_way_to_cudnn(
+    title: str, low: torch.dtype, python: bool
+) -> None:
+    """A warning, such as that weights lie apart, is an error here."""
+    theirs, kernels_of_torch = recurrent(title, lambda: torch.autocast(DEVICE, low))
+    with kernels.all_python(DEVICE) if python else contextlib.nullcontext():
+        ours, kernels_of_ours = recurrent(title, lambda: autocast(DEVICE, low))
+    assert "aten::_cudnn_rnn" in kernels_of_torch
+    assert "aten::_cudnn_rnn" in kernels_of_ours
+    assert ours[0].dtype is FP16, "torch's kernel casts to float16 in every region"
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("title", RECURRENT)
+def test_recurrent_layers_that_a_policy_lowers_have_their_weights_in_one_buffer(
+    title: str, low: torch.dtype
+) -> None:
+    got, called = recurrent(title, lambda: autocast(DEVICE, low, policy="matmul"))
+    assert got[0].dtype is low
+    assert {t.dtype for t in got[-2:]} == {FP32}, "gradients of parameters"
+    exact, _ = recurrent(title, contextlib.nullcontext)
+    for ours, true in zip(got, exact, strict=True):
+        assert (ours.float() - true).norm() <= 0.05 * true.norm()
+    if "aten::_cudnn_rnn" in called:  # of bfloat16 older versions of cuDNN have none
+        assert "aten::_cudnn_rnn_flatten_weight" in called
+    else:
+        assert low is BF16
+
+
+@pytest.mark.parametrize("rule", ["fp32", "keep"])
+def test_recurrent_layers_that_a_policy_keeps_in_float32_keep_their_buffer(rule: str) -> None:
+    policy = {"rules": {"class:recurrent": rule}}
+    got, called = recurrent("LSTM", lambda: autocast(DEVICE, FP16, policy=policy))
+    exact, _ = recurrent("LSTM", contextlib.nullcontext)
+    assert "aten::_cudnn_rnn" in called
+    assert all(map(torch.equal, got, exact))
 
 
 def test_two_formats_on_one_weight() -> None:

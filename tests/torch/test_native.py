@@ -10,7 +10,7 @@ from polymp.rules import LOW, Apply, Rule
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 COUNTS = {  # torch 2.13: lower, fp32 by cast, by dtype argument, by appended dtype, widest, forbid
     "cpu": (24, 100, 0, 0, 3, 0),
-    "cuda": (35, 59, 11, 2, 11, 1),
+    "cuda": (37, 59, 11, 2, 11, 1),
     "mps": (27, 58, 0, 0, 10, 0),
     "xpu": (33, 59, 11, 2, 11, 1),
 }

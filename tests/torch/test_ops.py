@@ -32,6 +32,7 @@ OPS = [(device, op) for device in DEVICES for op in run_ops.registered(device) i
 # the formats in which the op was called.
 NEED_NO_RESULT = {
     ("cpu", "mkldnn_rnn_layer"): "oneDNN has no 16-bit LSTM for some CPUs",
+    ("cuda", "_cudnn_rnn"): "asks for a GPU where it casts weights",
     ("cuda", "_thnn_fused_gru_cell"): "asks for a CUDA build of torch",
     ("cuda", "gru_cell"): "asks for a CUDA build of torch",
     ("cuda", "lstm_cell"): "torch's fake kernel fails without biases",

@@ -230,40 +230,37 @@ def _made_again(weight: Weight, t: torch.Tensor, key: tuple[Any, ...]) -> Held:
 def _make_together(key: tuple[Any, ...]) -> None:
     """Make every stale cast of whole weights with the same dtype and stream, in one call.
 
-    They lie in one new buffer, each where a matrix product finds it aligned. New, because the old
-    casts may still be waiting for a backward pass.
+    Each has memory of its own, which is free again when the cast is: weights do not all change at
+    once. It is new memory, because the old casts may still be waiting for a backward pass.
     """
     dtype, stream = key
-    stale, sources, sizes = [], [], []
+    by_device: dict[torch.device, list[tuple[Weight, tuple[Any, ...], torch.Tensor]]] = {}
     for weight in list(weights.values()):
         t, found = weight.tensor, weight.casts.get(key)
-        if found is None or not t.is_contiguous() or not _is_plain(t):
+        if found is None or not _is_plain(t) or not _is_dense(t):
             continue
         stamp = _stamp(t)
         same_stream = not t.is_cuda or torch.cuda.current_stream(t.device).stream_id == stream
         if not found.is_of(stamp) and same_stream:
-            stale.append((weight, stamp))
-            sources.append(t.detach())
-            sizes.append(-(-t.numel() // _ALIGNED) * _ALIGNED)
-    by_device: dict[torch.device, list[int]] = {}
-    for at, source in enumerate(sources):
-        by_device.setdefault(source.device, []).append(at)
+            by_device.setdefault(t.device, []).append((weight, stamp, t.detach()))
+            weight.casts[key] = _GONE  # before there are new ones
     with torch.inference_mode(False), torch.no_grad():
-        for device, places in by_device.items():
-            flat = torch.empty(sum(sizes[at] for at in places), dtype=dtype, device=device)
-            parts = flat.split([sizes[at] for at in places])
-            lows = [  # with the strides that a cast would have, also where a size is 1
-                part.as_strided(sources[at].size(), sources[at].stride())
-                for part, at in zip(parts, places, strict=True)
-            ]
-            torch._foreach_copy_(lows, [sources[at] for at in places])
-            for low, at in zip(lows, places, strict=True):
-                weight, stamp = stale[at]
-                weight.casts[key] = Held(stamp, sources[at], low, low._version)
+        for stale in by_device.values():
+            sources = [source for *_, source in stale]
+            lows = [torch.empty_like(source, dtype=dtype) for source in sources]
+            torch._foreach_copy_(lows, sources)
+            for (weight, stamp, source), low in zip(stale, lows, strict=True):
+                weight.casts[key] = Held(stamp, source, low, low._version)
                 weight.made += 1
 
 
-_ALIGNED = 128  # elements
+def _is_dense(t: torch.Tensor) -> bool:
+    """True for what fills its memory without gaps in an order that a cast keeps."""
+    return (
+        t.is_contiguous()
+        or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
+        or (t.dim() == 5 and t.is_contiguous(memory_format=torch.channels_last_3d))
+    )
 
 
 def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:

@@ -297,3 +297,60 @@ def test_torch_jit_trace_records_the_casts() -> None:
         before = traced(x)
         model.weight.mul_(2)
         assert not torch.equal(traced(x), before)
+
+
+# Casts that are made again in one call, as on GPUs.
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "TOGETHER", {"cpu"})
+
+
+def memory_of(hold: hold_casts) -> int:
+    """Bytes of all memory that the held casts keep."""
+    lows = [held.low for weight in hold._held for held in weight.casts.values()]
+    return sum({low.untyped_storage()._cdata: low.untyped_storage().nbytes() for low in lows}.values())
+
+
+@pytest.mark.usefixtures("together")
+def test_casts_that_are_made_together_keep_no_memory_of_older_ones() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    x = torch.ones(2, 64)
+    with torch.no_grad(), hold_casts(model) as hold, autocast("cpu"):
+        for some in (model, model[1:], model[:1], model[3:5]):
+            model(x)
+            assert memory_of(hold) == hold.bytes == 2 * 8 * (64 * 64 + 64)
+            for p in some.parameters():
+                p.mul_(2)
+        with torch.profiler.profile() as profile:
+            model(x)
+        assert memory_of(hold) == hold.bytes == 2 * 8 * (64 * 64 + 64)
+        assert hold.made == 16 + 16 + 14 + 2 + 4
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::_foreach_copy_"] == 1
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("dims", [2, 3])
+def test_weights_of_channels_last_are_cast_together_too(dims: int) -> None:
+    kinds = {2: (nn.Conv2d, torch.channels_last), 3: (nn.Conv3d, torch.channels_last_3d)}
+    conv, memory_format = kinds[dims]
+    model = nn.Sequential(*[conv(4, 4, 3, padding=1) for _ in range(3)])
+    model = model.to(memory_format=memory_format)
+    x = torch.randn(1, 4, *[6] * dims).to(memory_format=memory_format)
+    with torch.no_grad(), hold_casts(model) as hold:
+        with autocast("cpu"):
+            model(x)
+            for p in model.parameters():
+                p.mul_(2)
+        with autocast("cpu"), torch.profiler.profile() as profile:
+            got = model(x)
+        for weight in hold._held:
+            (held,) = weight.casts.values()
+            assert held.low.stride() == weight.tensor.to(BF16).stride()
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::_foreach_copy_"] == 1
+    assert calls["aten::_to_copy"] == 1, "the input alone"
+    with torch.no_grad(), autocast("cpu"):
+        assert torch.equal(got, model(x))

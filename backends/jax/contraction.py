@@ -4,7 +4,8 @@ One primitive stands for `dot_general`, `conv_general_dilated` and `ragged_dot_g
 its operands to the low format, adds the products up in float32 and returns the format asked for.
 It is linear in each operand, and each of its transposes is a contraction again: low operands,
 float32 accumulator, rounded once to the format of the operand it is the gradient of. So an operand
-that goes in as float32, a parameter, gets a gradient that was never rounded.
+that goes in as float32, a parameter, gets a gradient that was never rounded; but for convolutions
+on GPUs, see FORMS.
 
 The transposes and batched forms of JAX's own primitive are traced at one dtype, and every
 contraction in them is replaced; no rule of JAX's is repeated here.
@@ -55,6 +56,12 @@ def contraction_params(of: Any, params: Mapping[str, Any], run: str, out: str) -
 def result_as_asked(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
     """Low operands, and the product's own result in the format asked for."""
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
+
+
+def convolutions_low(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+    """As asked, but the result of a convolution is low, and cast afterwards."""
+    accumulator = run if of.name == "conv_general_dilated" else out
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=accumulator)
 
 
 def float32_result(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
@@ -206,13 +213,17 @@ def _of_few_rows(
 #             out row by row it does not, and costs up to a third more where it would not have.
 # cuda, rocm  by reasoning, not measured: cuBLAS and Triton add up in float32 whatever the
 #             format of the result, so that both forms round once; a low result writes half the
-#             bytes. XLA fuses the rounding of a float32 result into the product where it can.
+#             bytes. XLA fuses the rounding of a float32 result into the product where it can. It
+#             has no convolution of low operands with a float32 result there: bfloat16 operands it
+#             would cast to float32 first, and for float16 find no kernel. So a convolution rounds
+#             its result, a parameter's gradient too.
+#             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
 # tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
 FORMS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "cpu": row_by_row,
-        "cuda": result_as_asked,
-        "rocm": result_as_asked,
+        "cuda": convolutions_low,
+        "rocm": convolutions_low,
         "tpu": result_as_asked,
     }
 )

@@ -5,6 +5,7 @@ operands: products of two low values are exact in float32, so all that may diffe
 the sum and the one rounding of the result.
 """
 
+import re
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from polymp.backends.jax import contraction
 from polymp.backends.jax.contraction import contract
 from polymp.dtypes import FORMATS
 from tests.jax import hlo
@@ -289,6 +291,71 @@ def test_any_convolution_and_both_gradients(name, run):
     batched = jax.vmap(ours, (0, None))(jnp.stack([lhs, -lhs]), rhs)
     assert np.array_equal(batched[0], value)
     assert np.array_equal(batched[1], -value)
+
+
+def convolution_and_gradients(name, run):
+    """A program of two operands, of which the second is a float32 parameter, and arguments."""
+    left, right, settings = CONVOLUTIONS[name]
+    settings = {"window_strides": (1, 1), **settings}
+    random = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(random.standard_normal(s, np.float32)) for s in (left, right))
+    lhs = lhs.astype(run)
+
+    def plain(lhs, rhs):
+        return lax.conv_general_dilated(lhs, rhs, **settings)
+
+    (eqn,) = jax.make_jaxpr(plain)(lhs, rhs.astype(run)).eqns
+
+    def ours(lhs, rhs):
+        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out="float32")
+
+    ct = jnp.cos(plain(lhs, rhs.astype(run)).astype(jnp.float32))
+    return plain, with_gradients(ours), (lhs, rhs, ct)
+
+
+def formats_of_convolutions(module):
+    """The formats of both operands and the result of every convolution in StableHLO."""
+    tensor = r"tensor<(?:\d+x)*(\w+)>"
+    return re.findall(rf"stablehlo.convolution.*: \({tensor}, {tensor}\) -> {tensor}", module)
+
+
+@pytest.mark.parametrize("run", LOW)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_have_one_format_on_gpus(name, run):
+    """XLA has no others there."""
+    _, both, args = convolution_and_gradients(name, run)
+    short = {"bfloat16": "bf16", "float16": "f16"}[run]
+    for platform in ("cuda", "rocm"):
+        module = export.export(both, platforms=[platform])(*args).mlir_module()
+        assert formats_of_convolutions(module) == [(short,) * 3] * 3
+    module = export.export(both, platforms=["tpu"])(*args).mlir_module()
+    results = sorted(result for *_, result in formats_of_convolutions(module))
+    assert results == [short, "f32", "f32"], "the first operand is low, so is its gradient"
+
+
+@pytest.fixture
+def as_on_gpus():
+    contraction.lower_as(contraction.convolutions_low, "cpu")
+    jax.clear_caches()
+    yield
+    contraction.lower_as(contraction.FORMS["cpu"], "cpu")
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("run", LOW)
+@pytest.mark.parametrize("name", ["nchw", "grouped", "strided", "1d"])
+def test_convolutions_round_once_on_gpus(name, run):
+    plain, both, (lhs, rhs, ct) = convolution_and_gradients(name, run)
+    options = {"xla_allow_excess_precision": False}  # or XLA on CPU leaves the rounding out
+    value, dl, dr = jax.jit(both, compiler_options=options)(lhs, rhs, ct)
+    with jax.enable_x64(True):
+        true, wl, wr = with_gradients(plain)(rounded(lhs, run), rounded(rhs, run), rounded(ct, run))
+    assert (value.dtype, dl.dtype, dr.dtype) == ("float32", run, "float32")
+    for got, want, length in ((value, true, rhs.size), (dl, wl, rhs.size), (dr, wr, value.size)):
+        low = got.astype(run)
+        assert np.array_equal(low.astype(got.dtype), got), "more than the low format holds"
+        close(low, np.asarray(want), length)
 
 
 def test_a_ragged_product_and_both_gradients():

@@ -1,9 +1,14 @@
 """One step of a scaler: look at loss and gradients, and take the step or skip it.
 
 Gradients, two branches and a scaler in; the result of one branch and the next scaler out. Every
-helper skips in this one way: traced code by `lax.cond`, whose branch alone divides the gradients,
-and eager code by asking. A select over all leaves would keep the old state and the new one alive
-at once.
+helper skips in this one way: eager code by asking, traced code by `lax.cond`, whose branch alone
+divides the gradients. A select over all leaves would keep the old state and the new one alive at
+once.
+
+But on GPUs: there XLA reads the predicate of a conditional on the host, which waits for the device
+in every step, while a select becomes part of the optimizer's own loops, which read the old state
+anyway. So there the step is always taken, with zeros for gradients if it is skipped, and the
+results are selected.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.dtypes import float0
+from jax.extend import core
 
 from polymp.backends.jax import nnx, scaled
 
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
     from polymp.backends.jax.scaler import GradScaler
 
 Axes = str | Sequence[str] | None
+
+# Where results are selected: by XLA's conditional_thunk.cc, by reasoning, not measured.
+SELECTING = ("cuda", "rocm")
 
 
 class ScaledState(NamedTuple):
@@ -83,15 +93,52 @@ def choose(
     if jax.tree.leaves(as_is):
         finite &= scaled.all_finite(as_is, jnp.float32(1), axis_names)
 
-    def apply() -> Any:
+    def apply(grads: Any) -> Any:
         # Divided again and not kept from the check: XLA fuses the quotients into their use.
         return take(scaled.divided(grads, scale))
 
     if isinstance(finite, jax.core.Tracer):
-        result = lax.cond(finite, apply, skip)
+        result = _either(finite, grads, apply, skip)
     else:
-        result = apply() if finite else skip()
+        result = apply(grads) if finite else skip()
     return result, scaler.update(finite, loss_finite=loss_finite), finite
+
+
+def _either(
+    finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable[[], Any]
+) -> Any:
+    """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file.
+
+    Each is traced once. What has effects, such as a print, is always a conditional.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.core.Tracer) and scaled.is_float(x)]
+
+    def applied(floats: list[Any]) -> Any:
+        given = dict(zip(at, floats, strict=True))
+        return apply(jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)]))
+
+    floats = [leaves[i] for i in at]
+    taken, shapes = jax.make_jaxpr(applied, return_shape=True)(floats)
+    take, keep = core.jaxpr_as_fun(taken), core.jaxpr_as_fun(jax.make_jaxpr(skip)())
+
+    def branch(finite: Any, floats: list[Any]) -> list[Any]:
+        return list(lax.cond(finite, lambda: take(*floats), keep))
+
+    def select(finite: Any, floats: list[Any]) -> list[Any]:
+        floats = [jnp.where(finite, x, 0) for x in floats]
+        return [_selected(finite, *both) for both in zip(take(*floats), keep(), strict=True)]
+
+    if taken.effects:
+        result = branch(finite, floats)
+    else:
+        forms = dict.fromkeys(SELECTING, select)
+        result = lax.platform_dependent(finite, floats, default=branch, **forms)
+    return jax.tree.unflatten(jax.tree.structure(shapes), result)
+
+
+def _selected(finite: Any, new: Any, old: Any) -> Any:
+    return old if old.dtype == float0 else lax.select(finite, new, old)
 
 
 def step(

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export
 
+from polymp.backends.jax import stepping
 from polymp.backends.jax.scaler import GradScaler
-from tests.jax.scaler_tools import KINDS, flat, kinds, numbers, values, with_shape
+from tests.jax.scaler_tools import KINDS, bits, flat, kinds, numbers, values, with_shape
 
 
 def test_a_batch_of_scalers_under_vmap():
@@ -174,9 +176,114 @@ def test_the_quotients_are_made_in_the_branch_and_the_state_is_not_selected():
 
     jaxpr = jax.make_jaxpr(run)(GradScaler(), jnp.ones((7, 3)), jnp.ones((7, 3)))
     assert with_shape(jaxpr, (7, 3)) == CHECKED
-    (cond,) = (eqn for eqn in flat(jaxpr) if eqn.primitive.name == "cond")
+    (by_platform,) = (eqn for eqn in flat(jaxpr) if eqn.primitive.name == "cond")
+    assert by_platform.params["branches_platforms"] == (("cuda", "rocm"), None)
+    on_gpus, elsewhere = by_platform.params["branches"]
+    (cond,) = (eqn for eqn in flat(elsewhere) if eqn.primitive.name == "cond")
     branches = [with_shape(branch, (7, 3)) for branch in cond.params["branches"]]
     assert branches == [[], ["mul", "sub"]]
+    assert [e for e in flat(on_gpus) if e.primitive.name == "cond"] == []
+    assert with_shape(on_gpus, (7, 3))[-4:] == ["select_n", "mul", "sub", "select_n"]
+
+
+def for_platform(platform: str) -> tuple[str, str]:
+    """A training step as it is exported for a platform, and what XLA makes of it, here on a CPU."""
+    w = jnp.ones(SHAPE)
+    run = jax.jit(adam_step, donate_argnums=(0, 1, 2))
+    arguments = GradScaler(), w, ADAM.init(w), jnp.ones((5, SHAPE[0]))
+    anywhere = [export.DisabledSafetyCheck.platform()]
+    made = export.export(run, platforms=[platform], disabled_checks=anywhere)(*arguments)
+    return made.mlir_module(), jax.jit(made.call).lower(*arguments).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("platform", "conditionals"), [("cuda", 0), ("rocm", 0), ("tpu", 1), ("cpu", 1)]
+)
+def test_on_gpus_nothing_waits_for_the_host_and_the_state_is_donated(
+    platform: str, conditionals: int
+) -> None:
+    """XLA reads a conditional's predicate on the host there; one by a constant it takes out."""
+    module, compiled = for_platform(platform)
+    assert compiled.count(" conditional(") == conditionals
+    leaves = jax.tree.leaves((GradScaler(), jnp.ones(1), ADAM.init(jnp.ones(1))))
+    assert module.count("tf.aliasing_output") == len(leaves)
+
+
+def test_an_update_with_effects_is_a_conditional_everywhere() -> None:
+    def update(grads: Any, w: Any) -> Any:
+        jax.debug.print("took a step")
+        return w - grads
+
+    w = jnp.ones(3)
+    jaxpr = jax.make_jaxpr(lambda scaler, grads, w: scaler.step(grads, update, w))
+    (cond,) = (e for e in flat(jaxpr(GradScaler(), w, w)) if e.primitive.name == "cond")
+    assert cond.params.get("branches_platforms") is None
+
+
+@pytest.fixture
+def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are selected on CPUs, as they are on GPUs."""
+    monkeypatch.setattr(stepping, "SELECTING", ("cpu", *stepping.SELECTING))
+
+
+@pytest.mark.usefixtures("selecting")
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_selected_skip_leaves_every_bit_and_computes_with_zeros(bad: float) -> None:
+    state = {
+        "w": jnp.asarray([1.0, -0.0, 1e-40, jnp.inf]),
+        "nan": jax.lax.bitcast_convert_type(jnp.uint32(0x7FC12345), jnp.float32),
+        "low": jnp.asarray([0.1], jnp.bfloat16),
+        "n": 7,
+        "yes": jnp.bool_(True),
+        "key": jax.random.key(3),
+        "complex": jnp.asarray([1 + 2j]),
+    }
+
+    def update(grads: Any, state: Any) -> Any:
+        return {
+            **state,
+            "w": state["w"] - grads["w"],
+            "nan": state["nan"] * 2,
+            "n": state["n"] + 1,
+            "yes": ~state["yes"],
+            "key": jax.random.split(state["key"])[0],
+            "complex": state["complex"] / grads["w"].sum(),
+        }
+
+    run = jax.jit(lambda scaler, grads, state: scaler.step(grads, update, state))
+    grads = {"w": jnp.ones(4) * 8}
+    taken, after, finite = run(GradScaler(8.0), grads, state)
+    assert finite
+    assert taken["w"][:3].tolist() == [0.0, -1.0, -1.0]
+    assert int(taken["n"]) == 8
+    assert after.state.scale == 8.0
+    grads = {"w": grads["w"].at[2].set(bad)}
+    skipped, after, finite = run(GradScaler(8.0), grads, state)
+    assert not finite
+    key, was = (jax.random.key_data(s.pop("key")) for s in (skipped, state))
+    assert key.tolist() == was.tolist()
+    assert bits(skipped) == bits(jax.tree.map(jnp.asarray, state))
+    assert after.state.scale == 4.0
+
+
+@pytest.mark.usefixtures("selecting")
+def test_steps_by_selection_are_the_plain_ones() -> None:
+    def selected(*args: Any) -> Any:  # not traced before
+        return adam_step(*args)
+
+    text, _ = compiled(selected)
+    assert " conditional(" not in text
+    w, x = jnp.ones(SHAPE), jax.random.normal(jax.random.key(0), (5, SHAPE[0]))
+    run, by_hand = jax.jit(selected), jax.jit(by_select)
+    ours = theirs = (w, ADAM.init(w))
+    scaler = other = GradScaler(2.0**126, growth_interval=2)
+    for _ in range(4):
+        ours, scaler, finite = run(scaler, *ours, x)
+        theirs, other, expected = by_hand(other, *theirs, x)
+        assert bool(finite) == bool(expected)
+        assert numbers(scaler.state) == numbers(other.state)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert np.allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("looked", [True, False])

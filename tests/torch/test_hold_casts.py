@@ -310,7 +310,8 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 def memory_of(hold: hold_casts) -> int:
     """Bytes of all memory that the held casts keep."""
     lows = [held.low for weight in hold._held for held in weight.casts.values()]
-    return sum({low.untyped_storage()._cdata: low.untyped_storage().nbytes() for low in lows}.values())
+    storages = {low.untyped_storage()._cdata: low.untyped_storage() for low in lows}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.usefixtures("together")

@@ -404,6 +404,14 @@ def _may_change(x: Any) -> bool:
     return type(x).__hash__ is by_identity and not isinstance(x, functions)
 
 
+# cuDNN's kernels take low formats alone, and look while they are traced.
+_CUDNN = (
+    "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; cuDNN's "
+    "kernels ask for low ones before that. Cast around the call: call_in(functools.partial("
+    "jax.nn.dot_product_attention, implementation='cudnn'), jax.numpy.{low})(query, key, value)."
+)
+
+
 def trace(
     fn: Callable[..., Any], region: Region, tree: Any, statics: Any, arrays: list[Any]
 ) -> Traced:
@@ -430,7 +438,12 @@ def trace(
 
     FUNCTIONS.border(flat)
     flat.__name__ = getattr(fn, "__name__", "function")
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    try:
+        jaxpr = jax.make_jaxpr(flat)(*arrays)
+    except (NotImplementedError, ValueError) as error:
+        if region.enabled and compat.asks_for_low(error):
+            error.add_note(_CUDNN.format(low=region.format))
+        raise
     invars = compat.binders(jaxpr)[1]
     with collector_paused():
         plan = planner(region).plan(jaxpr, map(given, invars), region)

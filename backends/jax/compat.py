@@ -419,3 +419,16 @@ def traced_jaxpr(traced: Any) -> Any:
     That of `flax.nnx.jit` holds jax's own. Since flax 0.12.
     """
     return getattr(traced, "traced", traced).jaxpr
+
+
+def asks_for_low(error: BaseException) -> bool:
+    """True for an error of jax's wrappers of cuDNN's kernels, that the dtypes are no low ones.
+
+    `jax._src.cudnn` since 0.4.24. The error itself says nowhere who it is from.
+    """
+    at = error.__traceback__ if "fp16" in str(error) or "dtype" in str(error) else None
+    while at is not None:
+        if str(at.tb_frame.f_globals.get("__name__")).startswith("jax._src.cudnn."):
+            return True
+        at = at.tb_next
+    return False

@@ -4,6 +4,7 @@ A test looks at the rewritten program, at its results' dtypes, or at numbers tha
 rule gives.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
@@ -392,6 +394,63 @@ def test_rule_12_python_sees_the_dtypes_as_written_and_call_in_shows_others():
     assert seen == ["float32", "float16"]
     assert dtypes(out) == ("bfloat16", "float16")
     assert call_in(kernel, jnp.float16)(X).dtype == jnp.float16  # a real cast, region or not
+
+
+@pytest.fixture
+def cudnn_there(monkeypatch):
+    """jax asks for a library and a device that only a GPU's build has; here it finds both."""
+    monkeypatch.setattr(fused_attention, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention, "check_compute_capability", lambda capability: True)
+
+
+def notes(error):
+    """Our notes of an error; jax has its own."""
+    return [note for note in getattr(error, "__notes__", []) if "polymp" in note]
+
+
+def attend(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+@pytest.mark.usefixtures("cudnn_there")
+def test_rule_12_an_error_of_cudnn_about_dtypes_says_what_to_write():
+    q = jnp.ones((2, 128, 4, 64))
+    with pytest.raises(NotImplementedError, match="Q must be fp16/bf16") as caught:
+        autocast(attend, dtype=jnp.float16)(q, q, q)
+    (note,) = notes(caught.value)
+    assert note == (
+        "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; "
+        "cuDNN's kernels ask for low ones before that. Cast around the call: "
+        "call_in(functools.partial(jax.nn.dot_product_attention, implementation='cudnn'), "
+        "jax.numpy.float16)(query, key, value)."
+    )
+    line = note.partition("Cast around the call: ")[2].removesuffix(".")
+    names = {"call_in": call_in, "functools": functools, "jax": jax}
+
+    def as_written(query, key, value):
+        return eval(line, names | {"query": query, "key": key, "value": value})
+
+    for fn in (as_written, autocast(as_written)):
+        assert jax.eval_shape(fn, q, q, q).dtype == jnp.float16
+
+    with pytest.raises(NotImplementedError) as outside:
+        attend(q, q, q)
+    with pytest.raises(NotImplementedError) as off:
+        autocast(attend, enabled=False)(q, q, q)
+    with pytest.raises(NotImplementedError, match="head dim") as shapes:
+        autocast(call_in(attend, jnp.float16))(*[q[..., :60]] * 3)
+    for error in (outside.value, off.value, shapes.value):
+        assert notes(error) == []
+
+
+def test_rule_12_other_errors_are_left_alone():
+    def wrong(x):
+        raise NotImplementedError("not yet")
+
+    with pytest.raises(NotImplementedError) as caught:
+        autocast(wrong)(X)
+    assert notes(caught.value) == []
+
 
 
 def test_rule_13_only_arrays_are_traced_and_everything_else_stays_itself():

@@ -97,6 +97,7 @@ def environment(device: str) -> dict[str, str]:
     if device == "cpu":
         found |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
         found.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    found.setdefault("XLA_FLAGS", "")  # tests would set others, to compile in less time
     return found
 
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ def _rows(record: Record, title: str | None = None) -> list[Row]:
     return [Row(**r) for table in chosen for r in table]
 
 
-def _table(head: list[str], lines: list[list[str]]) -> list[str]:
-    """A table; the first column to the left, the rest to the right."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
+def _table(head: list[str], lines: list[list[str]], words: Sequence[str] = ()) -> list[str]:
+    """A table; the first column and those of words to the left, the rest to the right."""
+    rule = ["---" if name in (head[0], *words) else "---:" for name in head]
     return [f"| {' | '.join(line)} |" for line in (head, rule, *lines)] + [""]
 
 
@@ -247,7 +247,8 @@ def _part(part: str, records: Devices) -> Iterator[str]:
 def _list(rows: list[dict[str, Any]]) -> list[str]:
     """Rows as they are, with a column for each key that any of them has."""
     head = list(dict.fromkeys(key for row in rows for key in row))
-    return _table(head, [[_line(str(row.get(key, ""))) for key in head] for row in rows])
+    words = [key for key in head if any(isinstance(row.get(key), str) for row in rows)]
+    return _table(head, [[_line(str(row.get(key, ""))) for key in head] for row in rows], words)
 
 
 def _line(text: str) -> str:

@@ -132,7 +132,7 @@ def test_lists_are_shown_as_they_are(speed_page: ModuleType, put: Put, tmp_path:
     asked = [{"what": "kernels", "is": 12}, {"what": "a | b", "because": "both"}]
     put("some", "cuda", "2026-01-01", lists={"Asked": asked, "Empty": []})
     text = made(speed_page, tmp_path)
-    table = ["### Asked, GPU", "", "| what | is | because |", "| --- | ---: | ---: |",
+    table = ["### Asked, GPU", "", "| what | is | because |", "| --- | ---: | --- |",
              "| kernels | 12 |  |", "| a \\| b |  | both |"]  # fmt: skip
     assert "\n".join(table) in text
     assert "Empty" not in text

@@ -104,9 +104,7 @@ def choose(
     return result, scaler.update(finite, loss_finite=loss_finite), finite
 
 
-def _either(
-    finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable[[], Any]
-) -> Any:
+def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable[[], Any]) -> Any:
     """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file.
 
     Each is traced once. What has effects, such as a print, is always a conditional.

@@ -75,6 +75,7 @@ def writes(here: Here) -> dict[str, Any]:
         name = "16 convolutions with batch norm"
     size, batches, rounds = (16, (1,), 3) if here.small else (224, (1, 8), 20)
     if here.small:
+        name = "A convolution with batch norm"
         model = "torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))"
     rows = []
     ways = dict([("polymp", IMPORTS["polymp"])]) if here.small else IMPORTS

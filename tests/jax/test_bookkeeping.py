@@ -452,7 +452,6 @@ def test_rule_12_other_errors_are_left_alone():
     assert notes(caught.value) == []
 
 
-
 def test_rule_13_only_arrays_are_traced_and_everything_else_stays_itself():
     def f(x, flag, scale, name, nothing, fn):
         assert flag is True

@@ -1,10 +1,12 @@
 """What `test_sharding` runs on eight devices: gradients of one loss, sharded in every way.
 
 Run as a module with eight CPU devices; prints one line of JSON: for each way the gradients' error
-against float32 on one device, their dtypes and shardings, and the formats of the products.
+against float32 on one device, their dtypes and shardings, and the formats of the products; and in
+which format the devices' parts of a product are added up.
 """
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.jax import autocast
+from polymp.jax import autocast, lower
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 PARAMS = {
@@ -83,8 +85,31 @@ def in_shard_map(fn: Callable[..., Any], mesh: Any, **settings: Any) -> Callable
     return mapped
 
 
+def reduced() -> dict[str, Any]:
+    """Of a product over a sharded dimension: the formats that are added up, and the error."""
+    mesh = jax.make_mesh((8,), ("t",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(3), (16, 2048))
+    w = jax.random.normal(jax.random.key(4), (2048, 32))
+    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, P(None, "t")), (w, P("t")))]
+
+    def both(x: Any, w: Any) -> Any:
+        low, both = autocast(lambda x, w: lower(x @ w)), autocast(lambda x, w: x @ w)
+        # A parameter that every device has, and an activation cut along the batch.
+        grad = jax.grad(lambda w, x: both(x, w).astype(jnp.float32).sum())(w[:16], x.T)
+        return low(x, w), grad
+
+    program = jax.jit(both).lower(*args).compile()
+    sums = re.findall(r"= \(?(\w+)\[[^=]* all-reduce(?:-start)?\(", program.as_text())
+    low, _ = program(*args)
+    exact = np.asarray(x.astype(low.dtype), np.float64) @ np.asarray(
+        w.astype(low.dtype), np.float64
+    )
+    error = np.abs(np.asarray(low, np.float64) - exact) / np.abs(exact)
+    return {"formats": sorted(set(sums)), "dtype": low.dtype.name, "error": float(error.max())}
+
+
 def main() -> None:
-    found = {}
+    found: dict[str, Any] = {"reduced": reduced()}
     plain = jax.grad(loss)(PARAMS, X)
     plain_looped = jax.grad(looped)(PARAMS, X)
     grad = jax.grad(autocast(loss))

@@ -46,7 +46,14 @@ def test_gradients_are_low_products_away_from_those_of_one_device(on_mesh, way):
 
 
 def test_every_way_that_ran_is_looked_at(on_mesh):
-    assert on_mesh.keys() == set(WAYS)
+    assert on_mesh.keys() == {*WAYS, "reduced"}
+
+
+def test_what_devices_computed_is_added_up_in_float32_and_rounded_once(on_mesh):
+    seen = on_mesh["reduced"]
+    assert seen["formats"] == ["f32"]
+    assert seen["dtype"] == "bfloat16"
+    assert seen["error"] <= 1.01 * 2**-8
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

@@ -121,6 +121,7 @@ class Measures(Watch):
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, Range | None, int]] = []
+        self._received: set[int] = set()  # storages that other ranks filled
         self._parameters = {compat.storage_key(p): at for at, p in enumerate(self._trained())}
         self._norms: list[list[torch.Tensor]] = []  # largest magnitudes after each update
         self._updates = -1
@@ -135,12 +136,17 @@ class Measures(Watch):
 
     def before(self, ran: Ran) -> Any:
         self._pass()
+        if compat.talks(ran.func):
+            return None
         with Own(self._off):
             origins = self._read(ran.reads)
             operands = self._measured(ran.reads) if self._operands else ()
         return origins, operands
 
     def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
+        if kept is None:
+            self._received_in(ran, made)
+            return
         origins, operands = kept
         running, func = ran.running, ran.func
         results = [t for t in made if measurable(t)]
@@ -161,6 +167,12 @@ class Measures(Watch):
             event = _Event(running, origins, ranges, run, lost, numbers, given, reads, operands)
             self._note(event, results)
         self._written(ran, made)
+
+    def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
+        """What an op gets from other ranks may still be on its way: it counts when it is read."""
+        for t in (*made, *compat.written(ran.func, ran.args, ran.kwargs)):
+            self._forget(t)
+            self._received.add(compat.storage_key(t))
 
     def _again(self, running: Running) -> int:
         """How often an op was called at its site before."""
@@ -429,6 +441,8 @@ class Measures(Watch):
             if compat.storage_key(own) == compat.storage_key(t):
                 return name
         shape = "x".join(map(str, t.shape)) or "scalar"
+        if compat.storage_key(t) in self._received:
+            return f"what other ranks sent ({regions.FORMATS[t.dtype]} {shape})"
         return f"an argument ({regions.FORMATS[t.dtype]} {shape})"
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -584,6 +584,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return kind is torch.Tensor or (free and silent)
 
 
+def unwrapped_first(types: Sequence[type]) -> bool:
+    """True if a mode is to pass an op on to its arguments' classes, and see what they make of it.
+
+    Such are DTensor and all classes that hold other tensors: their own memory is nowhere, and a
+    mode that runs their ops itself does not see what happens to the tensors inside. Says the
+    protocol of torch.utils._python_dispatch: `__tensor_flatten__`, since torch 2.1.
+
+    Args:
+        types: what `__torch_dispatch__` of a mode is given.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
 def unrecorded() -> Any:
     """A context in which torch.export records no ops. Since torch 2.0."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -652,6 +665,29 @@ def meshes(tensors: list[torch.Tensor]) -> list[Any]:
     dtensors: Any = (t for t in tensors if isinstance(t, kind))
     found = {id(t.device_mesh): t.device_mesh for t in dtensors}  # to compare meshes takes longer
     return [m for m in dict.fromkeys(found.values()) if m.get_coordinate() is not None]
+
+
+def talks(op: torch._ops.OpOverload) -> bool:
+    """True if an op talks to other ranks. The namespaces of such ops: since torch 2.0 and 2.1."""
+    return op.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def will_talk(module: nn.Module) -> bool:
+    """True if a call of a module, or the backward pass of it, is sure to talk to other ranks.
+
+    FSDP's classes are public; `require_backward_grad_sync` of DDP is what its `no_sync` sets.
+    """
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return torch.is_grad_enabled() and bool(module.require_backward_grad_sync)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing can be one
+    names = ("FullyShardedDataParallel", "FSDPModule")  # the second since torch 2.6
+    kinds = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+    return isinstance(module, kinds)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. `_get_default_store`: since torch 1.8."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:

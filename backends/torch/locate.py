@@ -7,10 +7,13 @@ put back when it is over, so that a run can go on as if nobody had looked.
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,6 +43,9 @@ def locate(
     scalers (torch.amp's and polymp's) and torch's random numbers are afterwards as they were. Other
     objects that it changes are not put back.
 
+    A step that talks to other ranks, as one of DistributedDataParallel or FSDP does, is replayed by
+    all of them: call `locate` on every rank.
+
     Args:
         step_fn: does the step, or its forward pass alone.
         args: of the call.
@@ -52,6 +58,8 @@ def locate(
 
     Raises:
         TypeError: `step_fn` is not callable.
+        RuntimeError: the step talks to other ranks, and they did not all call `locate`. The step
+            is given up before it talks, so that the run can go on.
         Exception: what the step raises, if no fault was found in what ran before it.
     """
     if not callable(step_fn):
@@ -75,10 +83,11 @@ def locate(
 class _Undo(TorchDispatchMode):
     """Keeps what ops are about to write into memory that was there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, meeting: "_Meeting") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.meeting = meeting
         self.made: set[int] = set()
-        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __torch_dispatch__(
@@ -91,12 +100,16 @@ class _Undo(TorchDispatchMode):
         for t in given:
             if t.is_leaf and t.requires_grad:
                 self.grads.setdefault(id(t), (t, t.grad))
+        if compat.unwrapped_first(types):
+            return NotImplemented
+        if compat.talks(func):
+            self.meeting.wait(func.name())
         if compat.writes(func):
             for t in compat.written(func, args, kwargs):
                 key = compat.storage_key(t)
                 if key and key not in self.made and key not in self.written:
-                    whole = _whole(t)
-                    self.written[key] = whole, whole.clone()
+                    storage = t.untyped_storage()
+                    self.written[key] = storage, _bytes(storage).clone()
         result = func(*args, **kwargs)
         before = {compat.storage_key(t) for t in given}
         for t in tree_leaves(result):
@@ -107,15 +120,66 @@ class _Undo(TorchDispatchMode):
     def put_back(self) -> None:
         """Give all of it the values that it had."""
         with torch.no_grad():
-            for whole, was in self.written.values():
-                whole.copy_(was)
+            for storage, was in self.written.values():
+                if storage.nbytes() >= was.nbytes:  # less has been freed, as FSDP does
+                    _bytes(storage)[: was.nbytes].copy_(was)
         for t, grad in self.grads.values():
             t.grad = grad
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor is on, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Memory as a tensor of its bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _Meeting:
+    """Keeps a replay from talking to ranks that do not replay, which would not answer.
+
+    The first op of a replay that talks waits until all ranks have come to theirs. They count
+    themselves in the store of the default process group; whoever gives up takes itself out.
+    """
+
+    patience = timedelta(seconds=60)
+
+    def __init__(self) -> None:
+        self._met = not (dist.is_available() and dist.is_initialized())
+
+    def module(self, module: nn.Module, _: Any) -> None:
+        """Before a forward pass: wrappers that give up halfway through talking cannot go on."""
+        if compat.will_talk(module):
+            self.wait(f"a call of {type(module).__name__}")
+
+    def wait(self, what: str) -> None:
+        """Wait for the other ranks, once.
+
+        Raises:
+            RuntimeError: they did not come.
+        """
+        ranks = 1 if self._met else dist.get_world_size()
+        self._met = True
+        if ranks == 1:
+            return
+        store = dist.distributed_c10d.PrefixStore("polymp.locate", compat.default_store())
+        came = store.add("came", 1)
+        meeting = -(-came // ranks)
+        full, all_came = meeting * ranks, f"all came to {meeting}"
+        if came == full:
+            store.set(all_came, "")
+            return
+        try:
+            store.wait([all_came], self.patience)
+        except RuntimeError:  # a file store raises no DistStoreError
+            came = store.add("came", -1) + 1
+            if came == full:  # the last one came in this moment
+                store.add("came", 1)
+                return
+            raise RuntimeError(
+                f"locate() replays a step that talks to other ranks ({what}), and "
+                f"{came + ranks - full} of {ranks} ranks called it within "
+                f"{self.patience.total_seconds():g} seconds. Call it on every rank: let them agree "
+                "first, for example by an all_reduce of loss.isfinite(). Or replay what one rank "
+                "can do alone, for example the forward pass of model.module."
+            ) from None
 
 
 def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -154,12 +218,15 @@ def _put_back() -> Iterator[None]:
 
     scalers = _scalers()
     hook = register_optimizer_step_pre_hook(keep)
-    undo, devices = _Undo(), range(torch.cuda.device_count())
+    meeting = _Meeting()
+    before_modules = register_module_forward_pre_hook(meeting.module)
+    undo, devices = _Undo(meeting), range(torch.cuda.device_count())
     try:
         with torch.random.fork_rng(devices), undo:
             yield
     finally:
         hook.remove()
+        before_modules.remove()
         undo.put_back()
         for own, attributes in scalers:
             own.clear()

@@ -359,6 +359,8 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if compat.unwrapped_first(types):
+            return NotImplemented
         kwargs = dict(kwargs or {})
         watch = self.watch
         if not isinstance(func, torch._ops.OpOverload) or watch.looks_away or _busy.depth:

@@ -711,3 +711,50 @@ def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
         x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
         op(x, None, None, mean, var, True, 0.1, 1e-5)
         assert not torch.equal(mean, torch.zeros(3))
+
+
+def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path: Path) -> None:
+    from torch import distributed as dist
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if compat.unwrapped_first(types):
+                return NotImplemented
+            seen.append((func, [type(t) for t in args if isinstance(t, torch.Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[tuple[torch._ops.OpOverload, list[type]]] = []
+    meeting = (tmp_path / "meeting").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        assert compat.default_store().add("polymp", 1) == 1
+        mesh = init_device_mesh("cpu", (1,))
+        x = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+        with Seeing():
+            x.add_(1)
+            dist.all_reduce(torch.ones(2))
+    finally:
+        dist.destroy_process_group()
+    assert (torch.ops.aten.add_.Tensor, [torch.Tensor]) in seen
+    assert not any(DTensor in kinds for _, kinds in seen)
+    assert [op.namespace for op, _ in seen if compat.talks(op)] == ["c10d"]
+    assert compat.talks(torch.ops._c10d_functional.all_reduce.default)
+    assert not compat.talks(torch.ops.aten.add_.Tensor)
+    assert not compat.unwrapped_first([torch.Tensor, torch.nn.Parameter])
+
+
+def test_wrappers_that_are_sure_to_talk() -> None:
+    from torch.distributed import fsdp
+
+    class Wrapper(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, talks: bool) -> None:
+            self.require_backward_grad_sync = talks
+
+    assert compat.will_talk(Wrapper(True))
+    assert not compat.will_talk(Wrapper(False))
+    with torch.no_grad():
+        assert not compat.will_talk(Wrapper(True))
+    assert compat.will_talk(object.__new__(fsdp.FSDPModule))
+    assert compat.will_talk(object.__new__(fsdp.FullyShardedDataParallel))
+    assert not compat.will_talk(torch.nn.Linear(1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from polymp.auditing import Operand
 from polymp.backends.torch import locate as module
 from polymp.torch import autocast
 from tests.torch.audited import OPTIMIZERS, Training, same
+from tests.torch.ranks import launch
+from tests.torch.sharded_models import cuts
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 locate = polymp.torch.locate
@@ -253,3 +256,52 @@ def test_the_line_is_that_of_the_users_code() -> None:
     line = sys._getframe().f_lineno - 4
     assert fault is not None
     assert fault.source == f"test_locate.py:{line}"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return launch("tests.torch.located_ranks", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", list(cuts(2)))
+def test_a_step_that_talks_is_replayed_by_all_ranks(ranks: list[Any], name: str) -> None:
+    for notes in ranks:
+        found = notes[name]
+        assert found["good"] is None
+        assert found["again"] is None
+        assert found["bad"] is not None
+        assert (found["bad"].op, found["bad"].kind) == ("addmm", "operation")
+        assert found["put back"]
+        assert found["goes on"]
+
+
+@pytest.mark.parametrize("name", list(cuts(2)))
+def test_a_step_that_talks_is_not_replayed_by_one_rank(ranks: list[Any], name: str) -> None:
+    message = ranks[0][name]["alone"]
+    assert re.fullmatch(
+        r"locate\(\) replays a step that talks to other ranks \(.+\), and 1 of 2 ranks called it "
+        r"within 1 seconds. Call it on every rank: let them agree first, for example by an "
+        r"all_reduce of loss.isfinite\(\). Or replay what one rank can do alone, for example the "
+        r"forward pass of model.module.",
+        message,
+    )
+
+
+def test_dtensors_that_are_written_are_put_back(ranks: list[Any]) -> None:
+    for notes in ranks:
+        fine, fault = notes["written"]["faults"]
+        assert fine is None
+        assert fault is not None
+        assert fault.op == "add"
+        assert torch.equal(notes["written"]["w"], torch.ones(2))
+
+
+def test_numbers_that_another_rank_spoiled_are_said_to_be_received(ranks: list[Any]) -> None:
+    here, there = (notes["received"] for notes in ranks)
+    assert (here.op, here.kind) == ("div", "operation")
+    assert (there.op, there.kind) == ("mul", "input")
+    assert there.why == "what other ranks sent (float32 2) is not finite before any op runs"
+
+
+def test_what_does_not_talk_is_replayed_by_one_rank(ranks: list[Any]) -> None:
+    assert ranks[0]["silent"] is not None

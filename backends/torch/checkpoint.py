@@ -1,51 +1,35 @@
-"""`checkpoint`: torch's activation checkpointing, with the policy carried into the recomputation.
+"""Activation checkpointing: the policies of the forward pass hold in the recomputation, too.
 
 torch.utils.checkpoint recomputes under a torch.autocast that it builds from the enabled flag, the
-dtype and the cache flag. That is all there is to a region without a policy of its own; a policy
-would be lost.
+dtype and the cache flag, so a policy would be lost. It is noted here beside what torch notes, for
+every checkpoint, whoever makes it: libraries bind torch's function when they are imported.
 """
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch.utils.checkpoint
 
-from polymp.backends.torch import casts, regions
+from polymp.backends.torch import compat, regions
+
+checkpoint = torch.utils.checkpoint.checkpoint  # the name stays for those who import it from here
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `torch.utils.checkpoint.checkpoint`, both kinds; recomputes under the forward's policies.
-
-    Args:
-        function: what to run now and once more in backward.
-        args: its arguments.
-        kwargs: `use_reentrant` and torch's other options.
-    """
-    return torch.utils.checkpoint.checkpoint(_carry(function), *args, **kwargs)
+@cache
+def keep_policies() -> None:
+    """From now on, have torch's checkpoints recompute under the policies of their forward pass."""
+    compat.carry_into_recomputation(_carry)
 
 
 def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run under the policies in force here wherever it is called from."""
-    tickets = [regions.ticket(region) for region in regions.with_policy()]
-    scope = regions.scope_in_force()
-    recomputing = False
+    code, entered = regions.code_in_force(), regions.entered()
 
     @functools.wraps(function)
     def carried(*args: Any, **kwargs: Any) -> Any:
-        nonlocal recomputing
-        with ExitStack() as entered:
-            if recomputing:
-                # In a region of torch's own, which ends behind polymp's back.
-                entered.callback(casts.drop_unknown)
-            recomputing = True
-            if scope is not None:
-                entered.callback(regions.leave_scope, regions.code_in_force())
-                regions.enter_scope(scope)
-            for ticket in tickets:
-                regions.enter(ticket)
-                entered.callback(regions.leave, ticket)
+        with regions.resumed(code, entered):
             return function(*args, **kwargs)
 
     return carried

@@ -420,6 +420,33 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have torch.utils.checkpoint run again `carry(function)` in place of `function`.
+
+    `carry` is called in the forward pass, in every checkpoint of both kinds. A `context_fn`, the
+    official way, is for those who call `checkpoint`, and for one kind. `CheckpointFunction` is
+    public, its `ctx.run_function` since torch 1.0; `_CheckpointFrame` since torch 2.1.
+    """
+    from torch.utils import checkpoint
+
+    function: Any = checkpoint.CheckpointFunction
+    frame: Any = checkpoint._CheckpointFrame
+    forward, make = function.forward, frame.__init__
+
+    @functools.wraps(forward)
+    def carried_forward(ctx: Any, *args: Any) -> Any:
+        outputs = forward(ctx, *args)
+        ctx.run_function = carry(ctx.run_function)
+        return outputs
+
+    @functools.wraps(make)
+    def carried_make(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, carry(recompute_fn), *args, **kwargs)
+
+    function.forward = staticmethod(carried_forward)
+    frame.__init__ = carried_make
+
+
 # A module's call is its `_call_impl`, since torch 1.8.
 MODULE_CALL = nn.Module._call_impl.__code__
 

@@ -22,7 +22,7 @@ import torch
 from torch.library import Library, get_kernel
 
 from polymp import decisions
-from polymp.backends.torch import casts, compat, holding, native, primitives, regions
+from polymp.backends.torch import casts, checkpoint, compat, holding, native, primitives, regions
 from polymp.backends.torch.checks import check
 from polymp.backends.torch.running import Call, Ruling, Rulings, formats, plain, runner
 from polymp.errors import PolicyError
@@ -48,6 +48,7 @@ def prepare(region: Region) -> None:
         PolicyError: the policy has a rule that torch cannot honour.
     """
     with _lock:
+        checkpoint.keep_policies()  # also before there is one: backward may run under the first
         if region.policy is not None:
             install(region.policy, region.device, region.format if region.enabled else "")
         if region.enabled:
@@ -74,6 +75,7 @@ def install(policy: Policy, device: str, format: str = "") -> None:
         PolicyError: a row that torch cannot honour; nothing is installed then.
     """
     check(policy, device, format)
+    checkpoint.keep_policies()
     put(device, sorted(differing(policy, device)))
 
 

@@ -9,7 +9,8 @@ What leaving has to restore is kept on the core's stack.
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -374,23 +375,30 @@ def wants_cache() -> bool:
     return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 
 
-def with_policy() -> list[Region]:
-    """The regions in force in this thread that have a policy of their own, one a device."""
-    return [in_force(device) for device in _policies.get(code_in_force(), {}) if device != _SCOPE]
+@contextmanager
+def resumed(code: _Code, entered: bool) -> Iterator[None]:
+    """Put policies in force once more, for code that runs again; torch restores the rest.
 
-
-def scope_in_force() -> _Code | None:
-    """What `enter_scope` takes to put the policy of the module that is running here in force.
-
-    None outside of scoped models.
+    Args:
+        code: what `code_in_force` said where it ran first.
+        entered: what `entered` said there.
     """
-    return _scope_at(*code_in_force())
+    outer = code_in_force()
+    _write_code(code)
+    if entered:
+        _open.entries.append(_nothing)
+    try:
+        yield
+    finally:
+        if entered and _nothing in _open.entries:
+            _open.entries.remove(_nothing)
+        _write_code(outer)
+        if code != _NONE or outer != _NONE:
+            casts.drop_unknown()  # made in a region of torch's, which ends behind our back
 
 
-@compat.at_trace_time
-def _scope_at(*code: torch.dtype) -> _Code | None:
-    policy = _policies.get(code, {}).get(_SCOPE)
-    return None if policy is None else scope_code(policy)
+def _nothing() -> None:
+    """An entry that nothing has to be undone for."""
 
 
 @cache

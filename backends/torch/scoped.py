@@ -100,9 +100,7 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
     is untouched. Scope a model before it is wrapped, for a wrapper puts its own name before paths.
 
     What no call of a module runs has no path: parameters that a parent reads itself, as
-    nn.MultiheadAttention does with `out_proj`, and `module.forward(...)`. `torch.utils.checkpoint`
-    recomputes a module as it ran, but a function that is none without the policy around it; use
-    `polymp.torch.checkpoint`.
+    nn.MultiheadAttention does with `out_proj`, and `module.forward(...)`.
 
     Args:
         model: any module; modules added to it later are not scoped.

@@ -758,3 +758,27 @@ def test_wrappers_that_are_sure_to_talk() -> None:
     assert compat.will_talk(object.__new__(fsdp.FSDPModule))
     assert compat.will_talk(object.__new__(fsdp.FullyShardedDataParallel))
     assert not compat.will_talk(torch.nn.Linear(1, 1))
+
+
+def test_what_checkpoints_run_again_is_carried() -> None:
+    script = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from polymp.backends.torch import compat
+calls = []
+def carry(function):
+    def carried(*args, **kwargs):
+        calls.append("again")
+        return function(*args, **kwargs)
+    calls.append("forward")
+    return carried
+compat.carry_into_recomputation(carry)
+for reentrant in (True, False):
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(lambda x: x.exp() * x, x, use_reentrant=reentrant)
+    assert calls == ["forward"], calls
+    y.sum().backward()
+    assert calls == ["forward", "again"], calls
+    calls.clear()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, check=True)

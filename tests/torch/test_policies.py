@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
 from polymp import loading
 from polymp.backends.torch import kernels, native
@@ -250,21 +249,6 @@ def test_checkpoint_recomputes_under_the_policy(reentrant):
     assert set(seen) == {FP32}  # without reentry, recomputing stops before it notes a second
     assert torch.equal(x.grad, again.grad)
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_torchs_own_checkpoint_loses_the_policy():
-    """Why `checkpoint` is there; if this fails, torch has learnt to carry it."""
-    seen = []
-
-    def block(x):
-        seen.append(torch.softmax(x @ x.t(), -1).dtype)
-        return x
-
-    x = X.clone().requires_grad_()
-    with autocast("cpu", policy="torch-cuda"):
-        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-    y.sum().backward()
-    assert seen == [FP32, BF16]
 
 
 def test_checkpoint_leaves_the_casts_of_the_forward_alone():

@@ -513,9 +513,9 @@ def test_recomputation_runs_under_the_same_policies(
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_polymps_checkpoint_carries_the_scope_of_a_function(
-    x: torch.Tensor, reentrant: bool
-) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["polymp's", "torch's"])
+def test_a_function_is_recomputed_in_its_scope(x: torch.Tensor, reentrant: bool, own: bool) -> None:
+    how = checkpoint if own else torch.utils.checkpoint.checkpoint
     seen = []
 
     class Inner(nn.Module):
@@ -524,7 +524,7 @@ def test_polymps_checkpoint_carries_the_scope_of_a_function(
             return x.square()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
+            return how(self.inner, x, use_reentrant=reentrant)
 
     model = Inner()
     scoped(model, {"rules": {"exp": "fp32"}})

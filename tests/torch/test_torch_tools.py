@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 import polymp.torch
 from polymp.torch import autocast
@@ -97,22 +97,66 @@ def test_gradients_of_another_region_are_seen() -> None:
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_our_checkpoint_recomputes_under_the_policy(reentrant: bool, where: str) -> None:
+@pytest.mark.parametrize("how", [checkpoint, polymp.torch.checkpoint], ids=["torch's", "ours"])
+def test_checkpoint_recomputes_under_the_policy(how: Any, reentrant: bool, where: str) -> None:
     given = {"dtype": FP16, "policy": KEEPS_TANH}
-    seen, ours = checkpointed(autocast, reentrant, where, polymp.torch.checkpoint, **given)
+    seen, ours = checkpointed(autocast, reentrant, where, how, **given)
     _, plain = checkpointed(autocast, None, where, **given)
     assert seen == [(True, FP16, FP32)] * 2
     assert all(map(torch.equal, ours, plain))
 
 
-def test_torch_s_own_checkpoint_loses_the_policy() -> None:
-    given = {"dtype": FP16, "policy": KEEPS_TANH}
-    seen, ours = checkpointed(autocast, True, "outside", **given)
-    _, plain = checkpointed(autocast, None, "outside", **given)
-    assert seen == [(True, FP16, FP32), (True, FP16, FP16)]
-    assert not all(map(torch.equal, ours, plain))
-    with pytest.raises(CheckpointError, match="different metadata"):
-        checkpointed(autocast, False, "outside", **given)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_without_the_policy_around_backward(reentrant: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(torch.mm(t, t.mT))
+        seen.append(h.dtype)
+        return h * h
+
+    with autocast("cpu", dtype=FP16):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
+        y.sum().backward()
+    assert seen == [FP16, FP16]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_checkpoints_keep_the_policy(reentrant: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(torch.mm(t, t.mT))
+        seen.append(h.dtype)
+        return h * h
+
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, t, use_reentrant=reentrant) + 1
+
+    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
+        y = checkpoint(outer, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert len(seen) >= 2
+    assert set(seen) == {FP32}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_functions_under_vmap_are_recomputed_as_they_ran(reentrant: bool) -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        h = torch.vmap(layer)(t)
+        seen.append(h.dtype)
+        return h * h
+
+    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert set(seen) == {FP16}
 
 
 # --- torch.autocast in the same program -----------------------------------------------------------

@@ -729,6 +729,29 @@ def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(kinds[0])
 
 
+def before_clipping(see: Callable[[], None]) -> None:
+    """Call `see` whenever torch.nn.utils is about to clip gradients.
+
+    Both of its public functions for norms end in `_clip_grads_with_norm_`, which they look up in
+    their module: so callers are reached that imported them before. Since torch 2.6.
+    `clip_grad_value_` is replaced where it is looked up.
+    """
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    def seen(clip: F) -> F:
+        @functools.wraps(clip)
+        def clipping(*args: Any, **kwargs: Any) -> Any:
+            see()
+            return clip(*args, **kwargs)
+
+        return clipping  # type: ignore[return-value]
+
+    clip_grad._clip_grads_with_norm_ = seen(clip_grad._clip_grads_with_norm_)
+    utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
+    clip_grad.clip_grad_value_ = utils.clip_grad_value_ = seen(clip_grad.clip_grad_value_)
+
+
 def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
     """True if a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch import counting, unscaling, watching
+from polymp.backends.torch import clipping, counting, unscaling, watching
 from polymp.backends.torch.holder import ScaleHolder
 from polymp.gradients import GradientReport, OnStuck, tell
 from polymp.scaling import ScaleRule, ScaleState
@@ -68,6 +68,13 @@ class Teller(ScaleHolder):
         self._looked = False  # whether its region is bfloat16
         self._of = ""  # the loss that it is for, if it is one of several
         self._name = watching.listen(self._updated)
+        clipping.watch(self)
+
+    def _waits_for_unscaling(self) -> bool:
+        """True between `scale` and the first `unscale_` or `step` of an iteration."""
+        states = self._per_optimizer_states.values()
+        ready = all(state["stage"] is OptState.READY for state in states)
+        return bool(self._noted()) and ready and not self._of
 
     def _noted(self) -> list[torch.Tensor]:
         """What `_note_loss` has noted in this iteration.

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polymp.backends.torch import casts, compat, regions, uses
 from polymp.errors import PolicyError
+from polymp.rules import LOW
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,10 +74,13 @@ class Original:
 
 
 def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
-    """True if `t` is `held` in the low format, wherever it is now, and if it was widened again."""
-    if t.dtype not in (low, torch.float32):
-        return False
-    return uses.same(t.detach().to(torch.float32), held.to(low).to(t.device, torch.float32))
+    """True if `t` is `held` in the low format, wherever it is and whatever format it is in now.
+
+    A model that is converted is not written: `half().float()` goes through another low format.
+    """
+    stored = held.to(low).to(t.device)
+    ways = (stored, *(stored.to(getattr(torch, format)) for format in LOW))
+    return any(uses.same(t.detach(), way.to(t.dtype)) for way in ways)
 
 
 def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

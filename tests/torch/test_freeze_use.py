@@ -135,13 +135,35 @@ def test_a_checkpoint_is_rounded_as_freezing_rounds_it(x: torch.Tensor) -> None:
     assert bits(model.first.weight) == bits(theirs["first.weight"].float()), "not what it held then"
 
 
-def test_what_was_moved_and_cast_since_comes_back(x: torch.Tensor) -> None:
-    model, other = frozen_weights(nn.Linear(8, 8)), None
-    other = copy.deepcopy(model)
-    handle = freeze(model, (x,))
-    model.float()
+@pytest.mark.parametrize("low", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    "conversion", ["float", "double", "half", "bfloat16", "half.float", "bfloat16.double"]
+)
+def test_what_was_moved_and_cast_since_comes_back(
+    x: torch.Tensor, low: torch.dtype, conversion: str
+) -> None:
+    model = frozen_weights(nn.Linear(8, 8))
+    model.weight[0, :2] = torch.tensor([1e-30, 3e38])  # which float16 does not hold
+    expected = bits(model.weight)
+    handle = freeze(model, (x,), dtype=low)
+    for step in conversion.split("."):
+        getattr(model, step)()
     handle.remove()
-    assert bits(model.weight) == bits(other.weight)
+    assert model.weight.dtype is torch.float32
+    assert bits(model.weight) == expected
+
+
+@pytest.mark.parametrize("conversion", ["float", "double", "half"])
+def test_what_was_written_and_cast_since_is_not_taken_back(
+    x: torch.Tensor, conversion: str
+) -> None:
+    model = frozen_weights(nn.Linear(8, 8))
+    handle = freeze(model, (x,))
+    model.weight[0, 0] = 3.5
+    getattr(model, conversion)()
+    expected = bits(model.weight.float())
+    handle.remove()
+    assert bits(model.weight) == expected
 
 
 def copied(pair: Any) -> Any:

@@ -30,7 +30,7 @@ def register_op(
         name: for policies; not one that the vocabulary has. The same name may be registered once
             for torch and once for jax, with the same rule.
         rule: what it does where a policy does not speak of it: lower, fp32, fp32_keep, widest,
-            keep, forbid or parts.
+            first, keep, forbid or parts.
         torch: an op of `torch.library` (Triton kernels are reached through one): "mylib::my_op", a
             list of such names, or what `torch.library.custom_op` returned. For an
             `autograd.Function` or a Python function, use the decorator `polymp.torch.register`.

@@ -37,6 +37,7 @@ class Rule(StrEnum):
     fp32       in float32
     fp32_keep  in float32, and the result returns to the widest input format
     widest     in the widest of the inputs' formats and the region's
+    first      in the format of the first input, such as the tensor that others are written into
     keep       in whatever comes in, with all that it is made of
     forbid     not at all: an error that names another op
     parts      has no rule of its own: what it is made of follows its own rules
@@ -46,6 +47,7 @@ class Rule(StrEnum):
     FP32 = "fp32"
     FP32_KEEP = "fp32_keep"
     WIDEST = "widest"
+    FIRST = "first"
     KEEP = "keep"
     FORBID = "forbid"
     PARTS = "parts"
@@ -346,6 +348,7 @@ class Policy:
             fp32       run = float32           out = as computed
             fp32_keep  run = float32           out = widest input
             widest     run = widest input      out = as computed
+            first      run = first input       out = as computed
             keep       nothing is cast, in the op and in what it is made of
             parts, no row, region disabled     nothing is cast
 
@@ -379,6 +382,9 @@ class Policy:
                 return Decision(row.rule, "float32", widest(kept) if kept else None)
             case Rule.WIDEST:
                 return self._widest(formats, format)
+            case Rule.FIRST:
+                known = formats[0] if formats and formats[0] in FORMATS else None
+                return Decision(row.rule, known)
             case Rule.KEEP:
                 return _KEEP
             case Rule.FORBID:
@@ -404,6 +410,7 @@ class Policy:
         fp32: Sequence[str] = (),
         fp32_keep: Sequence[str] = (),
         widest: Sequence[str] = (),
+        first: Sequence[str] = (),
         keep: Sequence[str] = (),
         parts: Sequence[str] = (),
         rules: Mapping[str, Any] | None = None,
@@ -423,6 +430,7 @@ class Policy:
             fp32: as `lower`.
             fp32_keep: as `lower`.
             widest: as `lower`.
+            first: as `lower`.
             keep: as `lower`.
             parts: as `lower`.
             rules: any rows, as the `[rules]` of a TOML file has them.
@@ -434,7 +442,7 @@ class Policy:
         from polymp import loading  # which builds policies
 
         lists = {"lower": lower, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
-        lists |= {"keep": keep, "parts": parts}
+        lists |= {"first": first, "keep": keep, "parts": parts}
         name = name or self.name.rstrip("*") + "*"
         return loading.override(self, name, lists, rules or {}, scopes or {})
 

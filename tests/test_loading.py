@@ -14,7 +14,7 @@ from polymp.rules import Apply, Policy, Row, Rule
 from polymp.vocabulary import vocabulary
 
 SHIPPED = ("amp", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
-RULES = "lower, fp32, fp32_keep, widest, keep, forbid, parts"
+RULES = "lower, fp32, fp32_keep, widest, first, keep, forbid, parts"
 
 OWN = """
 summary = "Mine."

@@ -584,7 +584,7 @@ def test_what_is_wrong_in_any_framework_is_refused() -> None:
     refused(
         PolicyError,
         "register_op('own'): rule 'fp23' for op 'own' is not one of lower, fp32, fp32_keep, "
-        "widest, keep, forbid, parts.",
+        "widest, first, keep, forbid, parts.",
         lambda: register("own", "fp23", jax=function),
     )
     refused(

@@ -26,6 +26,7 @@ MINE = Policy(
         Row("exp", Rule.FP32),
         Row("layer_norm", Rule.FP32_KEEP),
         Row("add", Rule.WIDEST),
+        Row("index_copy", Rule.FIRST),
         Row("relu", Rule.KEEP),
         Row("sigmoid", Rule.PARTS),
         Row("binary_cross_entropy", Rule.FORBID, instead="mse_loss"),
@@ -67,6 +68,10 @@ DECISIONS = [
     ("add", ["float64", "float16"], "float16", Decision(Rule.WIDEST, "float16")),
     ("add", ["bfloat16"], "float16", Decision(Rule.WIDEST, "float32")),
     ("add", [], "float16", Decision(Rule.WIDEST, "float16")),
+    ("index_copy", ["float32", "float16"], "float16", Decision(Rule.FIRST, "float32")),
+    ("index_copy", ["bfloat16", "float32"], "float16", Decision(Rule.FIRST, "bfloat16")),
+    ("index_copy", ["float64", "float16"], "float16", Decision(Rule.FIRST, "float64")),
+    ("index_copy", [], "float16", Decision(Rule.FIRST)),
     ("relu", ["float32"], "float16", Decision(Rule.KEEP)),
     ("sigmoid", ["float32"], "float16", Decision(Rule.PARTS)),
     ("tanh", ["float32"], "float16", Decision(Rule.PARTS)),  # which no row speaks of
@@ -580,7 +585,7 @@ def test_override_may_speak_of_a_class_and_of_an_op_in_it():
 
 
 HERE = "override of policy 'amp'"
-ALL = "lower, fp32, fp32_keep, widest, keep, forbid, parts"
+ALL = "lower, fp32, fp32_keep, widest, first, keep, forbid, parts"
 PATTERN = (
     "is no pattern of module paths. Write names joined by dots, such as "
     '"*.lm_head" or "blocks.*.attn"; * stands for any characters.'

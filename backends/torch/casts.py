@@ -187,13 +187,17 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
     pass_on = compat.passing_on(op, key)
 
     def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        written = args[0]
-        one = isinstance(written, torch.Tensor)
-        if _is_parameter(written) if one else any(map(_is_parameter, written)):
-            drop()
+        writing(args[0])
         return pass_on(keys, args, kwargs)
 
     return writer
+
+
+def writing(into: Any) -> None:
+    """A tensor, or a list of them, is about to be written in place: casts of it are dropped."""
+    one = isinstance(into, torch.Tensor)
+    if _is_parameter(into) if one else any(map(_is_parameter, into)):
+        drop()
 
 
 def _is_parameter(t: torch.Tensor) -> bool:

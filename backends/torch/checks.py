@@ -72,7 +72,7 @@ def _faults(row: Row, name: str) -> Iterator[str]:
     op = compat.overload(name)
     if op is None:
         return  # this torch is too old or too new for it
-    fault = schema_fault(op, name)
+    fault = schema_fault(op, name, row.rule)
     if fault:
         yield f"has a rule for {name!r}, {fault}"
     if row.apply is Apply.DTYPE_ARGUMENT and dtype_at(op) is None:
@@ -83,9 +83,9 @@ def _faults(row: Row, name: str) -> Iterator[str]:
         yield f"applies fp32 to {name!r} by an appended dtype, which only {only} can have."
 
 
-def schema_fault(op: torch._ops.OpOverload, name: str) -> str:
-    """Why no policy may choose the format of an op: the end of a sentence, or nothing."""
-    if op._schema.is_mutable:
+def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
+    """Why no policy may give an op a rule: the end of a sentence, or nothing."""
+    if op._schema.is_mutable and not (rule == Rule.FIRST and _writes_its_first(op)):
         return (
             "which writes into an argument: the format of its result is given. Give the rule to "
             "the op without '_' or out=."
@@ -93,6 +93,12 @@ def schema_fault(op: torch._ops.OpOverload, name: str) -> str:
     if not any("Tensor" in str(a.type) for a in op._schema.arguments):
         return f"which takes no tensor{_hint(name)}."
     return ""
+
+
+def _writes_its_first(op: torch._ops.OpOverload) -> bool:
+    """True if an op writes into its first argument, a tensor, and into no other."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    return written[0] and not any(written[1:]) and str(op._schema.arguments[0].type) == "Tensor"
 
 
 def _hint(name: str) -> str:

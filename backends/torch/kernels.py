@@ -251,8 +251,13 @@ def _autocast_kernel(
     run = runner(op, name, device)
     rulings = Rulings(name, device)
     compiled_only = name in primitives.COMPILED_ONLY
+    writes = op._schema.is_mutable
+    if writes:
+        casts.watch(device)  # puts kernels on such ops, which ours replaces and does the work of
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if writes:
+            casts.writing(args[0])
         ruling = rulings.of(regions.in_force(device))
         if (found := decisions.current()) is not None:
             entry = _entry(op, name, device, ruling, args)

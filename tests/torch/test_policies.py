@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import polymp
 from polymp import loading
 from polymp.backends.torch import kernels, native
 from polymp.errors import ForbiddenOpError, PolicyError
@@ -265,3 +266,86 @@ def test_checkpoint_leaves_the_casts_of_the_forward_alone():
         first = torch.mm(X, w).grad_fn.next_functions[1][0]
         checkpoint(block, X.clone().requires_grad_(), use_reentrant=False)
     assert seen == [first]
+
+
+I64 = torch.tensor([2, 0])
+EVERY = torch.tensor([[0, 1, 2], [1, 2, 0]])
+MASK = torch.tensor([[True, False, True], [False, True, True], [False, False, True]])
+
+
+def _set(into, by):
+    into[MASK] = by.flatten()[:5]
+    return into
+
+
+# By name, a call with what is written into, and what is written: [3, 3] and [2, 3].
+WRITES = {
+    "b[mask] = y": _set,
+    "masked_scatter": lambda a, b: a.masked_scatter(MASK, b),
+    "masked_scatter_": lambda a, b: a.masked_scatter_(MASK, b),
+    "index_put_": lambda a, b: a.index_put_((I64,), b),
+    "index_copy": lambda a, b: a.index_copy(0, I64, b),
+    "index_copy_": lambda a, b: a.index_copy_(0, I64, b),
+    "index_add": lambda a, b: a.index_add(0, I64, b, alpha=2),
+    "index_add_": lambda a, b: a.index_add_(0, I64, b),
+    "scatter": lambda a, b: a.scatter(0, EVERY, b),
+    "scatter_": lambda a, b: a.scatter_(0, EVERY, b),
+    "scatter_add_": lambda a, b: a.scatter_add_(0, EVERY, b),
+    "scatter_reduce": lambda a, b: a.scatter_reduce(0, EVERY, b, "amax"),
+    "scatter_reduce_": lambda a, b: a.scatter_reduce_(0, EVERY, b, "amax"),
+    "put": lambda a, b: a.put(I64, b[0, :2]),
+    "put_": lambda a, b: a.put_(I64, b[0, :2]),
+}
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+@pytest.mark.parametrize(("into", "by"), [(FP32, BF16), (BF16, FP32), (torch.float64, BF16)])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_a_tensor_takes_its_format(name, into, by, policy):
+    whole, part = torch.randn(3, 3).to(into), torch.randn(2, 3).to(by)
+    expected = WRITES[name](whole.clone(), part.to(into))
+    with pytest.raises((RuntimeError, IndexError)):
+        WRITES[name](whole.clone(), part)
+    with polymp.recording() as record, autocast("cpu", BF16, policy=policy):
+        made = WRITES[name](given := whole.clone(), part)
+    assert made.dtype is into
+    assert torch.equal(made, expected)
+    assert (made is given) == name.endswith(("_", "= y"))
+    assert {row.rule for row in record.rows()} == {"first"}
+
+
+@pytest.mark.parametrize("policy", [None, "torch-cuda"])
+@pytest.mark.parametrize("name", ["b[mask] = y", "masked_scatter", "scatter_"])
+def test_torchs_own_tables_refuse_it_as_torch_does(name, policy):
+    with autocast("cpu", BF16, policy="amp"):
+        pass  # which puts kernels on the ops
+    with autocast("cpu", BF16, policy=policy), pytest.raises((RuntimeError, IndexError)):
+        WRITES[name](torch.zeros(3, 3), torch.ones(2, 3, dtype=BF16))
+
+
+def test_gradients_go_into_what_was_written():
+    part = torch.randn(2, 3, dtype=BF16, requires_grad=True)
+    whole = torch.zeros(3, 3)
+    with autocast("cpu", BF16, policy="lean"):
+        whole[I64] = part
+        (whole * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert torch.equal(part.grad.float(), torch.arange(9.0).view(3, 3)[I64])
+
+
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_a_weight_that_is_written_so_is_cast_anew(amp_first):
+    w = torch.nn.Parameter(torch.ones(3, 3))
+    policies = ["amp", None] if amp_first else [None, "amp"]
+    for policy in policies:
+        with torch.no_grad(), autocast("cpu", BF16, policy=policy):
+            before = torch.mm(w, w)
+            w.index_put_((I64,), torch.full((2, 3), 3.0))
+            assert not torch.equal(torch.mm(w, w), before)
+            w.fill_(1)
+
+
+def test_a_row_for_an_op_in_place_says_first():
+    autocast("cpu", policy={"rules": {"aten:index_put_": "first"}})
+    for rule in ("lower", "widest"):
+        with pytest.raises(PolicyError, match="which writes into an argument"):
+            autocast("cpu", policy={"rules": {"aten:index_put_": rule}})

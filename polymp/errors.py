@@ -34,3 +34,7 @@ class StaleCastError(PolympError, RuntimeError):
 
 class ScalerWarning(UserWarning):
     """A loss scaler that does nothing, is missing, or is stuck."""
+
+
+class PolicyWarning(UserWarning):
+    """A part of a policy that has no effect where it is used."""

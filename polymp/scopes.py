@@ -7,6 +7,7 @@ model sits. A pattern that matches a module holds for everything inside it. Noth
 a module is.
 """
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterable
@@ -50,6 +51,21 @@ def ranked(patterns: Iterable[str], path: str) -> tuple[tuple[tuple[int, int], s
             plain = re.sub(r"\[[^]]+\]", "?", pattern)
             found.append(((at, sum(c not in "*?" for c in plain)), pattern))
     return tuple(sorted(found))
+
+
+def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Patterns that match modules, and are spelled almost like one that matches none.
+
+    Args:
+        pattern: with `*.` in front, it is compared with the ends of paths, as many names long.
+        paths: of all modules.
+    """
+    front = "*." if pattern.startswith("*.") else ""
+    asked = pattern.removeprefix(front)
+    names = asked.count(".") + 1
+    ends = {".".join(path.split(".")[-names:]) if front else path for path in paths}
+    close = difflib.get_close_matches(asked, sorted(ends - {""}), n=3)
+    return tuple(front + end for end in close)
 
 
 def check(pattern: str, where: str) -> None:

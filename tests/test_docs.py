@@ -75,6 +75,23 @@ def test_block(block, folders):
         pytest.fail(text, pytrace=False)
 
 
+@pytest.mark.parametrize("name", ["quickstart-torch.md", "quickstart-jax.md"])
+def test_a_quickstart_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
+    """As a reader types it: in one process, every block after those before it."""
+    blocks = [block for block in read(ROOT / "docs" / name) if block.runs]
+    for block in blocks:
+        for framework in frameworks(block):
+            need(framework)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(block.code for block in blocks), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    child = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+
+
 def prose(path: Path) -> str:
     """A file's text with its fenced blocks blanked out, line by line."""
     text = path.read_text(encoding="utf-8")

@@ -164,3 +164,18 @@ def test_a_pattern_that_matches_is_not_refused(parts, path):
     pattern = "".join(parts)
     if not pattern.startswith(".") and not pattern.endswith(".") and scopes.depth(pattern, path):
         assert scopes.check(pattern, "own.toml") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.lm_haed", ("*.lm_head",)),
+        ("decoder.layer.0", ("decoder.layers.0",)),
+        ("*.layers.0.atn", ("*.layers.0.attn",)),
+        ("xyz", ()),
+    ],
+)
+def test_the_nearest_patterns_match_modules(pattern: str, expected: tuple[str, ...]) -> None:
+    paths = ["", "decoder", "decoder.layers", "decoder.layers.0", "decoder.layers.0.attn"]
+    found = scopes.nearest(pattern, [*paths, "decoder.lm_head"])
+    assert found[:1] == expected

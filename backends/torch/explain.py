@@ -15,11 +15,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polymp import loading
 from polymp.backends.torch import compat, regions
 from polymp.backends.torch.autocast import PolicyLike, autocast
+from polymp.backends.torch.scoped import scoped_anew
 from polymp.backends.torch.watch import Ran, Running, Watch
 from polymp.dtypes import FORMATS, widest
 from polymp.report import Call, Report
+from polymp.rules import Policy
 
 
 class _Calls(Watch):
@@ -117,7 +120,9 @@ def explain(
         args: of the call; modules and tensors among them in any nesting.
         dtype: the low format of a region that is opened around the call, bfloat16 or float16;
             None to open none, unless a policy is given.
-        policy: of that region; None for torch's own table of the device.
+        policy: of that region, and of the modules in the call, in place of what `scoped` gave them;
+            it may have rules by module path. None for torch's own table of the device, and for the
+            scopes that the modules have.
         device: a device type such as "cuda": the call runs on fake tensors of that device, which
             have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
             is built without that device, no backward pass can run.
@@ -157,6 +162,8 @@ def explain(
             model = fn if isinstance(fn, nn.Module) else None
         if dtype is not None or policy is not None:
             kind = device or _device(fn, (args, kwargs))
+            if policy is not None:
+                policy = _asked_for(policy, _models((fn, args, kwargs)), stack)
             stack.enter_context(_region(kind, dtype, policy))
         report: Report = stack.enter_context(explaining(model, title))
         try:
@@ -177,6 +184,23 @@ def explain(
                 "with its modules and tensors as arguments."
             ) from error
     return report
+
+
+def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
+    """Put a policy's scopes on the models of a call; what of it is for the region."""
+    loaded = loading.load(policy)
+    if loaded.scopes and not models:
+        return loaded  # which a region refuses, and says where it can be given
+    stack.enter_context(scoped_anew(models, loaded))
+    return loaded.at("") if loaded.scopes else loaded
+
+
+def _models(tree: Any) -> list[nn.Module]:
+    """The modules among the leaves of a call that are not inside others of them."""
+    leaves = (getattr(leaf, "__self__", leaf) for leaf in tree_leaves(tree))
+    found = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
+    inside = {id(m) for one in found for m in one.modules() if m is not one}
+    return [one for one in found if id(one) not in inside]
 
 
 # What torch says of a device that it is built without.

@@ -5,7 +5,9 @@ and the call of each module puts that in force for as long as it lasts. Which re
 any, and what the rules do in it, is not known here.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import nn
 from polymp import loading, scopes
 from polymp.backends.torch import classes, kernels, native, regions
 from polymp.backends.torch.autocast import PolicyLike
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, PolicyWarning
+from polymp.gradients import outside
 from polymp.rules import Policy
 
 
@@ -82,6 +85,20 @@ class Scoping(classes.Handle):
         return f"Scoping({self.policy.name!r}, {len(self._modules)} modules)"
 
 
+@contextmanager
+def scoped_anew(models: Sequence[nn.Module], policy: Policy) -> Iterator[None]:
+    """Have the scopes of a policy, or none, in place of those that models have, for a while."""
+    modules = [module for model in models for module in model.modules()]
+    were = [(m, m.__dict__[Scoped.KEY]) for m in modules if Scoped.KEY in m.__dict__]
+    with ExitStack() as stack:
+        for module, place in were:
+            classes.restore(module, Scoped)
+            stack.callback(classes.extend, module, Scoped, place)
+        for model in models if policy.scopes else ():
+            stack.enter_context(scoped(model, policy))
+        yield
+
+
 def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
     """Have every module of a model run under the policy that holds at its path.
 
@@ -113,6 +130,9 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
         TypeError: the model is no module, or has one that cannot be scoped.
         PolicyError: the policy cannot be read or honoured, or the model, or a part of it, is
             scoped.
+
+    Warns:
+        PolicyWarning: patterns of the policy match no module of the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {model!r}.")
@@ -131,4 +151,27 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
     places = {path: _place(loaded.at(path)) for path in modules}
     for path, module in modules.items():
         classes.extend(module, Scoped, places[path])
-    return Scoping(loaded, modules)
+    scoping = Scoping(loaded, modules)
+    if scoping.unmatched:
+        warnings.warn(_said_of(scoping, model), PolicyWarning, stacklevel=outside())
+    return scoping
+
+
+def _said_of(scoping: Scoping, model: nn.Module) -> str:
+    """A warning that names the patterns that match nothing, and what may have been meant."""
+    firsts = {id(module): path for path, module in model.named_modules()}
+    paths = {path: firsts[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
+    said = []
+    for pattern in scoping.unmatched:
+        close = [repr(one) for one in scopes.nearest(pattern, firsts.values())]
+        hint = f"did you mean {' or '.join(close)}?" if close else _NAMES
+        if pattern in paths:
+            hint = f"that module goes by its first path, {paths[pattern]!r}."
+        said.append(f"{pattern!r}: {hint}")
+    return (
+        f"scoped(): policy {scoping.policy.name!r} has rules for paths that no module of "
+        f"{type(model).__name__} has. {' '.join(said)}"
+    )
+
+
+_NAMES = "[name for name, _ in model.named_modules()] lists the paths."

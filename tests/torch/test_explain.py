@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polymp
+from polymp.errors import PolicyError
 from polymp.report import BACKWARD, FORWARD, Report
 from polymp.rules import LOW, Rule
 from polymp.torch import autocast, explain, scoped
@@ -421,3 +422,56 @@ def test_what_no_framework_is_known_of() -> None:
         "polymp.explain(len, ...) finds no tensor, array or module that says "
         "which framework this is for. Call polymp.torch.explain or polymp.jax.explain."
     )
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).relu())
+
+
+HEAD = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}}, name="head")
+
+
+def formats_by_op(report: Any) -> list[tuple[str, str, str]]:
+    return [(call.module, call.op, call.run) for call in report]
+
+
+@pytest.mark.parametrize("before", [None, {"rules": {"all": "fp32"}}], ids=["plain", "scoped"])
+def test_the_policy_asked_for_holds_in_the_model(before: Any) -> None:
+    model, x = Headed(), torch.ones(1, 4)
+    kinds = [type(module) for module in model.modules()]
+    if before is not None:
+        scoped(model, before)
+        kinds = [type(module) for module in model.modules()]
+    own = formats_by_op(explain(model, x, dtype="bfloat16"))
+    low = [("body", "linear", "bfloat16"), ("", "relu", "bfloat16"), ("head", "linear", "bfloat16")]
+    high = [(module, op, "float32") for module, op, _ in low]
+    assert own == (low if before is None else high)
+    assert formats_by_op(explain(model, x, dtype="bfloat16", policy="amp")) == low
+    matmul = explain(model, x, dtype="bfloat16", policy="matmul")
+    assert formats_by_op(matmul) == [low[0], high[1], low[2]]
+    assert matmul.policy == "matmul"
+    for call in (model, lambda model, x: model(x)):
+        given = (x,) if call is model else (model, x)
+        named = explain(call, *given, dtype="bfloat16", policy=HEAD)
+        assert formats_by_op(named) == [low[0], low[1], high[2]]
+    assert formats_by_op(explain(model, x, dtype="bfloat16")) == own, "scopes are as they were"
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_scopes_are_as_they_were_after_an_error() -> None:
+    model = Headed()
+    scoped(model, {"rules": {"all": "fp32"}})
+    with pytest.raises(RuntimeError):
+        explain(model, torch.ones(1, 3), dtype="bfloat16", policy="amp")
+    with autocast("cpu", BF16):
+        assert model(torch.ones(1, 4)).dtype is torch.float32
+
+
+def test_a_policy_with_paths_needs_a_module() -> None:
+    with pytest.raises(PolicyError, match="has rules for modules"):
+        explain(torch.relu, torch.ones(2), dtype="bfloat16", policy=HEAD)

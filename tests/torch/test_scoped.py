@@ -9,7 +9,9 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.nn.utils import parametrizations, parametrize
 import polymp
 from polymp import PolicyError
 from polymp.backends.torch import casts, regions
+from polymp.errors import PolicyWarning
 from polymp.torch import autocast, checkpoint, scoped
 from tests.torch.compiling import Count
 from tests.torch.inside import inside
@@ -30,6 +33,9 @@ from tests.torch.scoped_model import HEAD, Model, seeded
 from tests.torch.test_threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
+
+# The policy has paths that a part of its model, or another model, does not have.
+A_PART = pytest.mark.filterwarnings("ignore::polymp.errors.PolicyWarning")
 
 ROOT = Path(__file__).parents[2]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -239,8 +245,20 @@ def test_the_classes_are_their_own_again() -> None:
 
 
 def test_patterns_that_match_nothing_are_named() -> None:
-    policy = HEAD.override(scopes={"*.lm_haed": {"linear": "keep"}})
-    assert scoped(Model(), policy).unmatched == ("*.lm_haed",)
+    scopes = {name: {"linear": "keep"} for name in ("*.lm_haed", "bdoy.2", "xyz")}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        handle = scoped(Model(), HEAD.override(scopes=scopes))
+    assert handle.unmatched == ("*.lm_haed", "bdoy.2", "xyz")
+    (warning,) = seen
+    assert warning.category is PolicyWarning
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "scoped(): policy 'head*' has rules for paths that no module of Model has. "
+        "'*.lm_haed': did you mean '*.lm_head'? "
+        "'bdoy.2': did you mean 'body.2' or 'body.1' or 'body.0'? "
+        "'xyz': [name for name, _ in model.named_modules()] lists the paths."
+    )
 
 
 @pytest.mark.parametrize("bound_before", [True, False])
@@ -262,7 +280,10 @@ def test_a_module_with_two_paths_has_the_first(x: torch.Tensor) -> None:
     model = nn.Sequential(shared, nn.GELU(), shared)
     for path, expected in (("0", FP32), ("2", BF16)):
         rows = {path: {"linear": "fp32"}}
-        with scoped(model, {"rules": {"linear": "lower"}, "scopes": rows}) as handle:
+        warned = pytest.warns(PolicyWarning, match="'2': that module goes by its first path, '0'.")
+        with nullcontext() if path == "0" else warned:
+            handle = scoped(model, {"rules": {"linear": "lower"}, "scopes": rows})
+        with handle:
             assert handle.unmatched == (() if path == "0" else ("2",))
             with autocast("cpu", BF16):
                 assert model(x).dtype is expected
@@ -325,6 +346,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+@A_PART
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_refused(case: str) -> None:
     function, kind, text = WRONG[case]
@@ -333,6 +355,7 @@ def test_what_is_refused(case: str) -> None:
     assert str(error.value) == text
 
 
+@A_PART
 @pytest.mark.parametrize("part", ["", "body", "lm_head"])
 def test_a_part_of_a_model_is_scoped_once(part: str) -> None:
     model = Model()
@@ -422,6 +445,7 @@ def test_a_class_on_top_is_left_in_place(x: torch.Tensor) -> None:
             assert linear(x).dtype is FP32
 
 
+@A_PART
 def test_a_class_that_counts_its_subclasses_does_not_hear_of_ours() -> None:
     heard = []
 
@@ -553,6 +577,7 @@ def test_with_the_tools_of_torch_func(x: torch.Tensor) -> None:
 EAGER_BACKWARD = torch._functorch.config.patch(backward_pass_autocast="off")
 
 
+@A_PART
 @pytest.mark.parametrize("kind", REGIONS)
 @EAGER_BACKWARD
 def test_compiled_it_is_eager(x: torch.Tensor, count: Count, kind: str) -> None:

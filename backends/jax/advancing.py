@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polymp import scaling
+from polymp.backends.jax import regions
 from polymp.scaling import ScaleRule, ScaleState
 
 
@@ -32,6 +33,7 @@ def _exact(factor: float) -> Any:
     return factor if factor == held else _Factor(factor)
 
 
+@regions.as_written()
 @partial(jax.jit, static_argnums=0, inline=True)
 def advance(rule: ScaleRule, state: ScaleState, finite: Any, loss_finite: Any) -> ScaleState:
     """`scaling.step` with jax arrays."""

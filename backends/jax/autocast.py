@@ -11,7 +11,6 @@ the next call with the same types.
 import functools
 import inspect
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -211,10 +210,7 @@ def call_in(fn: F, dtype: Any) -> F:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(cast, (args, kwargs))
-        ambient = regions.AMBIENT.value
-        if ambient is None:
-            return fn(*args, **kwargs)
-        with regions.entered(_off(ambient)):
+        with regions.as_written():
             return fn(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -227,10 +223,6 @@ def _marked(leaf: Any, name: str) -> Any:
     if is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
         return checkpoint_name(jax.numpy.asarray(leaf), name)
     return leaf
-
-
-def _off(region: Region) -> Region:
-    return replace(region, enabled=False)
 
 
 def _region(dtype: Any, policy: PolicyLike, enabled: bool, promotion: str) -> Region:

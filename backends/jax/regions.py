@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -59,6 +60,20 @@ _MARKS = _Marks()
 def entered(region: Region) -> Iterator[None]:
     """Run Python in the region, and mark what is traced meanwhile."""
     with AMBIENT(region), jax.named_scope(_MARKS.name(region)):
+        yield
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Run Python outside of any region: what is traced meanwhile runs as written.
+
+    Also a decorator, for arithmetic of polymp's own that no policy decides.
+    """
+    ambient = AMBIENT.value
+    if ambient is None:
+        yield
+        return
+    with entered(replace(ambient, enabled=False)):
         yield
 
 

@@ -1,7 +1,8 @@
 """Arithmetic of trees with a loss scale: multiply, divide, and see whether all is finite.
 
 A pytree and a scale, float32 [], in; a pytree or one bool out. Floats and complex numbers take
-part, in float32 or wider; integers, keys, float0 and what is no array pass as they are.
+part, in float32 or wider; integers, keys, float0 and what is no array pass as they are. All of it
+runs as written, also where an autocast function calls it.
 """
 
 import operator
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polymp.backends.jax import compat
+from polymp.backends.jax import compat, regions
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -24,6 +25,7 @@ def multiplied(tree: Any, scale: Any) -> Any:
     return _each_float(operator.mul, tree, scale)
 
 
+@regions.as_written()
 def settled(tree: Any) -> Any:
     """The same floats, as numbers that XLA may not compute in two ways.
 
@@ -43,6 +45,7 @@ def divided(tree: Any, scale: Any) -> Any:
     return _each_float(_quotient, tree, scale)
 
 
+@regions.as_written()
 def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = None) -> Any:
     """Bool []: no quotient of a float of the tree by the scale is Inf or NaN.
 
@@ -120,6 +123,7 @@ def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -
     return results
 
 
+@regions.as_written()
 def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     results = iter(_by_scale(operation, [x for x in leaves if is_float(x)], scale))

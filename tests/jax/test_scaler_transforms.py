@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from jax import export
 
 from polymp.backends.jax import stepping
-from polymp.backends.jax.scaler import GradScaler
+from polymp.jax import GradScaler, autocast, scaled, upper
 from tests.jax.scaler_tools import KINDS, bits, flat, kinds, numbers, values, with_shape
 
 
@@ -295,3 +296,58 @@ def test_a_loss_costs_nothing_of_the_gradients_size(looked):
     jaxpr = jax.make_jaxpr(run)(GradScaler(), w, w, jnp.float32(1))
     assert with_shape(jaxpr, (7, 3)) == CHECKED
     assert len([e for e in flat(jaxpr) if e.primitive.name == "cond"]) == 1
+
+
+def gradients(scaler, loss, w):
+    return jax.grad(lambda w: scaler.scale(loss(w)))(w)
+
+
+def sgd(grads, w):
+    return w - 1e4 * grads
+
+
+def by_optimizer(scaler, loss, w):
+    optimizer = scaled(optax.sgd(1e4), scaler)
+    state = optimizer.init(w)
+    updates, state = optimizer.update(gradients(state.scaler, loss, w), state, w)
+    return optax.apply_updates(w, updates), state.finite
+
+
+INSIDE = {
+    "unscale": lambda s, loss, w: s.unscale(gradients(s, loss, w)),
+    "value_and_grad": lambda s, loss, w: itemgetter(0, 2)(s.value_and_grad(loss)(w)),
+    "step": lambda s, loss, w: itemgetter(0, 2)(s.step(gradients(s, loss, w), sgd, w)),
+    "scaled": by_optimizer,
+    "scale of an array": lambda s, loss, w: (s.scale(X @ w), jnp.asarray(True)),
+}
+X = jnp.ones((2, 4))
+
+
+@pytest.mark.parametrize(("scale", "slope"), [(2.0**16, 1e-9), (2.0**-4, 1e5)])
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_region_casts_none_of_the_scalers_arithmetic(what, scale, slope):
+    """Gradients of a float16 product, which float16 holds only as long as they are scaled."""
+    scaler, w = GradScaler(scale), jnp.zeros((4, 1))
+
+    def run(loss):
+        return lambda w: INSIDE[what](scaler, loss, w)
+
+    plain = run(lambda w: jnp.sum(X @ w) * slope)
+    low = run(lambda w: upper(jnp.sum(X @ w)) * slope)
+    wrapped = autocast(low, dtype=jnp.float16)
+    for call in (wrapped, jax.jit(wrapped)):
+        got, finite = call(w)
+        want, _ = plain(w)
+        assert finite
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == jnp.float32
+            np.testing.assert_allclose(a, b, rtol=2e-3)
+
+
+def test_a_policy_that_lowers_everything_lowers_no_scale():
+    scaler = GradScaler(2.0**20, growth_interval=1)
+    policy = {"rules": {"default": "lower"}}
+    run = autocast(lambda s: (s.update(True), s.scale(1.0)), dtype=jnp.float16, policy=policy)
+    after, scale = run(scaler)
+    assert (float(after.state.scale), float(scale)) == (2.0**21, 2.0**20)
+    assert after.state.scale.dtype == scale.dtype == jnp.float32

@@ -32,6 +32,10 @@ class StaleCastError(PolympError, RuntimeError):
     """A held cast is not what its weight would give now."""
 
 
+class EscapedValueError(PolympError, RuntimeError):
+    """A function stored values outside of itself that are dead when its trace has ended."""
+
+
 class ScalerWarning(UserWarning):
     """A loss scaler that does nothing, is missing, or is stuck."""
 

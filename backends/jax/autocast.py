@@ -4,14 +4,16 @@
     with autocast(enabled=False): ...          # inside such a function: as written
 
 A call traces the function at the dtypes it was written in, plans a format for every value, and
-runs the program again in those formats under the caller's own trace. Trace and plan are kept for
-the next call with the same types.
+runs the program again in those formats under the caller's own trace. It does so at every call: what
+Python reads from outside, a library's context among it, is read anew. Plans are kept for the
+programs inside whose traces JAX keeps, those of jitted functions.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, TracebackType
+import weakref
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
@@ -24,12 +26,12 @@ from polymp.backends.jax.checks import check
 from polymp.backends.jax.control import planner
 from polymp.backends.jax.emit import collector_paused, run
 from polymp.backends.jax.functions import FUNCTIONS
-from polymp.backends.jax.plan import Plan
+from polymp.backends.jax.plan import Kept, Plan
 from polymp.backends.jax.program import LOWER, UPPER, given
 from polymp.backends.jax.values import LOW
+from polymp.errors import EscapedValueError
 from polymp.region import Region
 from polymp.rules import Policy
-from polymp.vocabulary import vocabulary
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -37,9 +39,6 @@ PolicyLike = Any
 
 # What a float32 array may do to a low one: widen it always, or only if something made it float32.
 PROMOTIONS = ("strong", "weak")
-
-# Traces that one function keeps. Beyond these, the oldest is made again when it is asked for.
-_KEPT = 256
 
 
 @overload
@@ -302,7 +301,7 @@ def transformed(
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    kept: dict[Hashable, Traced] = {}
+    kept = Kept()
     new = traced or trace
 
     @functools.wraps(fn)
@@ -324,16 +323,7 @@ def transformed(
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
-        key = _key(fn, tree, statics, arrays)
-        recorded = decisions.current() is not None  # then it is decided anew
-        traced = kept.get(key) if key is not None and not recorded else None
-        if traced is None:
-            traced = new(fn, region, tree, statics, arrays)
-            passing = recorded or any(isinstance(c, jax.core.Tracer) for c in traced.plan.consts)
-            if key is not None and not passing:
-                for oldest in list(kept)[: len(kept) + 1 - _KEPT]:
-                    kept.pop(oldest, None)
-                kept[key] = traced
+        traced = new(fn, region, tree, statics, arrays, kept)
         if traced.plan.as_written and not region.enabled:  # then what is written is what runs
             with regions.AMBIENT(region):
                 return fn(*args, **kwargs)
@@ -368,32 +358,12 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def _key(fn: Any, tree: Any, statics: Any, arrays: list[Any]) -> Hashable:
-    """What a trace depends on; None if it cannot be told."""
-    others = [leaf for leaf in statics if leaf is not ARRAY]
-    if any(map(_may_change, (fn, *others))):
-        return None
-    # By its digits, for 0.0 == -0.0; by its type, for 1 == 1.0 == True.
-    types = tuple((type(x), repr(x) if isinstance(x, float) else x) for x in others)
-    places = tuple(leaf is ARRAY for leaf in statics)
-    avals, registered = tuple(map(jax.typeof, arrays)), len(vocabulary().registered)
-    key = (fn, tree, places, types, avals, compat.trace_context(), registered)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _may_change(x: Any) -> bool:
-    """True for an object that says nothing of its state: equal to itself, whatever it holds."""
-    if isinstance(x, MethodType):
-        return _may_change(x.__self__)
-    if isinstance(x, type) or isinstance(x, ModuleType) or hasattr(x, "__wrapped__"):
-        return False
-    functions = (FunctionType, BuiltinFunctionType, np.ufunc)
-    by_identity: Any = object.__hash__
-    return type(x).__hash__ is by_identity and not isinstance(x, functions)
+_ESCAPED = (
+    "autocast(fn): {fn!r} stored values outside of itself that end with its trace: {shown}. Return "
+    "them instead. Where a library stores them, such as parameters that haiku or flax linen make "
+    "in init, or samples of numpyro, wrap the whole of what returns them, as in autocast(net.init) "
+    "and autocast(net.apply), or only functions inside that store nothing."
+)
 
 
 # cuDNN's kernels take low formats alone, and look while they are traced.
@@ -405,7 +375,12 @@ _CUDNN = (
 
 
 def trace(
-    fn: Callable[..., Any], region: Region, tree: Any, statics: Any, arrays: list[Any]
+    fn: Callable[..., Any],
+    region: Region,
+    tree: Any,
+    statics: Any,
+    arrays: list[Any],
+    kept: Kept | None = None,
 ) -> Traced:
     """Trace and plan a function.
 
@@ -415,10 +390,16 @@ def trace(
         tree: of its positional and keyword arguments.
         statics: its leaves, with `ARRAY` for each array.
         arrays: or what has their types.
+        kept: plans of earlier calls, to which those of this one are added.
+
+    Raises:
+        EscapedValueError: the function stored values of its trace elsewhere.
     """
     found: list[Any] = []
+    running: list[weakref.ref[Any]] = []
 
     def flat(*arrays: Any) -> list[Any]:
+        running.append(weakref.ref(compat.traces()[0]))
         left = iter(arrays)
         leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
         args, kwargs = jax.tree.unflatten(tree, leaves)
@@ -436,8 +417,11 @@ def trace(
         if region.enabled and compat.asks_for_low(error):
             error.add_note(_CUDNN.format(low=region.format))
         raise
+    if escaped := compat.escaped(running[0]):
+        shown = ", ".join(escaped[:3]) + (f" and {len(escaped) - 3} more" if escaped[3:] else "")
+        raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
     invars = compat.binders(jaxpr)[1]
     with collector_paused():
-        plan = planner(region).plan(jaxpr, map(given, invars), region)
+        plan = planner(region, kept).plan_whole(jaxpr, map(given, invars), region)
     out_tree, statics_out = found
     return Traced(plan, out_tree, statics_out)

@@ -4,6 +4,8 @@ Each name says why it is needed and since when it has been there; `tests/jax/tes
 when one changes. Supported: jax 0.10 and 0.11.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType, TracebackType
@@ -254,8 +256,8 @@ def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def close(jaxpr: Any) -> Any:
-    """A jaxpr without constants, as a closed one."""
-    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+    """A jaxpr without constants, as a closed one: the same each time. Since jax 0.4."""
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else _partial_eval.close_jaxpr(jaxpr)
 
 
 def binders(closed: Any) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -401,6 +403,34 @@ def traces() -> list[Any]:
         found.append(trace)
         trace = getattr(trace, "parent_trace", None)
     return found
+
+
+def escaped(trace: weakref.ref[Any]) -> list[str]:
+    """Values of a trace that has ended and that something still holds: types, and where made.
+
+    Of those that were computed from others, only the last. Nothing outlives most traces, so that
+    nobody looks for it; of a `custom_vjp` function the jaxpr itself holds the trace, and no value.
+    Since jax 0.4.36.
+    """
+    tracers = _tracers_of(trace())
+    if tracers:
+        del tracers
+        gc.collect()  # what only a cycle holds is nobody's
+        tracers = _tracers_of(trace())
+    parents = (getattr(tracer, "parent", None) for tracer in tracers)
+    inner = {id(x) for eqn in parents if eqn is not None for x in eqn.in_tracers}
+    places = [
+        (tracer.aval.str_short(), _source_info.summarize(tracer._line_info))
+        for tracer in tracers
+        if id(tracer) not in inner
+    ]
+    return [f"{shown} from {place}" if place else shown for shown, place in places]
+
+
+def _tracers_of(trace: Any) -> list[Any]:
+    if trace is None:
+        return []
+    return [x for x in gc.get_referrers(trace) if isinstance(x, _core.Tracer)]
 
 
 def in_backward(stack: Any) -> bool:

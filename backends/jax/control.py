@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 
+from polymp import decisions
 from polymp.backends.jax import calls, compat, custom_rules, passes, regions
 from polymp.backends.jax.emit import bind, closed, run
 from polymp.backends.jax.functions import FUNCTIONS
-from polymp.backends.jax.plan import Plan, Planner, Step
+from polymp.backends.jax.plan import Kept, Plan, Planner, Step
 from polymp.backends.jax.program import Handler, Planned, Program
 from polymp.backends.jax.sections import SECTION
 from polymp.backends.jax.values import Known, Origin, fits
 from polymp.dtypes import widest
 from polymp.region import Region
+from polymp.vocabulary import vocabulary
 
 
 def _knowns(program: Program, atoms: Iterable[Any]) -> list[Known]:
@@ -214,8 +216,23 @@ CONTROL: dict[str, Handler] = {
 }
 
 
-def planner(region: Region) -> Planner:
-    """A planner that knows every control primitive above, for a program in a region."""
+def planner(region: Region, kept: Kept | None = None) -> Planner:
+    """A planner that knows every control primitive above, for a program in a region.
+
+    Args:
+        region: that holds in the program.
+        kept: plans of earlier calls. A record wants every decision made anew, and leaves them out.
+    """
     FUNCTIONS.refresh()
     colours = region.promotion == "weak" or regions.any_weak()
-    return Planner(lambda *args: Program(args[0], CONTROL, *args[1:]).plan(), passes.off(), colours)
+    if decisions.current() is not None:
+        kept = None
+    # What else plans depend on: jax's configuration, and the ops that are known by now.
+    settings = compat.trace_context(), len(vocabulary().registered), len(FUNCTIONS.ops)
+    return Planner(
+        lambda *args: Program(args[0], CONTROL, *args[1:]).plan(),
+        passes.off(),
+        colours,
+        kept,
+        settings,
+    )

@@ -18,7 +18,8 @@ import numpy as np
 
 from polymp.backends.jax import compat, nnx, regions
 from polymp.backends.jax.autocast import ARRAY, Made, Traced, is_array, trace, transformed
-from polymp.backends.jax.storing import Storing, Wide
+from polymp.backends.jax.plan import Kept
+from polymp.backends.jax.storing import Wide, store
 from polymp.backends.jax.values import LOW
 from polymp.errors import PolicyError
 from polymp.region import Region
@@ -165,16 +166,22 @@ class Frozen:
         )
 
     def _traced(
-        self, fn: Callable[..., Any], region: Region, tree: Any, statics: Any, arrays: list[Any]
+        self,
+        fn: Callable[..., Any],
+        region: Region,
+        tree: Any,
+        statics: Any,
+        arrays: list[Any],
+        kept: Kept,
     ) -> Traced:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = _Call(fn, tree, statics)
         low = self._expected.low(call)
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
-        traced = trace(fn, region, tree, statics, avals)
+        traced = trace(fn, region, tree, statics, avals, kept)
         formats = [low[i][1] if i in low else None for i in range(len(arrays))]
-        made = Storing().store(traced.plan, formats, call.passed_on(traced))
+        made = store(traced.plan, formats, call.passed_on(traced))
         for i, read in made.wide.items():
             path, format = low[i]
             raise PolicyError(
@@ -318,7 +325,6 @@ def _decided(
     call: _Call, traced: Traced, candidates: Iterable[int], region: Region
 ) -> tuple[dict[int, str], dict[int, Wide]]:
     """By place, the format in which an array can be stored, or why it cannot."""
-    storing = Storing()
     free = call.passed_on(traced)
     left: set[int] = set(candidates)
     found: dict[int, str] = {}
@@ -327,7 +333,7 @@ def _decided(
         tried, why = set(left), {}
         while tried:
             formats = [format if i in tried else None for i in range(len(traced.plan.known))]
-            made = storing.store(traced.plan, formats, free)
+            made = store(traced.plan, formats, free)
             unread = tried - made.read if not made.wide else set()
             why.update(made.wide)
             why.update(dict.fromkeys(unread, Wide(None, "nothing reads it")))

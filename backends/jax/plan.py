@@ -5,7 +5,8 @@ each equation; emission then follows it. How an equation becomes a step is `prog
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -113,6 +114,29 @@ _UNKNOWN = (
 )
 
 
+# Calls of an autocast function whose plans are kept.
+_CALLS = 8
+
+
+class Kept:
+    """Plans of the programs inside an autocast function, from its latest calls.
+
+    JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
+    the jaxpr: with the same plan comes the same rewritten one.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Hashable, dict[Any, Plan]]] = deque(maxlen=_CALLS)
+
+    def of(self, settings: Hashable) -> list[dict[Any, Plan]]:
+        """The plans that were made under the same settings, by call, the latest first."""
+        return [plans for have, plans in reversed(tuple(self._calls)) if have == settings]
+
+    def add(self, settings: Hashable, plans: dict[Any, Plan]) -> None:
+        """Keep the plans of a call; those of the oldest go."""
+        self._calls.append((settings, plans))
+
+
 class Planner:
     """Plans one traced program with everything inside it, each part once.
 
@@ -120,14 +144,24 @@ class Planner:
         one: plans one jaxpr, given this planner and the arguments of `plan`.
         off: names of the passes that are switched off; see `passes`.
         colours: True if some region promotes weakly, so that results are told weak from strong.
+        kept: plans of earlier calls; None for none.
+        settings: all that a plan depends on besides the arguments of `plan`.
     """
 
     def __init__(
-        self, one: Callable[..., Plan], off: Set[str] = frozenset(), colours: bool = False
+        self,
+        one: Callable[..., Plan],
+        off: Set[str] = frozenset(),
+        colours: bool = False,
+        kept: Kept | None = None,
+        settings: Hashable = (),
     ) -> None:
         self.one = one
         self.off = off
         self.colours = colours
+        self.kept = kept
+        self.settings = settings, off, colours
+        self.earlier = [] if kept is None else kept.of(self.settings)
         self.plans: dict[Any, Plan] = {}
         self.stacks: dict[int, tuple[Any, Any, Any, str]] = {}
         self.placed: dict[tuple[Region, str], Region] = {}
@@ -154,8 +188,17 @@ class Planner:
         known = tuple(known)
         key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
         if key not in self.plans:
-            self.plans[key] = self.one(self, jaxpr, known, region, results, gradients)
+            same = next((plans[key] for plans in self.earlier if key in plans), None)
+            self.plans[key] = same or self.one(self, jaxpr, known, region, results, gradients)
         return self.plans[key]
+
+    def plan_whole(self, jaxpr: Any, known: Iterable[Known], region: Region) -> Plan:
+        """The plan of a closed jaxpr that nothing is around; the plans inside are kept."""
+        plan = self.one(self, jaxpr, tuple(known), region, None, False)
+        if self.kept is not None:
+            self.kept.add(self.settings, self.plans)
+        self.earlier = []
+        return plan
 
     def place(self, stack: Any, outer: Region) -> tuple[Region, Any]:
         """The region of a name stack, and the stack without our marks."""

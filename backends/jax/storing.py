@@ -67,29 +67,19 @@ class Stored(NamedTuple):
     read: frozenset[int]
 
 
-class Storing:
-    """Stores inputs of one planned program, with everything inside it."""
+def store(plan: Plan, formats: Sequence[str | None], free: Iterable[int] = ()) -> Stored:
+    """A planned program, with everything inside it, for inputs in these formats.
 
-    def __init__(self) -> None:
-        self.made: dict[Any, tuple[Plan, Stored]] = {}
-
-    def store(
-        self,
-        plan: Plan,
-        formats: Sequence[str | None],
-        free: Iterable[int] = (),
-    ) -> Stored:
-        """The plan for inputs in these formats.
-
-        Args:
-            plan: of float32 inputs.
-            formats: by input, the low format that it comes in; None for as planned.
-            free: the outputs that may come low, where they only move inputs.
-        """
-        key = id(plan), tuple(formats), frozenset(free)
-        if key not in self.made:
-            self.made[key] = plan, _Program(self, plan, key[1], key[2]).stored()
-        return self.made[key][1]
+    Args:
+        plan: of float32 inputs; keeps what is made of it.
+        formats: by input, the low format that it comes in; None for as planned.
+        free: the outputs that may come low, where they only move inputs.
+    """
+    key = store, tuple(formats), frozenset(free)
+    if key not in plan.made:
+        plan.made[key] = _Program(plan, key[1], key[2]).stored()
+    stored: Stored = plan.made[key]
+    return stored
 
 
 # These move numbers and change none of them, in any format.
@@ -110,14 +100,7 @@ Held = list[Low | None]
 class _Program:
     """One plan, as its steps take low values."""
 
-    def __init__(
-        self,
-        storing: Storing,
-        plan: Plan,
-        formats: tuple[str | None, ...],
-        free: frozenset[int],
-    ) -> None:
-        self.storing = storing
+    def __init__(self, plan: Plan, formats: tuple[str | None, ...], free: frozenset[int]) -> None:
         self.plan = plan
         self.formats = formats
         self.free = free
@@ -235,7 +218,7 @@ class _Program:
 
     def enter(self, plan: Plan, lows: Held, free: Iterable[int]) -> Stored:
         """The plan of a body whose inputs these are; what it reads, this program reads."""
-        made = self.storing.store(plan, [low and low.format for low in lows], free)
+        made = store(plan, [low and low.format for low in lows], free)
         for i, wide in made.wide.items():
             self.refuse(lows[i], wide)
         for i in made.read:
@@ -259,7 +242,7 @@ class _Program:
         self, plan: Plan, formats: Sequence[str | None], free: Iterable[int], name: str
     ) -> tuple[Plan, list[str | None]]:
         """The plan of a derivative rule, which is asked for when something is differentiated."""
-        made = self.storing.store(plan, formats, free)
+        made = store(plan, formats, free)
         for at, wide in made.wide.items():
             raise PolicyError(
                 f"The derivative rule of {name!r} cannot take a parameter that is stored in "
@@ -294,7 +277,7 @@ class _Program:
 
     def cond(self, step: Step, lows: Held) -> tuple[Step, Held]:
         free = range(len(step.eqn.outvars))
-        made = [self.storing.store(p, _formats(lows[1:]), free) for p in step.parts]
+        made = [store(p, _formats(lows[1:]), free) for p in step.parts]
         alike = zip(*([low and low.format for low in m.outs] for m in made), strict=True)
         free_in_all = [i for i, formats in enumerate(alike) if len(set(formats)) == 1]
         made = [self.enter(plan, lows[1:], free_in_all) for plan in step.parts]

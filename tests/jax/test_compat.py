@@ -1,5 +1,8 @@
 """Every private name of jax that polymp uses does what `compat` says; loud when one changes."""
 
+import re
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -460,3 +463,37 @@ def test_values_of_another_trace_are_bound():
         return jax.jit(g)(x)
 
     assert np.array_equal(core.jaxpr_as_fun(traced(f, X * 3))(X * 3)[0], X * 9)
+
+
+def test_escaped():
+    held, ended = [], []
+
+    def traced_with(fn):
+        def run(x):
+            ended.append(weakref.ref(compat.traces()[0]))
+            return fn(x)
+
+        jax.make_jaxpr(run)(X)
+        return compat.escaped(ended[-1])
+
+    def cyclic(x):
+        ring = [x + 1]
+        ring.append(ring)
+        return x
+
+    @jax.custom_vjp
+    def with_rule(x):
+        return x
+
+    with_rule.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    assert traced_with(jnp.sin) == traced_with(cyclic) == traced_with(with_rule) == []
+    (shown,) = traced_with(lambda x: held.append(jnp.cos(jnp.sin(x))))
+    assert re.fullmatch(r"float32\[2,2\] from .*test_compat\.py:\d+:\d+ \(.*<lambda>\)", shown)
+
+
+def test_close():
+    inner = jax.make_jaxpr(jax.checkpoint(jnp.sin))(X).eqns[0].params["jaxpr"]
+    closed = compat.close(inner)
+    assert compat.close(inner) is closed
+    assert not compat.opened(closed)[1]
+    assert compat.close(closed) is closed

@@ -13,11 +13,15 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import optax
 import pytest
 from flax import linen, nnx
 from jax.extend import core
+from numpyro.infer import SVI, Trace_ELBO, autoguide
 
+from polymp.errors import EscapedValueError
 from polymp.jax import GradScaler, autocast
 
 STEPS = 60
@@ -220,3 +224,83 @@ def test_a_model_of_the_library_trains_as_well_as_in_float32(library):
         for leaf in jax.tree.leaves((run.params, run.grads)):
             assert leaf.dtype == jnp.float32
             assert np.isfinite(leaf).all()
+
+
+# Functions that read and write a context of their library
+
+XS = jnp.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Decorated(linen.Module):
+    """A module with a region inside it: `how` says where."""
+
+    how: str
+
+    def setup(self):
+        self.dense = linen.Dense(2)
+
+    def __call__(self, x):
+        if self.how == "a method":
+            return self.low(x)
+        if self.how == "a submodule":
+            return autocast(self.dense)(x)
+        return autocast(lambda x: self.dense(x))(x)
+
+    @autocast
+    def low(self, x):
+        return self.dense(x)
+
+
+NETS: dict[str, Any] = {
+    "haiku": hk.without_apply_rng(hk.transform(autocast(lambda x: hk.Linear(2)(x)))),
+} | {f"linen, {how}": Decorated(how) for how in ("a method", "a submodule", "a function")}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_region_inside_a_net_follows_its_parameters(name):
+    net = NETS[name]
+    params = autocast(net.init)(jax.random.key(0), XS)
+    for scale in (1, 2):
+        scaled = jax.tree.map(lambda p, scale=scale: p * scale, params)
+        low = net.apply(scaled, XS)
+        want = autocast(net.apply)(scaled, XS)
+        assert low.dtype == jnp.bfloat16
+        assert np.array_equal(low, want)
+    grads = jax.grad(lambda p: net.apply(p, XS).sum().astype(jnp.float32))(params)
+    for leaf in jax.tree.leaves(grads):
+        assert leaf.dtype == jnp.float32
+        assert np.abs(leaf).max() > 0.1
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("name", NETS)
+def test_parameters_made_in_a_region_inside_are_refused_or_come_out_alive(name, jit):
+    net = NETS[name]
+    with pytest.raises(EscapedValueError, match=r"as in autocast\(net\.init\)"):
+        (jax.jit(net.init) if jit else net.init)(jax.random.key(0), XS)
+    for region in (autocast, partial(autocast, enabled=False)):
+        init = region(net.init)
+        for leaf in jax.tree.leaves((jax.jit(init) if jit else init)(jax.random.key(0), XS)):
+            assert leaf.dtype == jnp.float32
+            assert np.isfinite(leaf).all()
+
+
+def test_a_numpyro_model_is_refused_and_a_function_in_it_is_not():
+    def model(x, y, product):
+        w = numpyro.sample("w", dist.Normal(jnp.zeros(4), 1).to_event(1))
+        numpyro.sample("y", dist.Normal(product(x, w), 0.1), obs=y)
+
+    def posterior(model):
+        guide = autoguide.AutoNormal(model)
+        svi = SVI(model, guide, numpyro.optim.Adam(0.05), Trace_ELBO())
+        found = svi.run(jax.random.key(0), 50, x, y, progress_bar=False)
+        return found.params["w_auto_loc"]
+
+    x = jnp.linspace(-1, 1, 32).reshape(8, 4)
+    y = x @ jnp.arange(4.0)
+    plain = posterior(partial(model, product=jnp.matmul))
+    low = posterior(partial(model, product=autocast(jnp.matmul)))
+    assert not np.array_equal(low, plain)
+    np.testing.assert_allclose(low, plain, atol=0.05)
+    with pytest.raises(EscapedValueError, match="only functions inside that store nothing"):
+        posterior(autocast(partial(model, product=jnp.matmul)))

@@ -1,6 +1,7 @@
 """Regions: where they hold, how they nest, and that no cache forgets them."""
 
 import gc
+import re
 import threading
 from functools import partial
 
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 import polymp
+from polymp.errors import EscapedValueError
 from polymp.jax import autocast
 
 X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
@@ -188,36 +190,18 @@ def test_another_thread_is_in_no_region():
     assert seen == ["bfloat16"]  # by its own region, not by the one of the thread that waits
 
 
-def test_a_second_eager_call_does_not_trace_again():
-    traces = []
-
-    @autocast
-    def f(x, scale, flag=True):
-        traces.append(flag)
-        return x @ x * scale
-
-    f(X, 2.0), f(X + 1, 2.0), f(X, scale=2.0)
-    assert len(traces) == 2  # once by position, once by name, as under jit
-    f(X[:2, :2], 2.0), f(X, 3.0), f(X, 2.0, False), f(X.astype(jnp.bfloat16), 2.0)
-    assert len(traces) == 6
-    with jax.default_matmul_precision("highest"):
-        f(X, 2.0)
-    assert len(traces) == 7
-    jax.jit(f, static_argnums=1)(X, 2.0)
-    assert len(traces) == 7  # the trace served jit too
-
-
-def test_a_trace_over_somebody_elses_tracers_is_not_kept():
-    wrapped = {}
+def test_a_call_reads_anew_what_python_reads_from_outside():
+    outside = {}
+    f = autocast(lambda x: x @ outside["w"])
 
     def loss(w):
-        fn = wrapped.setdefault("fn", autocast(lambda x: (x @ wrapped["w"]).sum()))
-        wrapped["w"] = w
-        return fn(X)
+        outside["w"] = w
+        return f(X).astype(jnp.float32).sum()
 
-    for scale in (1.0, 2.0):
-        grad = jax.grad(loss)(scale * X)
-        assert np.abs(grad - jax.grad(lambda w: (X @ w).sum())(X)).max() < 0.05
+    for w in (X, 2 * X):
+        outside["w"] = w
+        assert np.array_equal(f(X), autocast(jnp.matmul)(X, w))
+        assert np.abs(jax.grad(loss)(w) - jax.grad(lambda w: (X @ w).sum())(w)).max() < 0.05
 
 
 class Holder:
@@ -238,10 +222,72 @@ def test_an_object_that_may_change_is_read_at_every_call():
     holder = Holder(X)
     calls = [autocast(holder), autocast(holder.__call__), holder.method]
     calls.append(partial(autocast(lambda h, x: h(x)), holder))
+    calls.append(autocast(lambda x: holder.method(x)))
     for w in (X, 2 * X):
         holder.w = w
         for call in calls:
             assert np.array_equal(call(X), autocast(jnp.matmul)(X, w))
+
+
+def squared(c, _):
+    return jnp.tanh(c @ c), None
+
+
+KEPT = {
+    "a jitted function": jax.jit(lambda x: x @ x),
+    "a loop over a function that stays": lambda x: lax.scan(squared, x, None, length=2)[0],
+    "a block to compute again": jax.checkpoint(jax.jit(lambda x: x @ x)),
+    "all of it": jax.jit(jax.checkpoint(lambda x: lax.scan(squared, x, None, length=2)[0])),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_is_compiled_for_a_call_serves_the_next(what):
+    """JAX finds what it compiled by the jaxpr: the second call comes with the same one."""
+
+    def program(f):
+        (eqn,) = jax.make_jaxpr(f)(X).eqns
+        return eqn.params["jaxpr"]
+
+    f = autocast(KEPT[what])
+    first = program(f)
+    assert "polymp_contraction" in str(first)
+    for _ in range(20):
+        f(X[:2, :2])
+        assert program(f) is first
+    assert program(autocast(KEPT[what])) is not first
+    with jax.default_matmul_precision("highest"):
+        assert program(f) is not first
+
+
+def test_values_that_a_function_stores_elsewhere_are_refused():
+    stored, dropped = {}, []
+
+    @autocast
+    def f(x):
+        stored["h"] = jnp.tanh(x @ x)
+        return stored["h"].sum()
+
+    with pytest.raises(EscapedValueError) as raised:
+        f(X)
+    assert re.fullmatch(
+        r"autocast\(fn\): <function .*f at 0x\w+> stored values outside of itself that end with "
+        r"its trace: float32\[4,4\] from .*test_regions\.py:\d+:\d+ \(.*f\)\. Return them "
+        r"instead\. Where a library stores them, such as parameters that haiku or flax linen make in init, "
+        r"or samples of numpyro, wrap the whole of what returns them, as in autocast\(net\.init\) "
+        r"and autocast\(net\.apply\), or only functions inside that store nothing\.",
+        str(raised.value),
+    )
+
+    @autocast
+    def g(x):
+        ring = [x @ x]
+        ring.append(ring)  # a cycle, which nobody holds
+        dropped.append(x @ x)
+        dropped.clear()
+        return ring[0]
+
+    assert name(g(X)) == "bfloat16"
 
 
 def test_numbers_that_are_equal_and_not_the_same():

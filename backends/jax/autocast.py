@@ -10,6 +10,7 @@ programs inside whose traces JAX keeps, those of jitted functions.
 """
 
 import functools
+import gc
 import inspect
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from polymp.backends.jax import compat, nnx, regions
 from polymp.backends.jax.checks import check
 from polymp.backends.jax.control import planner
 from polymp.backends.jax.emit import collector_paused, run
+from polymp.backends.jax.escapes import escaped
 from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Kept, Plan
 from polymp.backends.jax.program import LOWER, UPPER, given
@@ -411,17 +413,19 @@ def trace(
 
     FUNCTIONS.border(flat)
     flat.__name__ = getattr(fn, "__name__", "function")
-    try:
-        jaxpr = jax.make_jaxpr(flat)(*arrays)
-    except (NotImplementedError, ValueError) as error:
-        if region.enabled and compat.asks_for_low(error):
-            error.add_note(_CUDNN.format(low=region.format))
-        raise
-    if escaped := compat.escaped(running[0]):
-        shown = ", ".join(escaped[:3]) + (f" and {len(escaped) - 3} more" if escaped[3:] else "")
-        raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
-    invars = compat.binders(jaxpr)[1]
     with collector_paused():
+        gc.collect(0)  # what is young from here on, the trace has made
+        try:
+            jaxpr = jax.make_jaxpr(flat)(*arrays)
+        except (NotImplementedError, ValueError) as error:
+            if region.enabled and compat.asks_for_low(error):
+                error.add_note(_CUDNN.format(low=region.format))
+            raise
+        if found_outside := escaped(running[0]):
+            shown, more = ", ".join(found_outside[:3]), len(found_outside) - 3
+            shown += f" and {more} more" if more > 0 else ""
+            raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
+        invars = compat.binders(jaxpr)[1]
         plan = planner(region, kept).plan_whole(jaxpr, map(given, invars), region)
     out_tree, statics_out = found
     return Traced(plan, out_tree, statics_out)

@@ -4,8 +4,6 @@ Each name says why it is needed and since when it has been there; `tests/jax/tes
 when one changes. Supported: jax 0.10 and 0.11.
 """
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType, TracebackType
@@ -18,6 +16,7 @@ from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core
 
@@ -250,6 +249,50 @@ def is_plain(primitive: Any) -> bool:
     return primitive not in _partial_eval.custom_staging_rules or primitive in ordered
 
 
+def jvp(
+    fn: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Sequence[Any], list[Any]]:
+    """Results and their tangents; None for a tangent that is a symbolic zero, there and here.
+
+    `jax.jvp` makes arrays of zeros of them, and a rule that refuses a tangent then refuses it.
+    Since jax 0.4.
+    """
+    jaxpr = jax.make_jaxpr(fn)(*primals)
+    moving = [tangent is not None for tangent in tangents]
+    paired, moves = _ad.jvp_jaxpr(jaxpr, moving, False)
+    flat = core.jaxpr_as_fun(paired)(*primals, *(t for t in tangents if t is not None))
+    left = iter(flat[len(moves) :])
+    return flat[: len(moves)], [next(left) if nonzero else None for nonzero in moves]
+
+
+def pulled(
+    pull: Any, args: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """What a function of `jax.vjp` returns; None for a symbolic zero, there and in its argument.
+
+    Args:
+        pull: of `jax.vjp`.
+        args: types of what is differentiated.
+        results: types of the results.
+        cotangents: of the results.
+
+    Since jax 0.8.
+    """
+    accums = [_ad.ValAccum(aval.to_ct_aval()) for aval in args]
+    full = [
+        _ad.Zero(aval.to_ct_aval()) if ct is None else ct
+        for ct, aval in zip(cotangents, results, strict=True)
+    ]
+    pull.with_refs(*accums)(jax.tree.unflatten(pull.out_tree, full))
+    grads = [accum.freeze() for accum in accums]
+    return [None if type(grad) is _ad.Zero else grad for grad in grads]
+
+
+def symbolic_zero(primal: Any) -> Any:
+    """The tangent of a value that does not move, as a rule may return it. Since jax 0.4."""
+    return jax.custom_derivatives.SymbolicZero(jax.typeof(primal).to_tangent_aval())
+
+
 def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
     """The jaxpr and the constants of a closed jaxpr. Since jax 0.11 the two kinds are one class."""
     return closed.jaxpr, closed.consts
@@ -405,32 +448,21 @@ def traces() -> list[Any]:
     return found
 
 
-def escaped(trace: weakref.ref[Any]) -> list[str]:
-    """Values of a trace that has ended and that something still holds: types, and where made.
-
-    Of those that were computed from others, only the last. Nothing outlives most traces, so that
-    nobody looks for it; of a `custom_vjp` function the jaxpr itself holds the trace, and no value.
-    Since jax 0.4.36.
-    """
-    tracers = _tracers_of(trace())
-    if tracers:
-        del tracers
-        gc.collect()  # what only a cycle holds is nobody's
-        tracers = _tracers_of(trace())
-    parents = (getattr(tracer, "parent", None) for tracer in tracers)
-    inner = {id(x) for eqn in parents if eqn is not None for x in eqn.in_tracers}
-    places = [
-        (tracer.aval.str_short(), _source_info.summarize(tracer._line_info))
-        for tracer in tracers
-        if id(tracer) not in inner
-    ]
-    return [f"{shown} from {place}" if place else shown for shown, place in places]
+def tracers_of(trace: Any, among: Sequence[Any]) -> list[Any]:
+    """Those of some objects that are values of a trace. Since jax 0.4.36."""
+    return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
 
 
-def _tracers_of(trace: Any) -> list[Any]:
-    if trace is None:
-        return []
-    return [x for x in gc.get_referrers(trace) if isinstance(x, _core.Tracer)]
+def operands_of(tracer: Any) -> Any:
+    """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
+    eqn = getattr(tracer, "parent", None)
+    return None if eqn is None else eqn.in_tracers
+
+
+def where_made(tracer: Any) -> str:
+    """Type of a traced value, and where it was computed. Since jax 0.4.36."""
+    shown, place = tracer.aval.str_short(), _source_info.summarize(tracer._line_info)
+    return f"{shown} from {place}" if place else str(shown)
 
 
 def in_backward(stack: Any) -> bool:

@@ -7,7 +7,7 @@ rule is planned when a derivative is first asked for, in the region of the call.
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -71,6 +71,7 @@ class _Rules:
         self.plan = plan
         self.floats = [_is_float(var) for var in eqn.invars]
         self.float_outs = [_is_float(var) for var in eqn.outvars]
+        self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
         self.name = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
         self.made: dict[Any, Any] = {}
@@ -110,65 +111,99 @@ class _Rules:
         raise NotImplementedError
 
 
+class _Half(NamedTuple):
+    """A planned rule, or half of one.
+
+    Attributes:
+        plan: of what is computed.
+        moves: which float results have a tangent, or which differentiated arguments a gradient;
+            the others have symbolic zeros.
+        tree: of the forward half, the structure of what is saved.
+        stored: of the forward half, the formats in which its results come where inputs come low.
+    """
+
+    plan: Plan
+    moves: tuple[bool, ...] = ()
+    tree: Any = None
+    stored: Sequence[str | None] = ()
+
+
 class _Forward(_Rules):
-    """The rule of a `jax.custom_jvp` function."""
+    """The rule of a `jax.custom_jvp` function.
+
+    One that asked for symbolic zeros is told which arguments move, and gets a plan for each such
+    choice.
+    """
 
     def call(self, values: Sequence[Any]) -> Sequence[Any]:
         made = self.made
         if "function" not in made:  # one object, so that JAX's caches know it again
             primal = _named(self.primal, self.name, self.plan.jaxpr)
             made["function"] = function = jax.custom_jvp(primal)
-            function.defjvp(self.rule)
+            function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
         outs: Sequence[Any] = made["function"](*values)
         return outs
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        plan = self.planned()
-        moving = _where(tangents, self.floats)
+        moving = _moving(tangents, self.floats)
+        half = self.planned(moving)
+        given = _where(tangents, moving)
         # The tangent of a parameter that is stored low comes low.
-        formats = [k.format for k in plan.known[len(primals) :]]
-        moving = [cast(t, f) if f else t for t, f in zip(moving, formats, strict=True)]
-        flat = run(plan, [*primals, *moving])
+        formats = [k.format for k in half.plan.known[len(primals) :]]
+        given = [cast(t, f) if f else t for t, f in zip(given, formats, strict=True)]
+        flat = run(half.plan, [*primals, *given])
         count = len(self.plan.outs)
-        return tuple(flat[:count]), tuple(_refill(flat[count:], self.float_outs, self.eqn.outvars))
+        left, moves = iter(flat[count:]), iter(half.moves)
+        tangents = [
+            next(left) if is_float and next(moves) else compat.symbolic_zero(out)
+            for out, is_float in zip(flat[:count], self.float_outs, strict=True)
+        ]
+        return tuple(flat[:count]), tuple(tangents)
 
-    def planned(self) -> Plan:
+    def planned(self, moving: tuple[bool, ...]) -> _Half:
+        """The rule, when these arguments move."""
         made = self.made
-        if "jvp" not in made and self.planned_as is not None:
+        if moving not in made:
+            made[moving] = self.both(moving)
+        half: _Half = made[moving]
+        return half
+
+    def both(self, moving: tuple[bool, ...]) -> _Half:
+        if self.planned_as is not None:
             before, change = self.planned_as
-            formats = [*self.lows(), *[None] * sum(self.floats)]
-            made["jvp"], _ = change(before.planned(), formats, (), self.name)
-        if "jvp" not in made:
-            avals = [var.aval for var in self.eqn.invars]
+            half = before.planned(moving)  # type: ignore[attr-defined]
+            plan, _ = change(half.plan, [*self.lows(), *[None] * sum(moving)], (), self.name)
+            return half._replace(plan=plan)
+        avals = [var.aval for var in self.eqn.invars]
+        moves: list[bool] = []
 
-            def pair(primals: list[Any], moving: list[Any]) -> Any:
-                tangents = _refill(moving, self.floats, self.eqn.invars)
-                outs, tangents_out = jax.jvp(self.original, tuple(primals), tuple(tangents))
-                return outs, _where(tangents_out, self.float_outs)
+        def pair(primals: list[Any], given: list[Any]) -> Any:
+            outs, tangents = compat.jvp(self.original, primals, _filled(given, moving))
+            tangents = _where(tangents, self.float_outs)
+            moves.extend(tangent is not None for tangent in tangents)
+            return outs, _where(tangents, moves)
 
-            jaxpr = self.trace(pair, avals, _where(avals, self.floats))
-            known = list(self.plan.known)
-            # A parameter's tangent counts as one, so that its cotangent is not rounded either.
-            moving = [k._replace(product=False) for k in _where(known, self.floats)]
-            outs = [k.format for k in self.plan.outs]
-            results = [*outs, *_where(outs, self.float_outs)]
-            made["jvp"] = self.planner.plan(jaxpr, [*known, *moving], self.plan.region, results)
-        plan: Plan = made["jvp"]
-        return plan
+        jaxpr = self.trace(pair, avals, _where(avals, moving))
+        known = list(self.plan.known)
+        # A parameter's tangent counts as one, so that its cotangent is not rounded either.
+        given = [k._replace(product=False) for k in _where(known, moving)]
+        outs = [k.format for k in self.plan.outs]
+        results = [*outs, *_where(_where(outs, self.float_outs), moves)]
+        plan = self.planner.plan(jaxpr, [*known, *given], self.plan.region, results)
+        return _Half(plan, tuple(moves))
 
 
 class _Reverse(_Rules):
     """The rule of a `jax.custom_vjp` function.
 
     Its leading constants are closed over, here as there: they are not differentiated. A rule that
-    asked for symbolic zeros is told which arguments are differentiated, and gets a plan for each
-    such choice.
+    asked for symbolic zeros is told which arguments are differentiated and which results have a
+    cotangent, and gets a plan for each such choice.
     """
 
     def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
         super().__init__(program, eqn, plan)
         self.num_consts = eqn.params.get("num_consts", 0)
-        self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
 
     def call(self, values: Sequence[Any]) -> Sequence[Any]:
         consts, args = values[: self.num_consts], values[self.num_consts :]
@@ -191,34 +226,49 @@ class _Reverse(_Rules):
             if self.symbolic_zeros:
                 moving = tuple(a.perturbed and f for a, f in zip(args, floats, strict=True))
                 args = tuple(a.value for a in args)
-            flat = run(self.planned(moving)[0], [*consts, *args])
+            flat = run(self.forward(moving).plan, [*consts, *args])
             return tuple(flat[:count]), _Residuals(moving, flat[count:])
 
         def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-            cotangents = [_instantiated(ct) for ct in _where(cotangents, self.float_outs)]
-            plan = self.planned(saved.moving)[1]
-            made = run(plan, [*saved.values, *cotangents])
+            coming = _moving(cotangents, self.float_outs)
+            half = self.backward(saved.moving, coming)
+            grads = iter(run(half.plan, [*saved.values, *_where(cotangents, coming)]))
+            moves = iter(half.moves)
             # The gradient of a parameter that is stored low leaves low.
-            wanted = _where([k.format for k in self.plan.known[self.num_consts :]], saved.moving)
-            grads = iter(cast(g, f) if f else g for g, f in zip(made, wanted, strict=True))
-            return tuple(next(grads) if moves else None for moves in saved.moving)
+            formats = [k.format for k in self.plan.known[self.num_consts :]]
+            return tuple(
+                (cast(next(grads), f) if f else next(grads)) if moving and next(moves) else None
+                for moving, f in zip(saved.moving, formats, strict=True)
+            )
 
         function = jax.custom_vjp(_named(primal, self.name, self.plan.jaxpr))
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return function
 
-    def planned(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
-        """The forward and the backward half, when these arguments are differentiated."""
+    def forward(self, moving: tuple[bool, ...]) -> _Half:
+        """The forward half, when these arguments are differentiated."""
         made = self.made
-        if ("vjp", moving) not in made:
-            made["vjp", moving] = self.both(moving)
-        plans: tuple[Plan, Plan] = made["vjp", moving]
-        return plans
+        if moving not in made:
+            made[moving] = self.planned_forward(moving)
+        half: _Half = made[moving]
+        return half
 
-    def both(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
+    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+        """The backward half, when these arguments are differentiated and these cotangents come."""
+        made = self.made
+        if (moving, coming) not in made:
+            made[moving, coming] = self.planned_backward(moving, coming)
+        half: _Half = made[moving, coming]
+        return half
+
+    def planned_forward(self, moving: tuple[bool, ...]) -> _Half:
+        count = len(self.plan.outs)
         if self.planned_as is not None:
-            return self.both_stored(moving)
-        known, region, planner = list(self.plan.known), self.plan.region, self.planner
+            before, change = self.planned_as
+            half = before.forward(moving)  # type: ignore[attr-defined]
+            saved = range(count, len(half.plan.outs))
+            plan, outs = change(half.plan, self.lows(), saved, self.name)
+            return half._replace(plan=plan, stored=outs[count:])
         skip = self.num_consts
         trees: list[Any] = []
 
@@ -236,33 +286,39 @@ class _Reverse(_Rules):
             return outs, residuals
 
         jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
+        formats = [k.format for k in self.plan.outs]
+        saved_count = len(compat.opened(jaxpr)[0].outvars) - count
+        wanted = [*formats, *[None] * saved_count]
+        plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, wanted)
+        return _Half(plan, tree=trees[0])
+
+    def planned_backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+        first = self.forward(moving)
+        if self.planned_as is not None:
+            before, change = self.planned_as
+            half = before.backward(moving, coming)  # type: ignore[attr-defined]
+            formats = [*first.stored, *[None] * sum(coming)]
+            return half._replace(plan=change(half.plan, formats, (), self.name)[0])
         count = len(self.plan.outs)
-        outs = [k.format for k in self.plan.outs]
-        saved = [var.aval for var in compat.opened(jaxpr)[0].outvars[count:]]
-        first = planner.plan(jaxpr, known, region, [*outs, *[None] * len(saved)])
+        saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]
+        avals = _where([var.aval for var in self.eqn.invars[self.num_consts :]], moving)
+        results = [var.aval for var in self.eqn.outvars]
+        moves: list[bool] = []
 
         def backward(residuals: list[Any], cotangents: list[Any]) -> Any:
-            every = _refill(cotangents, self.float_outs, self.eqn.outvars)
-            return jax.tree.unflatten(trees[0], residuals)(every)
+            pull = jax.tree.unflatten(first.tree, residuals)
+            grads = compat.pulled(pull, avals, results, _filled(cotangents, coming))
+            moves.extend(grad is not None for grad in grads)
+            return _where(grads, moves)
 
-        jaxpr = self.trace(
-            backward, saved, _where([v.aval for v in self.eqn.outvars], self.float_outs)
+        jaxpr = self.trace(backward, saved, _where(results, coming))
+        known = [k._replace(number=None) for k in first.plan.outs[count:]]
+        known += [Known(k.format) for k in _where(self.plan.outs, coming)]
+        wanted = [k.format for k in _where(self.plan.known[self.num_consts :], moving)]
+        plan = self.planner.plan(
+            jaxpr, known, self.plan.region, _where(wanted, moves), gradients=True
         )
-        before = [k._replace(number=None) for k in first.outs[count:]]
-        cotangents = [Known(f) for f in _where(outs, self.float_outs)]
-        wanted = [k.format for k in _where(known[skip:], moving)]
-        return first, planner.plan(jaxpr, [*before, *cotangents], region, wanted, gradients=True)
-
-    def both_stored(self, moving: tuple[bool, ...]) -> tuple[Plan, Plan]:
-        assert self.planned_as is not None
-        before, change = self.planned_as
-        first, second = before.planned(moving)
-        count = len(self.plan.outs)
-        saved = range(count, len(first.outs))
-        first, outs = change(first, self.lows(), saved, self.name)
-        cotangents = len(second.known) - len(saved)
-        second, _ = change(second, [*outs[count:], *[None] * cotangents], (), self.name)
-        return first, second
+        return _Half(plan, tuple(moves))
 
 
 FUNCTIONS.border(_Rules.trace)
@@ -283,10 +339,13 @@ class _Residuals:
         return cls(moving, values)
 
 
-def _instantiated(cotangent: Any) -> Any:
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
+def _moving(tangents: Sequence[Any], floats: Sequence[bool]) -> tuple[bool, ...]:
+    """Which tangents, or cotangents, of floats are no symbolic zeros."""
+    zero = jax.custom_derivatives.SymbolicZero
+    return tuple(
+        is_float and not isinstance(tangent, zero)
+        for tangent, is_float in zip(tangents, floats, strict=True)
+    )
 
 
 def _is_float(var: Any) -> bool:
@@ -298,13 +357,10 @@ def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
     return [value for value, kept in zip(values, keep, strict=True) if kept]
 
 
-def _refill(moving: Sequence[Any], floats: Sequence[bool], variables: Sequence[Any]) -> list[Any]:
-    """Tangents of all variables from those of the float ones."""
-    left = iter(moving)
-    return [
-        next(left) if is_float else np.zeros(var.aval.shape, jax.dtypes.float0)
-        for var, is_float in zip(variables, floats, strict=True)
-    ]
+def _filled(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+    """The values in their places, and None in the others."""
+    left = iter(values)
+    return [next(left) if place else None for place in places]
 
 
 def _named(function: Callable[..., Any], name: str, of: Any) -> Any:

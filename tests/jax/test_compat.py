@@ -1,7 +1,6 @@
 """Every private name of jax that polymp uses does what `compat` says; loud when one changes."""
 
 import re
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -465,30 +464,23 @@ def test_values_of_another_trace_are_bound():
     assert np.array_equal(core.jaxpr_as_fun(traced(f, X * 3))(X * 3)[0], X * 9)
 
 
-def test_escaped():
-    held, ended = [], []
+def test_values_of_a_trace():
+    held = []
 
-    def traced_with(fn):
-        def run(x):
-            ended.append(weakref.ref(compat.traces()[0]))
-            return fn(x)
-
-        jax.make_jaxpr(run)(X)
-        return compat.escaped(ended[-1])
-
-    def cyclic(x):
-        ring = [x + 1]
-        ring.append(ring)
+    def fn(x):
+        held.extend((compat.traces()[0], jnp.cos(jnp.sin(x)), x))
         return x
 
-    @jax.custom_vjp
-    def with_rule(x):
-        return x
-
-    with_rule.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
-    assert traced_with(jnp.sin) == traced_with(cyclic) == traced_with(with_rule) == []
-    (shown,) = traced_with(lambda x: held.append(jnp.cos(jnp.sin(x))))
-    assert re.fullmatch(r"float32\[2,2\] from .*test_compat\.py:\d+:\d+ \(.*<lambda>\)", shown)
+    jax.make_jaxpr(fn)(X)
+    trace, cos, x = held
+    assert compat.tracers_of(trace, [X, trace, cos, 1, x]) == [cos, x]
+    (sin,) = compat.operands_of(cos)
+    assert compat.operands_of(sin)[0] is x
+    assert compat.operands_of(x) is None
+    assert re.fullmatch(
+        r"float32\[2,2\] from .*test_compat\.py:\d+:\d+ \(.*fn\)", compat.where_made(cos)
+    )
+    assert compat.where_made(x) == "float32[2,2]"
 
 
 def test_close():
@@ -497,3 +489,25 @@ def test_close():
     assert compat.close(inner) is closed
     assert not compat.opened(closed)[1]
     assert compat.close(closed) is closed
+
+
+def test_jvp_and_pulled_keep_symbolic_zeros():
+    def fn(x, y):
+        return [x * 2, y * 3, lax.stop_gradient(x)]
+
+    outs, tangents = compat.jvp(fn, [X, X], [X, None])
+    assert np.array_equal(outs[1], 3 * X)
+    assert np.array_equal(tangents[0], 2 * X)
+    assert tangents[1:] == [None, None]
+    _, pull = jax.vjp(fn, X, X)
+    aval = jax.typeof(X)
+    x, y = compat.pulled(pull, [aval] * 2, [aval] * 3, [X, None, X])
+    assert np.array_equal(x, 2 * X)
+    assert y is None
+
+
+def test_symbolic_zero():
+    zero = compat.symbolic_zero(X)
+    assert isinstance(zero, jax.custom_derivatives.SymbolicZero)
+    assert (zero.shape, zero.dtype) == (X.shape, X.dtype)
+    assert compat.symbolic_zero(jnp.int32(1)).dtype == jax.dtypes.float0

@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from collections import deque
 from functools import partial
 
 import jax
@@ -261,7 +262,7 @@ def test_what_is_compiled_for_a_call_serves_the_next(what):
 
 
 def test_values_that_a_function_stores_elsewhere_are_refused():
-    stored, dropped = {}, []
+    stored = {}
 
     @autocast
     def f(x):
@@ -273,21 +274,60 @@ def test_values_that_a_function_stores_elsewhere_are_refused():
     assert re.fullmatch(
         r"autocast\(fn\): <function .*f at 0x\w+> stored values outside of itself that end with "
         r"its trace: float32\[4,4\] from .*test_regions\.py:\d+:\d+ \(.*f\)\. Return them "
-        r"instead\. Where a library stores them, such as parameters that haiku or flax linen make in init, "
-        r"or samples of numpyro, wrap the whole of what returns them, as in autocast\(net\.init\) "
+        r"instead\. Where a library stores them, such as parameters that haiku or flax linen "
+        r"make in init, or samples of numpyro, wrap the whole of what returns them, as in "
+        r"autocast\(net\.init\) "
         r"and autocast\(net\.apply\), or only functions inside that store nothing\.",
         str(raised.value),
     )
 
+
+class Box:
+    """Holds what it is given."""
+
+
+def by_nonlocal(x):
+    last = None
+
     @autocast
-    def g(x):
-        ring = [x @ x]
+    def f(x):
+        nonlocal last
+        last = x @ x
+        return last
+
+    return f(x)
+
+
+BOX, BOXES, QUEUE = Box(), {"inner": {}}, deque()
+STORES = {
+    "an attribute": autocast(lambda x: setattr(BOX, "x", x @ x)),
+    "a dictionary in one": autocast(lambda x: BOXES["inner"].update(h={"x": (x @ x,)})),
+    "an object in a queue": autocast(lambda x: QUEUE.append(setattr(b := Box(), "x", x) or b)),
+    "a variable of another function": by_nonlocal,
+}
+
+
+@pytest.mark.parametrize("where", STORES)
+def test_wherever_a_value_is_stored_it_is_found(where):
+    with pytest.raises(EscapedValueError, match=r"float32\[4,4\]"):
+        STORES[where](X)
+
+
+def test_what_is_held_and_not_handed_out_is_no_escape():
+    dropped = []
+
+    @autocast
+    def f(x):
+        ring, box = [x @ x], Box()
         ring.append(ring)  # a cycle, which nobody holds
         dropped.append(x @ x)
         dropped.clear()
-        return ring[0]
+        box.w = x @ x
+        low = jax.jit(lambda f, x: f(x), static_argnums=0)(lambda x: x @ box.w, x)
+        return low + jax.jit(lambda f: f(), static_argnums=0)(partial(jnp.tanh, ring[0]))
 
-    assert name(g(X)) == "bfloat16"
+    for _ in range(2):
+        assert name(f(X)) == "bfloat16"
 
 
 def test_numbers_that_are_equal_and_not_the_same():

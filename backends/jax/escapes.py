@@ -1,0 +1,73 @@
+"""Values of a trace that a function stored outside of itself, where they are dead once it ends.
+
+What is older than the trace and refers to one of its values was given it by the function: a list of
+the user's, an object, the parameters that a library collects. What a function made in the trace has
+captured is no such thing: a cache may keep that function, and nobody looks into it.
+"""
+
+import functools
+import gc
+import weakref
+from collections import defaultdict
+from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
+from typing import Any
+
+from polymp.backends.jax import compat
+
+# They run, or are called: what they refer to, they do not hand out.
+_CODE = (
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    functools.partial,
+    type(functools.lru_cache(len)),
+)
+
+
+def escaped(trace: weakref.ref[Any]) -> list[str]:
+    """What older objects hold of a trace that has ended: types of the values, and where made.
+
+    To be called where Python's collector has been off since before the trace, and nothing was young
+    then: what is young now was made by the trace. Nothing outlives most traces, and then there is
+    nothing to look for.
+
+    Args:
+        trace: that has ended.
+    """
+    if trace() is None:
+        return []
+    young = gc.get_objects(generation=0)
+    tracers = compat.tracers_of(trace(), young)
+    # By identity of what is held, the data that holds it.
+    holders: defaultdict[int, list[Any]] = defaultdict(list)
+    known = {id(x) for x in young}
+    operands = {id(compat.operands_of(tracer)) for tracer in tracers}
+    for x in young:
+        if not isinstance(x, (*_CODE, CellType)) and id(x) not in operands:
+            for held in gc.get_referents(x):
+                if id(held) in known:
+                    holders[id(held)].append(x)
+    carried: dict[int, set[int]] = {}  # by identity of a carrier, the numbers of its tracers
+    carriers: list[Any] = []
+    for number, tracer in enumerate(tracers):
+        left = [tracer]
+        while left:
+            x = left.pop()
+            if x is young or number in carried.setdefault(id(x), set()):
+                continue
+            if not carried[id(x)]:
+                carriers.append(x)
+            carried[id(x)].add(number)
+            left += holders[id(x)]
+    ours = {id(x) for x in (young, tracers, carriers, *holders.values())}
+    found: set[int] = set()
+    for holder in gc.get_referrers(*carriers[:_SOUGHT]):
+        if id(holder) in known or id(holder) in ours or isinstance(holder, _CODE):
+            continue
+        if not type(holder).__module__.startswith("jaxlib"):  # the caches of jax are there
+            found.update(*(carried.get(id(x), ()) for x in gc.get_referents(holder)))
+    return [compat.where_made(tracers[number]) for number in sorted(found)]
+
+
+_SOUGHT = 256

@@ -37,6 +37,7 @@ PARTS = {
     "contraction": "Forms of the contraction in JAX",
     "scaler": "Loss scaling",
     "seeing": "What it costs to look: explain and audit",
+    "advice": "What polymp doctor predicts",
     "policies": "Policies in compiled programs",
     "gpu-machine": "The machine with the GPU",
     "exactness": "Every op on a GPU",

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import polymp
-from polymp import backends, doctor, loading, scopes
-from polymp.errors import BackendMissingError, PolicyError
+from polymp import backends, doctor, doctor_inputs, loading, measurement, product_times, scopes
+from polymp.errors import BackendMissingError, PolicyError, UsageError
 from polymp.rules import LOW, Policy, Row, Rule
 from polymp.vocabulary import Op, vocabulary
 
@@ -37,10 +37,6 @@ exit codes:
 """
 
 DEVICES = tuple(n.removeprefix("torch-") for n in loading.shipped() if n.startswith("torch-"))
-
-
-class UsageError(Exception):
-    """The command cannot be carried out; the text says why, in a line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,11 +123,40 @@ def _parser() -> argparse.ArgumentParser:
         "--backend", choices=backends.NAMES, help="ask this one; both, as installed, if left out"
     )
 
-    command(
+    examine = command(
         "doctor",
         "say what this machine, its torch and its jax can do, and which format to use",
-        lambda args: doctor.diagnose(doctor.gather()),
+        _doctor,
         lambda d: not d["ok"],
+    )
+    of = examine.add_mutually_exclusive_group()
+    of.add_argument(
+        "--measure", action="store_true", help="measure some products in every dtype, in 5 s"
+    )
+    of.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="measure the products of the model that the function returns with example inputs",
+    )
+    of.add_argument(
+        "--shapes",
+        type=doctor_inputs.shapes,
+        metavar="MxKxN,...",
+        help="measure linear layers: rows x inputs x outputs, as 512x512x2048",
+    )
+    examine.add_argument(
+        "--framework",
+        action="extend",
+        nargs="+",
+        default=[],
+        choices=backends.NAMES,
+        help="measure in this one, or both; torch, if it is installed, if left out",
+    )
+    examine.add_argument(
+        "--seconds",
+        type=doctor_inputs.seconds,
+        metavar="S",
+        help=f"measure for so long; {product_times.BUDGET} if left out",
     )
     return parser
 
@@ -345,6 +370,22 @@ def _no_kernel(row: Row, policy: Policy) -> str:
         if len(said) == len(native.DEVICES):
             return said[0]
     return ""
+
+
+# doctor
+
+
+def _doctor(args: argparse.Namespace) -> Data:
+    measures = args.measure or args.model or args.shapes
+    if not measures and (args.framework or args.seconds):
+        given = "--framework" if args.framework else "--seconds"
+        raise UsageError(f"{given}: nothing is measured. Add --measure, --model or --shapes.")
+    if not measures:
+        return doctor.diagnose(doctor.gather())
+    found = measurement.measured(
+        args.model, args.shapes, list(dict.fromkeys(args.framework)), args.seconds
+    )
+    return doctor.diagnose(doctor.gather()) | {"measurements": found}
 
 
 def _plain(data: Data) -> str:

@@ -36,6 +36,10 @@ class EscapedValueError(PolympError, RuntimeError):
     """A function stored values outside of itself that are dead when its trace has ended."""
 
 
+class UsageError(PolympError):
+    """A command that cannot be carried out; the text says why, in a line."""
+
+
 class ScalerWarning(UserWarning):
     """A loss scaler that does nothing, is missing, or is stuck."""
 

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from polymp import advice_table
 from polymp.rules import LOW
 
 Data = dict[str, Any]
@@ -169,6 +170,20 @@ def _diff(data: Data) -> Iterator[RenderableType]:
 
 def _doctor(data: Data) -> Iterator[RenderableType]:
     yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}\n"
+    if "measurements" in data:  # which say what to use here, rather than the hardware's features
+        for at, found in enumerate(data["measurements"]):
+            yield from ([""] if at else [])
+            yield from advice_table.drawn(found)
+    else:
+        yield from _facts(data)
+    yield ""
+    yield from (f"note: {text}" for text in data["notes"])
+    yield from (f"problem: {text}" for text in data["problems"])
+    if data["ok"]:
+        yield "nothing is wrong"
+
+
+def _facts(data: Data) -> Iterator[RenderableType]:
     yield _table(
         ("framework", "version", "supported", "runs on"),
         (
@@ -207,11 +222,6 @@ def _doctor(data: Data) -> Iterator[RenderableType]:
         )
     if any(f["name"] == "jax" and f["platform"] for f in data["frameworks"]):
         yield "\njax: programs are traced and rewritten, with jax's own kernels in every policy"
-    yield ""
-    yield from (f"note: {text}" for text in data["notes"])
-    yield from (f"problem: {text}" for text in data["problems"])
-    if data["ok"]:
-        yield "nothing is wrong"
 
 
 def _fast(device: Data) -> str:

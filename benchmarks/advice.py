@@ -1,0 +1,255 @@
+"""Whether `polymp doctor` is right: its ratios and its advice against a measurement of its own.
+
+For twelve linear layers, `polymp doctor --shapes` says in one process what bfloat16 and float16
+take of float32's time, and which dtype to use. Later, another process measures the same layers in
+turn, in a region as a user has it. Held to bars are how far the ratios are from each other, and
+what the advised dtype takes of float32's time. A second run of doctor has too little time to
+measure all of them, so that it predicts the others; how far off these are is held to what doctor
+says of itself. On a CPU it is processor time, in torch of one thread.
+
+    python benchmarks/advice.py                          # about a minute for each framework
+    python benchmarks/advice.py --framework torch --small --out some.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from pairing import Row, machine, measure, missed, row, save, show, timed
+
+from polymp import product_times
+
+SHAPES = (
+    (1, 768, 3072), (1, 2048, 2048), (4, 1024, 4096), (16, 512, 2048),  # few rows
+    (32, 64, 64), (64, 64, 64), (128, 128, 128),  # small
+    (512, 512, 512), (1024, 1024, 1024),  # square
+    (512, 512, 2048), (256, 2048, 512), (2048, 64, 256),  # wide
+)  # fmt: skip
+SMALL = ((1, 64, 64), (16, 64, 32), (64, 64, 64))
+LOW = ("bfloat16", "float16")
+RIGHT, HARMLESS = 1.20, 1.05
+STATED = -1.0  # the bar is how far off doctor says that the ratio may be
+NAMES = {"torch": "PyTorch", "jax": "JAX"}
+SCARCE = 2.0  # seconds, too few to measure all
+
+NOTES = (
+    "Layers are rows x inputs x outputs, with an activation in the low dtype and a float32 weight "
+    "that is cast at each call.",
+    "Predicted is what `polymp doctor --shapes` says in a process of its own, measured what a "
+    "later process finds in a region. Both are in multiples of float32's time, and what counts is "
+    "the larger over the smaller.",
+    "On a CPU it is processor time: of one thread in torch, of all threads in JAX.",
+)
+
+Figures = dict[str, list[float]]
+
+
+def text(shape: Sequence[int]) -> str:
+    """A shape as doctor takes it."""
+    return "x".join(map(str, shape))
+
+
+def doctor(framework: str, shapes: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
+    """What doctor says, in a process of its own."""
+    said = _process(
+        "-m", "polymp", "doctor", "--json", "--framework", framework,
+        "--shapes", ",".join(map(text, shapes)), "--seconds", str(seconds),
+    )  # fmt: skip
+    (found,) = said["measurements"]
+    return dict(found)
+
+
+def apart(framework: str, shapes: Sequence[Sequence[int]], rounds: int) -> dict[str, Figures]:
+    """Milliseconds by shape and dtype, measured in another process."""
+    return _process(
+        str(Path(__file__)), "--apart", framework, "--rounds", str(rounds),
+        "--shapes", ",".join(map(text, shapes)),
+    )  # fmt: skip
+
+
+def _process(*argv: str) -> dict[str, Any]:
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.getenv("PYTHONPATH"))))
+    run = subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    if not run.stdout:
+        raise RuntimeError(f"{' '.join(argv)} failed:\n{run.stderr}")
+    return dict(json.loads(run.stdout))
+
+
+def layer(framework: str, shape: Sequence[int], dtype: str) -> tuple[Callable[[], Any], Any, Any]:
+    """A linear layer in a dtype: what runs it, what finishes it, and the region it runs in."""
+    m, k, n = shape
+    if framework == "torch":
+        import torch
+
+        from polymp.torch import autocast
+
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(1)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        own = getattr(torch, dtype)
+        x, weight = (torch.randn(s, device=device) for s in ((m, k), (n, k)))
+        x = x.to(own)
+        region = nullcontext() if dtype == "float32" else autocast(device, own)
+        finish = torch.cuda.synchronize if device == "cuda" else None
+        return lambda: torch.nn.functional.linear(x, weight), finish, region
+    import jax
+
+    from polymp.jax import autocast as in_jax
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, weight = (jax.random.normal(key, s) for key, s in zip(keys, ((m, k), (k, n)), strict=True))
+    x = x.astype(dtype)
+    program = jax.jit((lambda x, w: x @ w) if dtype == "float32" else _plain(in_jax, dtype))
+    last: list[Any] = [program(x, weight)]
+
+    def run() -> None:
+        last[0] = program(x, weight)
+
+    return run, lambda: jax.block_until_ready(last[0]), nullcontext()
+
+
+def _plain(autocast: Any, dtype: str) -> Any:
+    return autocast(lambda x, w: x @ w, dtype=dtype)
+
+
+def measured(framework: str, shape: Sequence[int], rounds: int) -> Figures:
+    """A layer in every dtype, in turn."""
+    clock = time.process_time if _device(framework) == "cpu" else time.perf_counter
+    programs = {}
+    for dtype in ("float32", *LOW):
+        program, finish, region = layer(framework, shape, dtype)
+        with region:
+            for _ in range(3):
+                once = timed(program, 1, clock, finish)()
+            inner = max(1, round(4e-3 / max(once, 1e-7)))
+        programs[dtype] = _within(region, timed(program, inner, clock, finish))
+    return measure(programs, rounds)
+
+
+def _within(region: Any, once: Callable[[], float]) -> Callable[[], float]:
+    def run() -> float:
+        with region:
+            return once()
+
+    return run
+
+
+def _device(framework: str) -> str:
+    if framework == "torch":
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    import jax
+
+    return str(jax.default_backend())
+
+
+def differences(
+    framework: str, said: dict[str, Any], found: dict[str, Figures], bar: float | None
+) -> list[Row]:
+    """How far the ratios that doctor says are from those that were measured, either way."""
+    rows = []
+    for product in said["products"]:
+        shape = text([product[size] for size in "mkn"])
+        for low in LOW:
+            if low not in product["ratio"]:
+                continue
+            right = row(shape, found[shape]["float32"], found[shape][low])
+            told = product["ratio"][low]
+            off = sorted(max(told / r, r / told) for r in (right.low, right.high))
+            less, more = sorted((told, right.ratio))
+            own = product["spread"][low][1] / told if bar == STATED else bar
+            what = f"{framework} {shape}, {low}: larger / smaller"
+            rows.append(Row(what, less, more, more / less, *off, own, "of float32"))
+    return rows
+
+
+def advised(
+    framework: str, said: dict[str, Any], found: dict[str, Figures], bar: float | None
+) -> list[Row]:
+    """What the dtypes that doctor advises take of float32's time."""
+    rows = []
+    for product in said["products"]:
+        shape = text([product[size] for size in "mkn"])
+        own = found[shape][product["use"]]
+        what = f"{framework} {shape}, {product['use']}: advised / float32"
+        rows.append(row(what, found[shape]["float32"], own, bar))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for, print the tables, save them as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--framework", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--rounds", type=int, default=21, help="paired rounds of the measurement")
+    parser.add_argument("--small", action="store_true", help="a try-out: small, with no bars")
+    parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
+    parser.add_argument("--apart", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--shapes", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.apart:
+        given = {s: [int(n) for n in s.split("x")] for s in args.shapes.split(",")}
+        print(json.dumps({s: measured(args.apart, n, args.rounds) for s, n in given.items()}))
+        return 0
+    shapes = SMALL if args.small else SHAPES
+    seconds = 0.5 if args.small else product_times.BUDGET
+    right, harmless = (None, None) if args.small else (RIGHT, HARMLESS)
+    tables: dict[str, list[Row]] = {}
+    directly: dict[str, list[str]] = {}
+    device = "cpu"
+    for framework in args.framework:
+        name = NAMES[framework]
+        said = doctor(framework, shapes, seconds)
+        scarce = doctor(framework, shapes, 0.5 if args.small else SCARCE)
+        found = apart(framework, shapes, args.rounds)
+        device = said["device"]
+        directly[framework] = [p["shape"] for p in said["products"] if p["measured"]]
+        unmeasured = [p for p in scarce["products"] if not p["measured"]]
+        tables[f"{name}: predicted against measured"] = differences(framework, said, found, right)
+        tables[f"{name}: the advised dtype"] = advised(framework, said, found, harmless)
+        scarce["products"] = unmeasured
+        rows = differences(framework, scarce, found, None if args.small else STATED)
+        again = [_renamed(r, f"in {SCARCE} s, ") for r in rows]
+        tables[f"{name}: predicted against measured, without time to measure all"] = again
+    for title, rows in tables.items():
+        show(title, rows)
+    path = save(
+        "advice",
+        device,
+        {
+            "machine": machine("torch", "jax", "jaxlib", device=device),
+            "rounds": args.rounds,
+            "tables": tables,
+            "notes": NOTES,
+            "directly": directly,
+        },
+        args.out,
+    )
+    every = [r for rows in tables.values() for r in rows]
+    print(f"Saved {path}. Missed: {', '.join(missed(every)) or 'none'}.")
+    return 0
+
+
+def _renamed(r: Row, start: str) -> Row:
+    return Row(start + r.what, r.base, r.ours, r.ratio, r.low, r.high, r.bar, r.unit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The dtype to use for matrix products, judged from times that were measured.
+
+    samples -> Model -> the time of a product that was not measured
+    timed products -> advise -> the dtype, and why
+
+Nothing here measures, or knows a framework.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from polymp.report import FORWARD
+
+FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = "float32", "bfloat16", "float16", "float8_e4m3fn"
+# Added to a way: the weights were cast before, as by `hold_casts` or `freeze`.
+HELD = ", weights cast before"
+# Less than this much of a difference is noise.
+NOISE = 0.05
+# float16 needs a loss scaler, so it has to be this much faster than bfloat16 to be worth it.
+WORTH_A_SCALER = 0.8
+
+
+class Product(NamedTuple):
+    """`batch` products of [m, k] by [k, n], or a convolution, by the product that it amounts to.
+
+    Attributes:
+        op: "matmul" or "conv".
+        batch: how many products; of a convolution, its groups.
+        m: rows of the left operand.
+        k: columns of the left operand.
+        n: columns of the right operand.
+        flops: a multiply-add is two.
+        values: how many numbers it reads and writes.
+        casts: how many numbers a region casts for it at each call.
+        weights: how many of these are of weights.
+        direction: "forward", "backward" or "recompute".
+        times: how often it runs.
+        call: how a backend runs it; read by that backend alone.
+    """
+
+    op: str
+    batch: int
+    m: int
+    k: int
+    n: int
+    flops: int
+    values: int
+    casts: int = 0
+    weights: int = 0
+    direction: str = FORWARD
+    times: int = 1
+    call: Any = None
+
+    @property
+    def shape(self) -> str:
+        """The sizes as text: "512x512x2048", with "8 of " in front of a batch."""
+        sizes = f"{self.m}x{self.k}x{self.n}"
+        return sizes if self.batch == 1 else f"{self.batch} of {sizes}"
+
+
+class Found(NamedTuple):
+    """The products of a program.
+
+    Attributes:
+        products: different ones, each with how often it runs.
+        left_out: FLOPs of what is made of products, too, and is not among them; by name.
+    """
+
+    products: list[Product]
+    left_out: Mapping[str, int]
+
+
+class Timed(NamedTuple):
+    """A product with its time in each way.
+
+    Attributes:
+        product: the product.
+        seconds: by way, a dtype or a dtype with `HELD`; casts are included.
+        spread: by way, the lower and upper quartile of its ratios to float32; of a prediction, how
+            far it may be off.
+        measured: False if the times were predicted.
+    """
+
+    product: Product
+    seconds: Mapping[str, float]
+    spread: Mapping[str, tuple[float, float]]
+    measured: bool = True
+
+
+class Ratio(NamedTuple):
+    """A time as a multiple of float32's, and the range that it is in."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+class Advice(NamedTuple):
+    """The dtype to use.
+
+    Attributes:
+        use: "float32", "bfloat16" or "float16".
+        why: in a sentence.
+        more: further sentences, on memory, on weights that are cast before, and on float8.
+    """
+
+    use: str
+    why: str
+    more: tuple[str, ...] = ()
+
+
+class Model:
+    """Predicts the times of a product from those of others.
+
+        float32     (overhead + flops / rate + values / bandwidth) * what near samples are off by
+        other ways  float32's time * the ratio that near samples have
+
+    The three constants are the non-negative ones with the least squares of relative errors, at most
+    half as many as there are samples; the others are zero. What samples are off by, and their
+    ratios, are averaged geometrically; near ones count most, see `distance`.
+    """
+
+    def __init__(self, samples: Mapping[Product, Mapping[str, float]]) -> None:
+        """Fit the constants.
+
+        Args:
+            samples: products and their seconds, by way. At least one.
+        """
+        self._samples = samples
+        self._constants = _fit([(p, seconds[FLOAT32]) for p, seconds in samples.items()])
+
+    def seconds(self, product: Product) -> dict[str, float]:
+        """The times of a product, by way."""
+        off = {p: taken[FLOAT32] / self._fitted(p) for p, taken in self._samples.items()}
+        base = self._fitted(product) * _average(product, off)
+        found = {FLOAT32: base}
+        for way in dict.fromkeys(way for taken in self._samples.values() for way in taken):
+            ratios = {p: t[way] / t[FLOAT32] for p, t in self._samples.items() if way in t}
+            found[way] = base * _average(product, ratios)
+        return found
+
+    def _fitted(self, product: Product) -> float:
+        made = sum(c * t for c, t in zip(self._constants, _terms(product), strict=True))
+        return max(made, 1e-9)
+
+
+def _average(product: Product, known: Mapping[Product, float]) -> float:
+    weights = {p: (1 + distance(product, p)) ** -2 for p in known}
+    pull = sum(weights[p] * math.log(value) for p, value in known.items())
+    return math.exp(pull / sum(weights.values()))
+
+
+def _terms(product: Product) -> tuple[float, ...]:
+    return 1.0, float(product.flops), float(product.values)
+
+
+def distance(one: Product, other: Product) -> float:
+    """The squared distance of two products.
+
+    A size that is twice as large is 1 away; so is a share of numbers that are cast that differs by
+    a quarter. Another op is farther than any size.
+    """
+    sizes = sum(math.log2(a / b) ** 2 for a, b in zip(one[1:5], other[1:5], strict=True))
+    cast = one.casts / one.values - other.casts / other.values
+    return sizes + (4 * cast) ** 2 + 100 * (one.op != other.op)
+
+
+def _fit(samples: Sequence[tuple[Product, float]]) -> tuple[float, ...]:
+    """Non-negative constants of `_terms`: the best of the unbounded fits of all sets of terms."""
+    rows = [[t / took for t in _terms(product)] for product, took in samples]
+    best = math.inf
+    constants: tuple[float, ...] = (0.0,) * 3
+    for count in range(1, min(3, max(1, len(rows) // 2)) + 1):
+        for chosen in combinations(range(3), count):
+            found = _least_squares([[row[i] for i in chosen] for row in rows])
+            if found is None or min(found) < 0:
+                continue
+            off = sum((sum(c * row[i] for c, i in zip(found, chosen, strict=True)) - 1) ** 2
+                      for row in rows)  # fmt: skip
+            if off < best * 0.98:  # a term more has to be worth it
+                best = off
+                by = dict(zip(chosen, found, strict=True))
+                constants = tuple(by.get(i, 0.0) for i in range(3))
+    return constants
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
+    """x of least |rows x - 1|, by Gaussian elimination; None if it is not unique."""
+    size = len(rows[0])
+    scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) for i in range(size)]
+    if not all(scale):
+        return None
+    rows = [[v / s for v, s in zip(row, scale, strict=True)] for row in rows]
+    system = [
+        [sum(row[i] * row[j] for row in rows) for j in range(size)] + [sum(row[i] for row in rows)]
+        for i in range(size)
+    ]
+    for i in range(size):
+        at = max(range(i, size), key=lambda r: abs(system[r][i]))
+        if abs(system[at][i]) < 1e-9:
+            return None
+        system[i], system[at] = system[at], system[i]
+        for other in range(size):
+            if other != i:
+                factor = system[other][i] / system[i][i]
+                pairs = zip(system[other], system[i], strict=True)
+                system[other] = [a - factor * b for a, b in pairs]
+    return [system[i][size] / system[i][i] / scale[i] for i in range(size)]
+
+
+def ways(rows: Sequence[Timed]) -> list[str]:
+    """The ways that at least one product has a time in, float32 first."""
+    return list(dict.fromkeys(way for row in rows for way in row.seconds))
+
+
+def seconds(row: Timed, way: str) -> float:
+    """The time of a product in a way, all its runs together.
+
+    A product that cannot run in the way runs as it would without: with weights that are cast at
+    each call, in bfloat16 instead of float8.
+    """
+    return row.seconds[_own(row, way)] * row.product.times
+
+
+def _own(row: Timed, way: str) -> str:
+    if way in row.seconds:
+        return way
+    way = way.removesuffix(HELD)
+    return way if way in row.seconds else BFLOAT16
+
+
+def ratio(rows: Sequence[Timed], way: str) -> Ratio:
+    """The time of all products in a way, as a multiple of float32's."""
+    base = sum(seconds(row, FLOAT32) for row in rows)
+    ends = [row.spread[_own(row, way)] for row in rows]
+    low, high = (
+        sum(end[i] * seconds(row, FLOAT32) for row, end in zip(rows, ends, strict=True)) / base
+        for i in range(2)
+    )
+    return Ratio(sum(seconds(row, way) for row in rows) / base, low, high)
+
+
+def advise(rows: Sequence[Timed]) -> Advice:
+    """The dtype to use for products that run one after the other.
+
+    A low dtype has to take less of float32's time than noise explains: at most 0.95, and less than
+    1 at the upper end of its spread. bfloat16 comes before float16, which needs a loss scaler,
+    unless float16 takes less than 0.8 of bfloat16's time.
+
+    Args:
+        rows: at least one; with times in "float32" and at least one of "bfloat16" and "float16".
+    """
+    found = {way: ratio(rows, way) for way in ways(rows)}
+    low = [way for way in (BFLOAT16, FLOAT16) if way in found]
+    fast = [way for way in low if _gains(found[way])]
+    told = " and ".join(f"{way} {found[way].ratio:.2f}" for way in low)
+    least = min(found[way].ratio for way in low)
+    if not fast:
+        use = FLOAT32
+        by = " by more than noise" if least <= 1 + NOISE else ""
+        why = f"No low dtype is faster{by}: of float32's time, {told}."
+    elif fast == [FLOAT16] or (
+        FLOAT16 in fast and found[FLOAT16].ratio < WORTH_A_SCALER * found[BFLOAT16].ratio
+    ):
+        use = FLOAT16
+        why = f"Fastest: of float32's time, {told}. Training in it needs a GradScaler."
+    else:
+        use = BFLOAT16
+        why = f"Faster than float32: of its time, {told}. bfloat16 needs no GradScaler."
+    return Advice(use, why, tuple(_more(found, use)))
+
+
+def _gains(found: Ratio) -> bool:
+    return found.ratio <= 1 - NOISE and found.high < 1
+
+
+def _more(found: Mapping[str, Ratio], use: str) -> Iterable[str]:
+    for way, r in found.items():
+        plain = way.removesuffix(HELD)
+        if way != plain and _gains(r) and r.ratio < found[plain].ratio * (1 - NOISE):
+            yield (
+                f"With weights that are cast once, by freeze or in torch hold_casts, {plain} takes "
+                f"{r.ratio:.2f}."
+            )
+    if use == FLOAT32 and BFLOAT16 in found:
+        yield (
+            "To save memory: bfloat16 halves the activations that products keep, for "
+            f"{found[BFLOAT16].ratio:.2f} of the time."
+        )
+    if FLOAT8 in found:
+        yield (
+            f"{FLOAT8} takes {found[FLOAT8].ratio:.2f}, with given scales and casts of both "
+            "operands; polymp has no region of it."
+        )

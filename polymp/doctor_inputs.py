@@ -82,14 +82,13 @@ def example(text: str) -> Example:
         sys.path.insert(0, here)
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{given}: {_said(error)}") from error
-        raise UsageError(
-            f"{given}: there is no module {error.name!r}, neither installed nor in {here}."
-        ) from error
     except Exception as error:
-        raise UsageError(f"{given}: importing {module} failed: {_said(error)}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            why = f"there is no module {missing!r}, neither installed nor in {here}."
+        else:
+            why = f"importing {module} failed: {_said(error)}"
+        raise UsageError(f"{given}: {why}") from error
     function = getattr(found, name, None)
     if not callable(function):
         own = [n for n, x in vars(found).items() if getattr(x, "__module__", "") == module]

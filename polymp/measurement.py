@@ -80,7 +80,8 @@ def _of_model(text: str, frameworks: Sequence[str], budget: float) -> Data:
         raise failed(text, error) from error
     if not found.products:
         raise UsageError(
-            f"--model {text}: no matrix product or convolution of the model runs in bfloat16."
+            f"--model {text}: no matrix product or convolution of the model runs in bfloat16, or "
+            "they are inside of fused layers, such as nn.LSTM, and cannot be seen."
         )
     return _data(framework, text, found, _bench(framework, device), budget, OF_A_MODEL)
 

@@ -133,15 +133,13 @@ def _program(product: Product, way: str, device: str) -> Callable[[], Any]:
     args = [given(i, x) for i, x in enumerate(kernel.args)]
     kwargs = {name: given(name, x) for name, x in kernel.kwargs}
     func = _FUNCTIONS.get(kernel.func, kernel.func)
-    widened = kernel.widened and way != FLOAT32
+    widened = () if way == FLOAT32 else kernel.widened
 
     def run() -> None:
         own = [x.to(low) if i in cast else x for i, x in enumerate(args)]
         made = func(*own, **kwargs)
-        if widened:
-            for t in made if isinstance(made, tuple) else (made,):
-                if t is not None:
-                    t.to(torch.float32)
+        for at in widened:
+            (made[at] if isinstance(made, tuple) else made).to(torch.float32)
 
     return run
 

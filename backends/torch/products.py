@@ -48,13 +48,13 @@ class Kernel(NamedTuple):
         func: the op.
         args: its arguments; an `Operand` for each float tensor.
         kwargs: likewise, as pairs.
-        widened: True if its result is cast to float32 after it, as the gradient of a weight is.
+        widened: which of its results are cast to float32 after it, as gradients of weights are.
     """
 
     func: Any
     args: tuple[Hashable, ...]
     kwargs: tuple[tuple[str, Hashable], ...] = ()
-    widened: bool = False
+    widened: tuple[int, ...] = ()
 
 
 def products_of(model: nn.Module, inputs: tuple[Any, ...]) -> Found:
@@ -94,7 +94,7 @@ def device_of(model: nn.Module) -> str:
 
 
 class _Seen:
-    """A product that ran; `widened` is known later."""
+    """A product that ran; which of its results are widened is known later."""
 
     def __init__(self, ran: Ran, sizes: tuple[str, int, int, int, int], flops: int) -> None:
         self.func = ran.func
@@ -103,8 +103,8 @@ class _Seen:
         self.direction = ran.running.direction
         self.args: tuple[Hashable, ...] = ()
         self.kwargs: tuple[tuple[str, Hashable], ...] = ()
-        self.results = 0
-        self.widened = False
+        self.results: tuple[int, ...] = ()  # how many numbers each has
+        self.widened: set[int] = set()
 
 
 class _Products(Watch):
@@ -124,14 +124,15 @@ class _Products(Watch):
         self._weights = {compat.storage_key(p) for p in model.parameters()}
         # By storage, with a reference so that the key stays its own.
         self._casts: dict[int, tuple[Any, bool]] = {}
-        self._made: dict[int, tuple[Any, _Seen]] = {}
+        self._made: dict[int, tuple[Any, _Seen, int]] = {}
 
     def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
         if result.dtype is LOW:
             weight = compat.storage_key(source) in self._weights
             self._casts[compat.storage_key(result)] = compat.storage_reference(result), weight
         elif (known := self._made.get(compat.storage_key(source))) is not None:
-            known[1].widened = True
+            _, seen, at = known
+            seen.widened.add(at)
 
     def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
         flops = compat.flops(ran.func, ran.args, ran.kwargs, result)
@@ -146,10 +147,12 @@ class _Products(Watch):
             seen = _Seen(ran, _sizes(ran.func, ran.args, made[0]), flops)
             seen.args = tuple(self._plain(x) for x in ran.args)
             seen.kwargs = tuple((name, self._plain(x)) for name, x in ran.kwargs.items())
-            seen.results = sum(t.numel() for t in made)
+            every = result if isinstance(result, tuple) else (result,)
+            seen.results = tuple(0 if t is None else t.numel() for t in every)
             self.seen.append(seen)
-            for t in made:
-                self._made[compat.storage_key(t)] = compat.storage_reference(t), seen
+            for at, t in enumerate(every):
+                if t is not None:
+                    self._made[compat.storage_key(t)] = compat.storage_reference(t), seen, at
 
     def _leave_out(self, name: str, flops: int) -> None:
         self.left_out[name] = self.left_out.get(name, 0) + flops
@@ -180,9 +183,9 @@ def _product(seen: _Seen) -> Product:
     return Product(
         *seen.sizes,
         seen.flops,
-        sum(size for _, size in operands) + seen.results,
-        sum(size for x, size in operands if x.cast) + seen.widened * seen.results,
+        sum(size for _, size in operands) + sum(seen.results),
+        sum(size for x, size in operands if x.cast) + sum(seen.results[at] for at in seen.widened),
         sum(size for x, size in operands if x.cast and x.weight),
         seen.direction,
-        call=Kernel(seen.func, seen.args, seen.kwargs, seen.widened),
+        call=Kernel(seen.func, seen.args, seen.kwargs, tuple(sorted(seen.widened))),
     )

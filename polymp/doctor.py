@@ -221,6 +221,11 @@ def gather() -> Facts:
     )
 
 
+def leave_memory() -> None:
+    """Keep jax from taking most of a GPU's memory when it is imported."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
     import torch
 
@@ -256,8 +261,7 @@ def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
 
 
 def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
-    # Looking at a GPU shall not take most of its memory.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    leave_memory()
     import jax
 
     backends.get("jax")

@@ -3,11 +3,13 @@
 shapes | a model's products -> product_times -> speed_advice -> plain data
 """
 
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polymp import backends, product_times
+from polymp.doctor import leave_memory
 from polymp.doctor_inputs import example, failed
 from polymp.errors import UsageError
 from polymp.speed_advice import FLOAT32, Found, Timed, advise, ratio, ways
@@ -50,6 +52,7 @@ def measured(
         UsageError: the model cannot be had, or has no products.
         BackendMissingError: a framework is not installed.
     """
+    leave_memory()
     budget = product_times.BUDGET if seconds is None else seconds
     if model is not None:
         return [_of_model(model, frameworks, budget)]
@@ -59,8 +62,6 @@ def measured(
 
 def _installed() -> list[str]:
     """The first framework that is installed; torch if none is, for its error."""
-    import importlib.util
-
     there = [name for name in backends.NAMES if importlib.util.find_spec(name) is not None]
     return [*there, *backends.NAMES][:1]
 

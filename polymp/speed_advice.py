@@ -255,20 +255,24 @@ def advise(rows: Sequence[Timed]) -> Advice:
     found = {way: ratio(rows, way) for way in ways(rows)}
     low = [way for way in (BFLOAT16, FLOAT16) if way in found]
     fast = [way for way in low if _gains(found[way])]
-    told = " and ".join(f"{way} {found[way].ratio:.2f}" for way in low)
-    least = min(found[way].ratio for way in low)
     if not fast:
         use = FLOAT32
-        by = " by more than noise" if least <= 1 + NOISE else ""
-        why = f"No low dtype is faster{by}: of float32's time, {told}."
     elif fast == [FLOAT16] or (
         FLOAT16 in fast and found[FLOAT16].ratio < WORTH_A_SCALER * found[BFLOAT16].ratio
     ):
         use = FLOAT16
-        why = f"Fastest: of float32's time, {told}. Training in it needs a GradScaler."
     else:
         use = BFLOAT16
-        why = f"Faster than float32: of its time, {told}. bfloat16 needs no GradScaler."
+    first, *others = [use, *(way for way in low if way != use)] if fast else low
+    why = f"{first} takes {found[first].ratio:.2f} of float32's time"
+    if fast:
+        why += "".join(f" ({way} {found[way].ratio:.2f})" for way in others)
+        scaler = {BFLOAT16: "needs no GradScaler", FLOAT16: "needs a GradScaler in training"}[use]
+        why += f" and {scaler}."
+    else:
+        why += "".join(f", {way} {found[way].ratio:.2f}" for way in others)
+        close = min(found[way].ratio for way in low) <= 1 + NOISE
+        why += f": no gain{' beyond noise' if close else ''}."
     return Advice(use, why, tuple(_more(found, use)))
 
 

@@ -46,14 +46,22 @@ ONE = linear(64, 64, 64)
     ("low", "use", "why"),
     [
         ({BFLOAT16: 0.3, FLOAT16: 0.3}, BFLOAT16, "needs no GradScaler"),
-        ({BFLOAT16: 0.3, FLOAT16: 0.25}, BFLOAT16, "bfloat16 0.30 and float16 0.25"),
+        (
+            {BFLOAT16: 0.3, FLOAT16: 0.25},
+            BFLOAT16,
+            "bfloat16 takes 0.30 of float32's time (float16 0.25) and needs no G",
+        ),
         ({BFLOAT16: 0.3, FLOAT16: 0.23}, FLOAT16, "needs a GradScaler"),
         ({BFLOAT16: 1.2, FLOAT16: 0.5}, FLOAT16, "needs a GradScaler"),
-        ({BFLOAT16: 1.2, FLOAT16: 1.1}, FLOAT32, "No low dtype is faster: "),
-        ({BFLOAT16: 0.97, FLOAT16: 1.1}, FLOAT32, "by more than noise"),
-        ({BFLOAT16: 0.94, FLOAT16: 1.1}, BFLOAT16, "bfloat16 0.94"),
-        ({FLOAT16: 0.5}, FLOAT16, "float16 0.50"),
-        ({BFLOAT16: 2.0}, FLOAT32, "bfloat16 2.00"),
+        (
+            {BFLOAT16: 1.2, FLOAT16: 1.1},
+            FLOAT32,
+            "bfloat16 takes 1.20 of float32's time, float16 1.10: no gain.",
+        ),
+        ({BFLOAT16: 0.97, FLOAT16: 1.1}, FLOAT32, "no gain beyond noise."),
+        ({BFLOAT16: 0.94, FLOAT16: 1.1}, BFLOAT16, "bfloat16 takes 0.94"),
+        ({FLOAT16: 0.5}, FLOAT16, "float16 takes 0.50 of float32's time and needs a GradScaler"),
+        ({BFLOAT16: 2.0}, FLOAT32, "bfloat16 takes 2.00 of float32's time: no gain."),
     ],
 )
 def test_the_dtype_to_use(low: dict[str, float], use: str, why: str) -> None:
@@ -226,9 +234,21 @@ def test_a_product_too_large_is_measured_smaller_and_scaled() -> None:
     assert bench.clock < 2
 
 
+def test_a_product_that_only_seemed_too_large_is_measured_after_all() -> None:
+    def small_ones_are_slow(product: Product) -> dict[str, float]:
+        slow = 100.0 if product.m == 1 else 1.0
+        return {way: slow * took for way, took in law(product).items()}
+
+    bench = Made(small_ones_are_slow)
+    rows, _ = run(bench, (1, 1024, 4096), (512, 512, 2048), budget=4.0)
+    assert all(row.measured for row in rows)
+    assert bench.ran[0][0] == linear(1, 1024, 4096)
+    assert bench.clock < 4
+
+
 def test_a_way_far_slower_than_float32_is_run_once() -> None:
     def slow(product: Product) -> dict[str, float]:
-        return law(product) | {FLOAT16: 1000 * law(product)[FLOAT32]}
+        return law(product) | {FLOAT16: 10000 * law(product)[FLOAT32]}
 
     bench = Made(slow)
     found = figures(ONE, bench, bench.ways, end=10.0, now=bench.now)

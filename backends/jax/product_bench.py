@@ -40,7 +40,9 @@ class ProductBench:
         self.device: str = jax.default_backend()
         own = self.device == "cpu"
         self.clock = (
-            "processor time of all threads" if own else "time until the device has finished"
+            "processor time of all threads"
+            if own
+            else "time until it has finished, float32 in jax's default precision"
         )
         self.ways = [FLOAT32, BFLOAT16, FLOAT16, BFLOAT16 + HELD]
         self.lacking: dict[str, str] = {}

@@ -40,10 +40,11 @@ class ProductBench:
         self.device = device
         self._threads = 1 if device == "cpu" else torch.get_num_threads()
         self._left: list[Callable[[], None]] = []
+        precision = torch.get_float32_matmul_precision()
         self.clock = (
             "processor time of one thread"
             if device == "cpu"
-            else "time until the device has finished"
+            else f"time until it has finished, float32 in precision {precision!r}"
         )
         self.ways = [FLOAT32]
         self.lacking: dict[str, str] = {}

@@ -98,8 +98,6 @@ def layer(framework: str, shape: Sequence[int], dtype: str) -> tuple[Callable[[]
 
         from polymp.torch import autocast
 
-        torch.set_grad_enabled(False)
-        torch.set_num_threads(1)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         own = getattr(torch, dtype)
         x, weight = (torch.randn(s, device=device) for s in ((m, k), (n, k)))
@@ -129,6 +127,10 @@ def _plain(autocast: Any, dtype: str) -> Any:
 
 def measured(framework: str, shape: Sequence[int], rounds: int) -> Figures:
     """A layer in every dtype, in turn."""
+    if framework == "torch":
+        import torch
+
+        torch.set_num_threads(1)
     clock = time.process_time if _device(framework) == "cpu" else time.perf_counter
     programs = {}
     for dtype in ("float32", *LOW):
@@ -199,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--framework", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=21, help="paired rounds of the measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=product_times.BUDGET, help="that doctor has, at first"
+    )
     parser.add_argument("--small", action="store_true", help="a try-out: small, with no bars")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
     parser.add_argument("--apart", choices=NAMES, help=argparse.SUPPRESS)
@@ -209,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({s: measured(args.apart, n, args.rounds) for s, n in given.items()}))
         return 0
     shapes = SMALL if args.small else SHAPES
-    seconds = 0.5 if args.small else product_times.BUDGET
+    seconds = 0.5 if args.small else args.seconds
     right, harmless = (None, None) if args.small else (RIGHT, HARMLESS)
     tables: dict[str, list[Row]] = {}
     directly: dict[str, list[str]] = {}
@@ -236,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "machine": machine("torch", "jax", "jaxlib", device=device),
             "rounds": args.rounds,
+            "seconds": seconds,
             "tables": tables,
             "notes": NOTES,
             "directly": directly,

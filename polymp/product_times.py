@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from polymp.speed_advice import FLOAT8, FLOAT32, Model, Product, Timed, distance
+from polymp.speed_advice import FLOAT8, FLOAT32, HELD, Model, Product, Timed, distance
 
 BUDGET = 4.5  # seconds, for everything that is run
 FIGURE = 4e-3  # seconds that a figure takes at least, so that the clock is fine enough
 ROUNDS = 3, 11  # of paired figures: the least and the most
 LARGEST = 2**25  # values that a product may read and write; a larger one is predicted
+HURRY = 0.75  # of the budget, if all products take the least time: held weights are left out
 HOPELESS = 8.0, 20e-3  # a way that takes so many times as long as float32 and seconds: run once
 EMULATED = 20.0  # float8 is, if it takes so much of float32's time, and is not looked at further
 SMALL = 64, 64, 64  # the product that shows it
@@ -24,7 +25,7 @@ PROBE = 256, 256, 256  # about the size of the product that is measured first
 # How far off a ratio may be that is not measured, as a factor: where a smaller product of the same
 # form was measured, and for each unit of distance from the nearest product that was.
 # benchmarks/advice.py holds ratios to it.
-SCALED, FITTED = 1.25, 1.45
+SCALED, FITTED = 1.5, 1.8
 
 Run = Callable[[int], float]  # runs a program so often; returns the seconds that it took
 
@@ -85,6 +86,9 @@ def timed(
     end = now() + budget
     with bench:
         ways, left = _without_emulated(bench)
+        if len(products) * bench.least > HURRY * budget:
+            left |= {way: "there are too many products for the time" for way in ways if HELD in way}
+            ways = [way for way in ways if way not in left]
         found: dict[Product, Figures] = {}
         smaller: dict[Product, Product] = {}  # that were measured in the place of products
         queue = ordered(products, bench.linear(*PROBE))

@@ -272,6 +272,18 @@ def test_emulated_float8_is_left_with_a_reason() -> None:
     assert ratio(rows, FLOAT8).ratio == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("least", "held"), [(0.1, True), (0.2, False)])
+def test_held_weights_are_left_out_where_time_is_short(least: float, held: bool) -> None:
+    def of(product: Product) -> dict[str, float]:
+        return law(product) | {BFLOAT16 + HELD: law(product)[BFLOAT16] / 2}
+
+    bench = Made(of, (FLOAT32, BFLOAT16, BFLOAT16 + HELD))
+    bench.least = least
+    rows, left = run(bench, *SIZES)  # five in a second
+    assert any(BFLOAT16 + HELD in row.seconds for row in rows) is held
+    assert left == ({} if held else {BFLOAT16 + HELD: "there are too many products for the time"})
+
+
 def test_the_order_starts_near_the_probe_and_goes_to_what_is_unlike() -> None:
     products = [linear(*size) for size in (*SIZES, (1, 4096, 4096), (2048, 2048, 2048))]
     order = ordered(products, linear(*product_times.PROBE))

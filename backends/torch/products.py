@@ -74,8 +74,8 @@ def products_of(model: nn.Module, inputs: tuple[Any, ...]) -> Found:
     device = device_of(model)
     watch = _Products(model)
     with ExitStack() as stack:
-        if not (model.training and any(p.requires_grad for p in parameters)):
-            stack.enter_context(torch.no_grad())
+        trains = model.training and any(p.requires_grad for p in parameters)
+        stack.enter_context(torch.set_grad_enabled(trains))
         with watch:
             with autocast(device, LOW):
                 made = model(*inputs)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from polymp.speed_advice import FLOAT8, FLOAT32, HELD, Model, Product, Timed, distance
+from polymp.speed_advice import FLOAT8, FLOAT32, HELD, Product, Timed
+from polymp.time_model import Model, distance
 
 BUDGET = 4.5  # seconds, for everything that is run
 FIGURE = 4e-3  # seconds that a figure takes at least, so that the clock is fine enough

@@ -16,13 +16,12 @@ from polymp.speed_advice import (
     FLOAT16,
     FLOAT32,
     HELD,
-    Model,
     Product,
     Timed,
     advise,
-    distance,
     ratio,
 )
+from polymp.time_model import Model, distance
 
 LAW = {FLOAT32: (2e-6, 1e-11), BFLOAT16: (5e-6, 2e-12), FLOAT16: (5e-6, 3e-11)}
 

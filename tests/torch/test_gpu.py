@@ -6,6 +6,7 @@ Everything here is skipped without CUDA; the formats of CUDA's ops are tested on
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch import kernels
 from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
-from tests.torch.models import LOW, MODELS, outcome
+from tests.torch.models import LOW, MODELS, outcome, seen
 from tests.torch.training import entries, spoiled
 
 DEVICE = "cuda"
@@ -121,6 +123,132 @@ def test_recurrent_layers_that_a_policy_keeps_in_float32_keep_their_buffer(rule:
     exact, _ = recurrent("LSTM", contextlib.nullcontext)
     assert "aten::_cudnn_rnn" in called
     assert all(map(torch.equal, got, exact))
+
+
+class Convolutions(nn.Module):
+    """What a vision model is made of: convolutions of three kinds, norms, pooling, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32))
+        self.block = nn.Sequential(
+            nn.Conv2d(32, 32, 3, padding=1, groups=32),
+            nn.GroupNorm(4, 32),
+            nn.GELU(),
+            nn.Conv2d(32, 32, 1),
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        x = nn.functional.max_pool2d(x + self.block(x), 2)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def channels_last(amp: Any, low: torch.dtype) -> dict[str, Any]:
+    """What three training steps on images in channels_last leave behind."""
+    torch.manual_seed(0)
+    model = Convolutions().to(DEVICE, memory_format=torch.channels_last)
+    x = torch.randn(8, 3, 32, 32).to(DEVICE, memory_format=torch.channels_last)
+    formats: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(
+                lambda _, inputs, y: formats.append((inputs[0].dtype, y.dtype, y.stride()))
+            )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        with amp(DEVICE, low):
+            y = model(x)
+        optimizer.zero_grad()
+        y.float().square().mean().backward()
+        optimizer.step()
+    return {
+        "formats": formats,
+        "output": seen(y),
+        "gradients": [seen(p.grad) for p in model.parameters()],
+        "state": [seen(t) for t in model.state_dict().values()],
+    }
+
+
+@pytest.mark.parametrize("python", [False, True], ids=["native", "python"])
+@pytest.mark.parametrize("low", LOW, ids=str)
+def test_channels_last_bit_for_bit(low: torch.dtype, python: bool) -> None:
+    theirs, again = (channels_last(torch.autocast, low) for _ in range(2))
+    with kernels.all_python(DEVICE) if python else contextlib.nullcontext():
+        ours = channels_last(autocast, low)
+    assert ours["formats"] == theirs["formats"], "another memory format, or dtype"
+    for part, expected in theirs.items():
+        if expected == again[part]:  # else torch does not repeat itself
+            assert ours[part] == expected, part
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": torch.ones(64, 64, dtype=torch.bool).tril()},
+    "float mask": {"attn_mask": torch.linspace(-1, 1, 64 * 64).reshape(64, 64)},
+}
+
+
+def attention(backend: Any, mask: str, amp: Any, low: torch.dtype) -> dict[str, Any]:
+    """Result and gradients of attention by one backend, or the error that there is no kernel."""
+    dice = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 64, 128, generator=dice), torch.randn(128, 384, generator=dice) / 11
+    x, w = (t.to(DEVICE).requires_grad_() for t in (x, w))
+    options = {
+        key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for key, value in MASKS[mask].items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says of each backend why it cannot be used
+        try:
+            with amp(DEVICE, low), sdpa_kernel([backend]):
+                q, k, v = ((x @ w).unflatten(-1, (3, 4, 32))).permute(2, 0, 3, 1, 4)
+                low_ones = nn.functional.scaled_dot_product_attention(q, k, v, **options)
+                # In float32 as they come: the op is cast as a whole.
+                wide = [t.float() for t in (q, k, v)]
+                wide_ones = nn.functional.scaled_dot_product_attention(*wide, **options)
+        except RuntimeError as error:
+            return {"error": str(error).partition("\n")[0]}
+    (low_ones.float().square().mean() + wide_ones.float().square().mean()).backward()
+    return {
+        "formats": (low_ones.dtype, wide_ones.dtype),
+        "results": [seen(low_ones), seen(wide_ones)],
+        "gradients": [seen(x.grad), seen(w.grad)],
+    }
+
+
+BACKENDS = {
+    name: getattr(SDPBackend, name)
+    for name in ("MATH", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION")
+}
+
+
+@pytest.mark.parametrize("python", [False, True], ids=["native", "python"])
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_of_attention_bit_for_bit(
+    backend: str, mask: str, low: torch.dtype, python: bool
+) -> None:
+    run = functools.partial(attention, BACKENDS[backend], mask)
+    theirs, again = run(torch.autocast, low), run(torch.autocast, low)
+    with kernels.all_python(DEVICE) if python else contextlib.nullcontext():
+        ours = run(autocast, low)
+    assert ours.keys() == theirs.keys(), (ours.get("error"), theirs.get("error"))
+    assert ours.get("formats") == theirs.get("formats")
+    for part, expected in theirs.items():
+        if expected == again[part]:
+            assert ours[part] == expected, part
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_backend_of_attention_ran_for_some_mask(backend: str) -> None:
+    """Else the test above compared errors alone."""
+    found = [attention(BACKENDS[backend], mask, torch.autocast, FP16) for mask in MASKS]
+    if all("error" in each for each in found):
+        pytest.skip(f"this GPU or this torch has no {backend}: {found[0]['error']}")
 
 
 def test_two_formats_on_one_weight() -> None:

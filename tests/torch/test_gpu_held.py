@@ -5,6 +5,7 @@ Everything here is skipped without CUDA; what needs no GPU is in test_hold_casts
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -104,3 +105,99 @@ def test_a_training_loop_does_not_wait() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("part", [7, 4, 1])
+def test_casts_made_again_in_one_call_keep_no_memory_of_older_ones(part: int) -> None:
+    """After a step of some layers; the allocator counts what the casts' own count does not see."""
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)]).to(DEVICE)
+    x = torch.randn(4, 512, device=DEVICE)
+    one = 512 * 512 * 2
+
+    def forward() -> None:
+        with torch.no_grad(), autocast(DEVICE, torch.bfloat16):
+            model(x)
+
+    forward()  # libraries get their workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with hold_casts(model) as hold:
+        forward()
+        for at in range(3):
+            torch._foreach_mul_([layer.weight.detach() for layer in model[:part]], 1.5)
+            forward()
+            assert hold.made == 8 + (at + 1) * part
+            assert hold.bytes == 8 * one
+            assert torch.cuda.memory_allocated() - before <= 8 * one + 2**16
+    assert torch.cuda.memory_allocated() - before <= 2**16
+
+
+def test_weights_of_channels_last_are_cast_in_one_call() -> None:
+    layers = [nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)]
+    model = nn.Sequential(*layers).to(DEVICE, memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 16, 16, device=DEVICE).to(memory_format=torch.channels_last)
+    with torch.no_grad(), hold_casts(model) as hold:
+        with autocast(DEVICE, torch.bfloat16):
+            model(x)
+        torch._foreach_mul_(list(model.parameters()), 2)
+        with autocast(DEVICE, torch.bfloat16), torch.profiler.profile() as profile:
+            got = model(x)
+        assert hold.made == 12
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::_foreach_copy_") == 1
+    with torch.no_grad(), autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(model(x), got)
+
+
+def two_streams(model: nn.Module, held: bool) -> list[torch.Tensor]:
+    """Gradients of two losses, of which one is computed, and differentiated, on another stream.
+
+    The weights change between the first forward and the backwards: casts that a backward waits for
+    are old, and those of the second forward are new.
+    """
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    weights = list(model.parameters())
+    with hold_casts(model) if held else contextlib.nullcontext():
+        for _ in range(4):
+            side.wait_stream(main)
+            with torch.cuda.stream(side), autocast(DEVICE, torch.bfloat16):
+                there = model(x).float().square().mean()
+            main.wait_stream(side)  # its casts are made before the weights change
+            with torch.no_grad():
+                torch._foreach_mul_(weights, 1.01)
+            with autocast(DEVICE, torch.bfloat16):
+                here = model(x * 2).float().square().mean()
+            here.backward()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(1_000_000)  # until then the main stream could take memory over
+                there.backward()
+            with autocast(DEVICE, torch.bfloat16), torch.no_grad():
+                model(x)
+            main.wait_stream(side)
+    torch.cuda.synchronize()
+    return [p.grad for p in weights if p.grad is not None]
+
+
+def test_backward_on_a_second_stream_bit_for_bit() -> None:
+    held, plain = net(), net()
+    ours, theirs = two_streams(held, True), two_streams(plain, False)
+    assert len(ours) == len(theirs) == len(list(held.parameters()))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_recurrent_layers_are_left_to_cudnn() -> None:
+    """Their weights are cast into one buffer by torch's kernel; a block changes nothing."""
+    found = []
+    for held in (True, False):
+        torch.manual_seed(0)
+        layer = nn.GRU(64, 128, 2).to(DEVICE)
+        x = torch.randn(5, 4, 64, device=DEVICE)
+        with hold_casts(layer) if held else contextlib.nullcontext():
+            for _ in range(3):
+                with autocast(DEVICE, torch.float16):
+                    y, _ = layer(x)
+                y.float().square().mean().backward()
+        found.append([y, *(p.grad for p in layer.parameters())])
+    assert all(map(torch.equal, *found))

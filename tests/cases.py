@@ -150,7 +150,7 @@ ELEMENTWISE = "elementwise in JAX, where products that are not contractions keep
 CONTRACTION = "one dot_general in JAX, as every matrix product is"
 WHOLE = "a product in JAX: whole powers keep their format"
 IS_SUM = "a sum in JAX, and sums have a row"
-ORDER = "its order is an array in JAX, and one of ones is float32 as written"
+NEEDED = "the next op needs what a low format does not hold of its result, and amp has a row for it"
 NO_KERNEL = "torch has no low kernel of it"
 LINALG = "torch has no row and no low kernel; JAX runs linear algebra as written"
 CASTS_BACK = "jax.numpy casts back to the format it was given: an explicit cast counts"
@@ -259,7 +259,7 @@ OPS: tuple[Op, ...] = (
     Back("prod of rows", (X,), FP32),
     Op("cumsum", (X,), FP32),
     Op("cumprod", (X,), FP32),
-    Op("logcumsumexp", (X,), KEEP),
+    Op("logcumsumexp", (X,), KEEP, FP32, NEEDED),
     Back("mean", (X,), KEEP, FP32, IS_SUM),
     Back("var", (X,), KEEP, FP32, IS_SUM),
     Back("std", (X,), KEEP, FP32, IS_SUM),
@@ -301,16 +301,15 @@ OPS: tuple[Op, ...] = (
     *(Op(name, (X,), KEEP, roundings=4) for name in ("sigmoid", "relu", "relu6", "leaky_relu")),
     *(Op(name, (X,), KEEP, roundings=8) for name in ("gelu", "gelu by tanh", "silu", "hardtanh")),
     *(Op(name, (X,), KEEP, roundings=4) for name in ("hardswish", "softsign", "glu")),
-    *(Op(name, (X,), KEEP) for name in ("elu", "mish", "logsigmoid")),
-    *(Op(name, PAIR, KEEP) for name in ("logaddexp", "logaddexp2")),
-    Op("exp2", (X,), KEEP),
-    *(
-        Op(name, (positive(3, 4),), KEEP)
-        for name in ("lgamma", "digamma", "i0e", "i1e")
-    ),
-    Op("polygamma", (positive(3, 4),), KEEP, WRITTEN, ORDER),
-    Op("gammainc", (positive(3, 4), positive(3, 4)), KEEP),
-    Op("zeta", (large(3, 4), positive(3, 4)), NO_LOW, KEEP, NO_KERNEL, only=ALIKE),
+    *(Op(name, (X,), KEEP) for name in ("elu", "mish")),
+    Op("logsigmoid", (X,), KEEP, FP32, NEEDED),
+    *(Op(name, PAIR, KEEP, FP32, NEEDED) for name in ("logaddexp", "logaddexp2")),
+    Op("exp2", (X,), KEEP, FP32, NEEDED),
+    *(Op(name, (positive(3, 4),), KEEP) for name in ("i0e", "i1e")),
+    *(Op(name, (positive(3, 4),), KEEP, FP32, NEEDED) for name in ("lgamma", "digamma")),
+    Op("polygamma", (positive(3, 4),), KEEP, FP32, NEEDED),
+    Op("gammainc", (positive(3, 4), positive(3, 4)), KEEP, FP32, NEEDED),
+    Op("zeta", (large(3, 4), positive(3, 4)), NO_LOW, FP32, NO_KERNEL, only=ALIKE),
     *(Op(name, (X,), KEEP) for name in ("max", "min", "amax of rows", "clamp")),
     Op("argmax", (X,), INT),
     Op("masked to the lowest", (X, mask(3, 4)), KEEP),

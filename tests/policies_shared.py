@@ -26,7 +26,7 @@ REASONS: dict[str, frozenset[str]] = {
         {"layer_norm", "rms_norm"}
     ),
     "made of ops in JAX, of which one computes in float32 with a number that is an array there":
-        frozenset({"renorm", "var"}),
+        frozenset({"var"}),
     "its order is an array in JAX, and one of ones is float32 as written": frozenset({"polygamma"}),
     "a number that float16 cannot hold takes float32 in JAX": frozenset({"x - tiny number"}),
     "a gather in JAX, where only libraries' modules are an embedding": frozenset({"embedding"}),

@@ -115,11 +115,15 @@ def test_wrong_regions_are_noticed(fw: ModuleType) -> None:
 
 
 def nearly_all_low(fw: Any) -> Any:
+    kinds = "activation elementwise matmul normalisation power reduction softmax".split()
+    return ruled(fw, {"rules": {f"class:{kind}": "lower" for kind in kinds}})
+
+
+def ruled(fw: Any, table: Any) -> Any:
+    """Regions under a policy, as the frameworks' `region`."""
     from importlib import import_module
 
     autocast = import_module(f"polymp.{fw.name}").autocast
-    kinds = "activation elementwise matmul normalisation power reduction softmax".split()
-    table = {"rules": {f"class:{kind}": "lower" for kind in kinds}}
     if fw.name == "torch":
         import torch
 
@@ -129,6 +133,36 @@ def nearly_all_low(fw: Any) -> Any:
     return lambda kind, fn=None: autocast(
         fn, dtype="bfloat16" if kind == OFF else kind, enabled=kind != OFF, policy=table
     )
+
+
+# float16 inputs whose result is beyond float16, or 0 in it, and is needed by what comes next.
+RANGES: dict[str, tuple[list[float], ...]] = {
+    "logsigmoid": ([20.0],), "logaddexp": ([0.0], [-20.0]), "logaddexp2": ([0.0], [-30.0]),
+    "exp2": ([20.0],), "lgamma": ([2e4],), "digamma": ([1e-5],), "exp": ([12.0],),
+    "x ** 2": ([300.0],), "reciprocal": ([1e-5],), "sum": ([6e4, 6e4],), "prod": ([6e4, 6e4],),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+@pytest.mark.parametrize("name", RANGES)
+def test_float16_keeps_what_the_next_op_needs(fw: ModuleType, name: str, policy: str) -> None:
+    """A logarithm of the result's size, in the same region, is finite."""
+    if fw.name == "jax" and name in ("x ** 2", "sum", "prod"):
+        pytest.skip(f"{cases.WHOLE}; {cases.CASTS_BACK}")
+    values = [fw.array(value, "float16") for value in RANGES[name]]
+
+    def sizes(*arrays: Any) -> Any:
+        return fw.ops["log"](fw.ops["abs"](fw.ops[name](*arrays)))
+
+    rounded = fw.numbers(fw.cast(fw.ops[name](*values), "float16"))
+    assert not np.isfinite(rounded).all() or (rounded == 0).any(), "float16 holds it"
+    region = ruled(fw, policy)
+    if fw.name == "torch":
+        with region("float16"):
+            found = sizes(*values)
+    else:
+        found = region("float16", sizes)(*values)
+    assert np.isfinite(fw.numbers(found)).all()
 
 
 def test_a_policy_that_lowers_nearly_everything_is_noticed(fw: ModuleType) -> None:

@@ -4,6 +4,7 @@ Each name says why it is needed and since when it has been there; `tests/jax/tes
 when one changes. Supported: jax 0.10 and 0.11.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType, TracebackType
@@ -247,6 +248,37 @@ def is_plain(primitive: Any) -> bool:
     # These rules put their parameters in order, nothing else.
     ordered = jax.lax.broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.dynamic_slice_p
     return primitive not in _partial_eval.custom_staging_rules or primitive in ordered
+
+
+# By transformation, the module and the name of its table of rules.
+_RULES = {
+    "jet": ("jax.experimental.jet", "jet_rules"),
+    "sparsify": ("jax.experimental.sparse.transform", "sparse_rules_bcoo"),
+    "checkify": ("jax._src.checkify", "error_checks"),
+    "roofline": ("jax.experimental.roofline.roofline", "_rooflines"),
+}
+
+
+def rules_of(name: str) -> Any:
+    """The rules of a transformation, by primitive; None if nobody has loaded it. Since jax 0.4."""
+    module, table = _RULES[name]
+    return getattr(sys.modules.get(module), table, None)
+
+
+def sparsified(fn: Callable[..., Any], env: Any, values: Sequence[Any]) -> Any:
+    """A function of one result, as a rule of sparsify: its values in and out. Since jax 0.4."""
+    from jax.experimental import sparse
+    from jax.experimental.sparse import transform
+
+    arrays = transform.spvalues_to_arrays(env, tuple(values))
+    return transform.arrays_to_spvalues(env, [sparse.sparsify(fn)(*arrays)])
+
+
+def nan_checked(primitive: Any, *given: Any, **params: Any) -> Any:
+    """The rule of checkify that reports a NaN in what a primitive returns. Since jax 0.4."""
+    from jax._src import checkify
+
+    return checkify.nan_error_check(primitive, *given, **params)
 
 
 def jvp(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from polymp import decisions
-from polymp.backends.jax import calls, compat, custom_rules, passes, regions
+from polymp.backends.jax import calls, compat, custom_rules, experimental, passes, regions
 from polymp.backends.jax.emit import bind, closed, run
 from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Kept, Plan, Planner, Step
@@ -224,6 +224,7 @@ def planner(region: Region, kept: Kept | None = None) -> Planner:
         kept: plans of earlier calls. A record wants every decision made anew, and leaves them out.
     """
     FUNCTIONS.refresh()
+    experimental.register_rules()
     colours = region.promotion == "weak" or regions.any_weak()
     if decisions.current() is not None:
         kept = None

@@ -20,6 +20,7 @@ from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core
+from jax.interpreters import ad
 
 # How remat splits an equation; without a rule it would ask policies about our primitive, which none
 # of them knows. Since jax 0.2.
@@ -312,12 +313,12 @@ def pulled(
     """
     accums = [_ad.ValAccum(aval.to_ct_aval()) for aval in args]
     full = [
-        _ad.Zero(aval.to_ct_aval()) if ct is None else ct
+        ad.Zero(aval.to_ct_aval()) if ct is None else ct
         for ct, aval in zip(cotangents, results, strict=True)
     ]
     pull.with_refs(*accums)(jax.tree.unflatten(pull.out_tree, full))
     grads = [accum.freeze() for accum in accums]
-    return [None if type(grad) is _ad.Zero else grad for grad in grads]
+    return [None if type(grad) is ad.Zero else grad for grad in grads]
 
 
 def symbolic_zero(primal: Any) -> Any:

@@ -171,7 +171,7 @@ class _Forward(_Rules):
     def both(self, moving: tuple[bool, ...]) -> _Half:
         if self.planned_as is not None:
             before, change = self.planned_as
-            half = before.planned(moving)  # type: ignore[attr-defined]
+            half: _Half = before.planned(moving)
             plan, _ = change(half.plan, [*self.lows(), *[None] * sum(moving)], (), self.name)
             return half._replace(plan=plan)
         avals = [var.aval for var in self.eqn.invars]
@@ -265,7 +265,7 @@ class _Reverse(_Rules):
         count = len(self.plan.outs)
         if self.planned_as is not None:
             before, change = self.planned_as
-            half = before.forward(moving)  # type: ignore[attr-defined]
+            half: _Half = before.forward(moving)
             saved = range(count, len(half.plan.outs))
             plan, outs = change(half.plan, self.lows(), saved, self.name)
             return half._replace(plan=plan, stored=outs[count:])
@@ -296,7 +296,7 @@ class _Reverse(_Rules):
         first = self.forward(moving)
         if self.planned_as is not None:
             before, change = self.planned_as
-            half = before.backward(moving, coming)  # type: ignore[attr-defined]
+            half: _Half = before.backward(moving, coming)
             formats = [*first.stored, *[None] * sum(coming)]
             return half._replace(plan=change(half.plan, formats, (), self.name)[0])
         count = len(self.plan.outs)

@@ -213,44 +213,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = {s: [int(n) for n in s.split("x")] for s in args.shapes.split(",")}
         print(json.dumps({s: measured(args.apart, n, args.rounds) for s, n in given.items()}))
         return 0
-    shapes = SMALL if args.small else SHAPES
-    seconds = 0.5 if args.small else args.seconds
-    right, harmless = (None, None) if args.small else (RIGHT, HARMLESS)
-    tables: dict[str, list[Row]] = {}
-    directly: dict[str, list[str]] = {}
-    device = "cpu"
-    for framework in args.framework:
-        name = NAMES[framework]
-        said = doctor(framework, shapes, seconds)
-        scarce = doctor(framework, shapes, 0.5 if args.small else SCARCE)
-        found = apart(framework, shapes, args.rounds)
-        device = said["device"]
-        directly[framework] = [p["shape"] for p in said["products"] if p["measured"]]
-        unmeasured = [p for p in scarce["products"] if not p["measured"]]
-        tables[f"{name}: predicted against measured"] = differences(framework, said, found, right)
-        tables[f"{name}: the advised dtype"] = advised(framework, said, found, harmless)
-        scarce["products"] = unmeasured
-        rows = differences(framework, scarce, found, None if args.small else STATED)
-        again = [_renamed(r, f"in {SCARCE} s, ") for r in rows]
-        tables[f"{name}: predicted against measured, without time to measure all"] = again
+    records = [held(f, args.rounds, args.seconds, args.small) for f in args.framework]
+    tables = {title: rows for record in records for title, rows in record["tables"].items()}
     for title, rows in tables.items():
         show(title, rows)
-    path = save(
-        "advice",
-        device,
-        {
-            "machine": machine("torch", "jax", "jaxlib", device=device),
-            "rounds": args.rounds,
-            "seconds": seconds,
-            "tables": tables,
-            "notes": NOTES,
-            "directly": directly,
-        },
-        args.out,
-    )
+    device = records[0]["device"]
+    record = {
+        "machine": machine("torch", "jax", "jaxlib", device=device),
+        "rounds": args.rounds,
+        "tables": tables,
+        "notes": NOTES,
+        "directly": {name: got for record in records for name, got in record["directly"].items()},
+    }
+    path = save("advice", device, record, args.out)
     every = [r for rows in tables.values() for r in rows]
     print(f"Saved {path}. Missed: {', '.join(missed(every)) or 'none'}.")
     return 0
+
+
+def held(framework: str, rounds: int, seconds: float, small: bool) -> dict[str, Any]:
+    """What doctor says of a framework, held to a measurement: its device, tables, and shapes.
+
+    Args:
+        framework: "torch" or "jax".
+        rounds: paired rounds of the measurement.
+        seconds: that doctor has, at first.
+        small: a try-out, with few shapes and no bars.
+    """
+    shapes = SMALL if small else SHAPES
+    right, harmless, stated = (None, None, None) if small else (RIGHT, HARMLESS, STATED)
+    name = NAMES[framework]
+    said = doctor(framework, shapes, 0.5 if small else seconds)
+    scarce = doctor(framework, shapes, 0.5 if small else SCARCE)
+    found = apart(framework, shapes, rounds)
+    scarce["products"] = [p for p in scarce["products"] if not p["measured"]]
+    again = [_renamed(r, f"in {SCARCE} s, ") for r in differences(framework, scarce, found, stated)]
+    return {
+        "device": said["device"],
+        "tables": {
+            f"{name}: predicted against measured": differences(framework, said, found, right),
+            f"{name}: the advised dtype": advised(framework, said, found, harmless),
+            f"{name}: predicted against measured, without time to measure all": again,
+        },
+        "directly": {framework: [p["shape"] for p in said["products"] if p["measured"]]},
+    }
 
 
 def _renamed(r: Row, start: str) -> Row:

@@ -250,9 +250,17 @@ class GradScaler(Teller):
         return unscaling.unscale(optimizer, inv_scale, found_inf, float16=allow_fp16)
 
     def _look(
-        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor | None, *, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inverse: torch.Tensor | None,
+        *,
+        allow_fp16: bool,
+        divisor: torch.Tensor | None = None,
     ) -> dict[str, Any]:
-        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
+        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found.
+
+        `divisor` is given where the optimizer divides by it itself.
+        """
         scale = self._tensors()[0]
         state = self._per_optimizer_states[id(optimizer)]
         circle = agreement.ALONE
@@ -263,13 +271,13 @@ class GradScaler(Teller):
         start = torch.zeros_like(scale) if loss is None else loss
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, start, allow_fp16)
-        if inverse is not None and self._may_be_below_one():
+        divided = inverse is not None or divisor is not None
+        if divided and self._may_be_below_one():
             # A quotient can be Inf where the scaled gradient was not.
-            again = self._unscale_grads_(
-                optimizer, torch.ones_like(scale), torch.zeros_like(scale), True
-            )
-            for device, finding in found.items():
-                torch.maximum(finding, again[device], out=finding)
+            by = torch.ones_like(scale) if divisor is None else divisor
+            for device, finding in unscaling.overflows(optimizer, by).items():
+                before = found.get(device)
+                found[device] = finding if before is None else torch.maximum(before, finding)
         if circle.groups:
             together = start.clone()
             for finding in found.values():
@@ -291,6 +299,11 @@ class GradScaler(Teller):
         return state
 
     def _may_be_below_one(self) -> bool:
+        """False where the host can rule out that the scale is below 1.
+
+        Above 1 no quotient overflows, so that looking for one finds nothing: the answer saves a
+        pass, and what is found does not follow from what the host happens to know.
+        """
         if self._rule.min_scale >= 1:
             return False
         if self._replays():
@@ -334,8 +347,7 @@ class GradScaler(Teller):
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        float16 = self._options.allow_fp16 or "allow_fp16" in state
-        self._look(optimizer, self._inverse(scale), allow_fp16=float16)
+        self._look(optimizer, self._inverse(scale), allow_fp16=self._options.allow_fp16)
         state["stage"] = OptState.UNSCALED
 
     def _maybe_opt_step(
@@ -426,15 +438,11 @@ class GradScaler(Teller):
         outer = getattr(optimizer, "grad_scale", None)
         scale = outer
         if state["stage"] is OptState.READY:
-            if self._may_be_below_one():
-                state["allow_fp16"] = True  # which a fused optimizer takes
-                self.unscale_(optimizer)  # the optimizer would not see a quotient overflow
-            else:
-                self._check_inf_per_device(optimizer)
-                scale = self._get_scale_async()
-                assert scale is not None
-                scale = scale * (1 if outer is None else outer)
-                state["grad_scale"] = scale
+            scale = self._get_scale_async()
+            assert scale is not None
+            scale = scale * (1 if outer is None else outer)
+            self._check_inf_per_device(optimizer, scale)
+            state["grad_scale"] = scale
         if self._without_gradients(state):
             return None
         result = fused.step(optimizer, scale, self._found(state), args, kwargs)
@@ -559,10 +567,15 @@ class GradScaler(Teller):
             self._begin()
         self.__dict__.update(state)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Look for Inf and NaN without unscaling; for optimizers that unscale by themselves."""
+    def _check_inf_per_device(
+        self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Look for Inf and NaN without unscaling; for optimizers that unscale by themselves.
+
+        Given the `divisor`, float32 [], also for quotients that overflow.
+        """
         self._check_scale_growth_tracker("_check_inf_per_device")
-        state = self._look(optimizer, None, allow_fp16=True)
+        state = self._look(optimizer, None, allow_fp16=True, divisor=divisor)
         return cast(dict[str, Any], state["found_inf_per_device"])
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

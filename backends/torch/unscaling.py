@@ -98,6 +98,39 @@ def unscale(
     return founds.copies
 
 
+def overflows(
+    optimizer: torch.optim.Optimizer, divisor: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """Find gradients that divided by `divisor` are not finite; nothing is written to them.
+
+    The largest magnitude of a gradient is divided, as torch's fused optimizers divide: in float32,
+    or in float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
+    (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
+
+    Args:
+        optimizer: whose parameters' gradients they are.
+        divisor: float32 [].
+
+    Returns:
+        The finding of each device that has gradients: float32 [], 0 if all quotients were finite.
+    """
+    divisors = OnDevices(divisor)
+    founds: dict[torch.device, torch.Tensor] = {}
+    with torch.no_grad():
+        for grads in _by_kind(optimizer):
+            grads = [g for g in grads if g.numel()]  # there is no largest of none
+            if grads:
+                device = grads[0].device
+                largest = torch.stack(torch._foreach_norm(grads, float("inf"))).amax()
+                wide = largest.dtype
+                if device.type != "cpu":
+                    wide = torch.promote_types(wide, torch.float32)
+                quotient = largest.to(wide) / divisors.get(device).to(wide)
+                bad = quotient.isfinite().logical_not().float()
+                founds[device] = torch.maximum(founds[device], bad) if device in founds else bad
+    return founds
+
+
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The gradients that there are."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]

@@ -184,18 +184,6 @@ def quotient_that_overflows_before_it_is_clipped(amp: Amp) -> list[Any]:
 
 
 @program
-def fused_gradient_below_a_scale_of_1(amp: Amp) -> list[float]:
-    """The gradients that a fused optimizer leaves behind when it skips."""
-    params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=1.0, fused=True)
-    scaler = amp.GradScaler("cpu", init_scale=0.5)
-    scaler.scale(params[0].sum() + params[1].sum()).backward()
-    params[1].grad.fill_(INF)  # type: ignore[union-attr]
-    scaler.step(optimizer)
-    return [p.grad.item() for p in params]  # type: ignore[union-attr]
-
-
-@program
 def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
     """The parameter after a skipped and a good step, where memory that nobody wrote is NaN."""
     p = torch.zeros(1, requires_grad=True)

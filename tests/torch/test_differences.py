@@ -57,7 +57,6 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "growth-beyond-2-to-126": ([True, False], [True, True]),
     "quotient-that-overflows": ([-INF, 2.0**-10] * 2, [0.0, 2.0**-11] * 2),
     "quotient-that-overflows-before-it-is-clipped": (["nan", "0.0"], ["0.0", "0.0"]),
-    "fused-gradient-below-a-scale-of-1": ([0.5, INF], [1.0, INF]),
     "fused-momentum-whose-first-step-is-skipped": ("nan", "-1.0"),
     "optimizer-without-gradients": (RAISES, [None, 8.0, 1]),
     "closure": (RAISES, [9.0, 0.0]),

@@ -86,3 +86,33 @@ def test_nothing_waits_without_dampening() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         fused.may_step(damped, found)
     assert fused.may_step(torch.optim.AdamW([p], fused=True), found)
+
+
+KINDS = {
+    "SGD": lambda w: torch.optim.SGD(w, lr=0.01, fused=True),
+    "Adam": lambda w: torch.optim.Adam(w, lr=0.01, eps=1e-3, fused=True),
+    "AdamW": lambda w: torch.optim.AdamW(w, lr=0.01, eps=1e-3, fused=True),
+    "Adagrad": lambda w: torch.optim.Adagrad(w, lr=0.01, eps=1e-3, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float16, 1.0), (torch.float32, 1e30), (torch.float64, 1e300)],
+    ids=str,
+)
+def test_below_a_scale_of_1_no_quotient_makes_a_weight_inf(kind, dtype, value) -> None:
+    """Of 35 elements torch's kernels for a CPU divide the last three in the weight's own dtype."""
+    for scale in (2.0**-8, 2.0**-24, 2.0**-40, 2.0**-100, 2.0**-126):
+        weight = torch.ones(35, dtype=dtype, requires_grad=True)
+        scaler, optimizer = GradScaler("cpu", init_scale=scale), KINDS[kind]([weight])
+        scaler.scale(torch.ones(()))
+        weight.grad = torch.full_like(weight, value)
+        weight.grad[3] = 0
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.isfinite().all()
+        fits = value / scale < torch.finfo(dtype).max and (dtype, scale) != (torch.float16, 2**-40)
+        assert bool(scaler.step_skipped(optimizer)) == (not fits)
+        assert weight.grad[0] == (value if not fits else value / scale)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 Where = Callable[[Any, Any, Any], Any]
 
 # The widest range in which a scale and its inverse are both normal float32 numbers: neither
-# overflows, and none is lost where subnormal numbers are flushed to zero.
+# overflows, and none is lost where subnormal numbers are flushed to zero. Only a first scale that
+# the caller wants beyond it is ever outside, until it first grows or backs off.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 _LONGEST = 2**31 - 1  # counts are int32
 
@@ -168,6 +169,28 @@ def checked_scale(name: str, value: Any, rule: ScaleRule) -> float:
             f"{rule.max_scale!r}; got {value!r}."
         )
     return scale
+
+
+def checked_first_scale(name: str, value: Any, rule: ScaleRule) -> float:
+    """The value as a scale to start from, if it is a positive number that float32 holds.
+
+    The bounds are for growth and backoff: the first scale may lie beyond the widest ones, as
+    torch.amp's may. Bounds that the caller has drawn closer hold for it, too.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is 0, negative, Inf or NaN in float32, or not from `min_scale` to `max_scale`
+            where these were given.
+    """
+    scale = number(name, value)
+    if not 0 < as_float32(scale) < math.inf:
+        raise ValueError(
+            f"{name} must be a positive number that float32 holds, such as 2.0**16; got {value!r}."
+        )
+    beyond_widest = as_float32(
+        scale
+    ) < rule.min_scale == SMALLEST or rule.max_scale == LARGEST < as_float32(scale)
+    return scale if beyond_widest else checked_scale(name, value, rule)
 
 
 # What torch.amp.GradScaler saves, and what polymp's save beside it.

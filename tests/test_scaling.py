@@ -1,6 +1,7 @@
 """The scaling rule on Python numbers, torch tensors and jax arrays: one rule, three kinds."""
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from polymp.scaling import (
     ScaleRule,
     ScaleState,
     checked,
+    checked_first_scale,
     checked_scale,
     from_state_dict,
     step,
@@ -292,6 +294,34 @@ def test_a_scale_out_of_the_bounds(value: Any, error: type[Exception], message: 
     with pytest.raises(error) as raised:
         checked_scale("first", value, NARROW)
     assert raised.value.args == (message,)
+
+
+FIRST = "first must be a positive number that float32 holds, such as 2.0**16; got {!r}."
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -8.0, 1e-46, 3.5e38, INF, NAN])
+@pytest.mark.parametrize("rule", [ScaleRule(), NARROW])
+def test_a_first_scale_that_is_none(value: float, rule: ScaleRule) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(FIRST.format(value))}$"):
+        checked_first_scale("first", value, rule)
+
+
+@pytest.mark.parametrize("value", [1e38, 3.4e38, 2.0**127, 2.0**-149, 1e-40, 8, 2.0**126])
+def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
+    """The rule brings it between them from where it changes."""
+    assert checked_first_scale("first", value, ScaleRule()) == value
+    first = ScaleState(scaling.as_float32(float(value)))
+    assert step(ScaleRule(interval=2), first, True).scale == first.scale
+    assert step(ScaleRule(interval=1), first, True).scale <= LARGEST
+    assert step(ScaleRule(), first, False).scale >= SMALLEST
+    assert step(ScaleRule(backoff=0.1), first, False).scale <= LARGEST
+
+
+@pytest.mark.parametrize("value", [0.5, 25, 1e38, 1e-40])
+def test_bounds_that_are_given_hold_for_the_first_scale(value: float) -> None:
+    message = f"first must be from min_scale to max_scale, 1.0 to 24.0; got {value!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checked_first_scale("first", value, NARROW)
 
 
 @pytest.mark.parametrize("value", [1, 24.0, 3.3])

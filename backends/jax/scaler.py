@@ -46,7 +46,8 @@ class GradScaler:
     scan, vmap (a batch of scalers), shard_map and donation as it is.
 
     Args:
-        init_scale: the first scale.
+        init_scale: the first scale; any positive float32 number, or one from `min_scale` to
+            `max_scale` where these are given.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
         backoff_factor: multiplies the scale after an overflow.
         growth_interval: see `growth_factor`. A count already past a lowered interval grows the
@@ -54,8 +55,8 @@ class GradScaler:
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
             The other arguments are then not looked at.
         dtype: the low format of the region, if the scaler is to be disabled for all but float16.
-        min_scale: the scale never goes below it; from 2**-126, the default.
-        max_scale: the scale never goes above it; up to 2**126, the default.
+        min_scale: no overflow brings the scale below it; from 2**-126, the default.
+        max_scale: no growth brings the scale above it; up to 2**126, the default.
         hysteresis: overflows in a row that do not lower the scale yet.
 
     Attributes:
@@ -96,7 +97,7 @@ class GradScaler:
                     growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
                 )
             )
-            init_scale = scaling.checked_scale("init_scale", init_scale, rule)
+            init_scale = scaling.checked_first_scale("init_scale", init_scale, rule)
         else:
             rule, init_scale = ScaleRule(), 1.0
         _set(self, _on_device(ScaleState(init_scale)), rule, bool(enabled))
@@ -305,12 +306,17 @@ class GradScaler:
         return f"GradScaler({', '.join(f'{k}={_shown(v)}' for k, v in shown.items())})"
 
     def _one_scale(self) -> Any:
+        """What is multiplied and divided by: the scale, float32 [].
+
+        A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its
+        inverse, for 0.
+        """
         scale = self.state.scale
         if scale.shape != ():
             raise TypeError(
                 f"this GradScaler is a batch of shape {scale.shape}; call its methods in jax.vmap."
             )
-        return scale
+        return jnp.clip(scale, scaling.SMALLEST, scaling.LARGEST)
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(GradScaler))

@@ -78,8 +78,7 @@ BOUNDS = (
         (
             {"init_scale": 0.0},
             ValueError,
-            f"init_scale must be from min_scale to max_scale, {SMALLEST!r} to {LARGEST!r}; "
-            "got 0.0.",
+            "init_scale must be a positive number that float32 holds, such as 2.0**16; got 0.0.",
         ),
         (
             {"init_scale": 8.0, "max_scale": 4.0},
@@ -301,3 +300,27 @@ def test_what_was_saved_comes_back(scale, counts, hysteresis):
     rule = ScaleRule(interval=100, hysteresis=hysteresis)
     saved = scaling.to_state_dict(rule, ScaleState(scale, *counts))
     assert GradScaler().load_state_dict(saved).state_dict() == saved
+
+
+# --- a first scale beyond the bounds -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [1e38, 3.4e38, 1e-40, 1e-45])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_first_scale_beyond_the_bounds_trains(first, wrap):
+    """XLA on CPU takes subnormal numbers for 0: neither the scale nor its inverse may be one."""
+    scaler, w = GradScaler(first), jnp.ones(2)
+    assert scaler.state_dict()["scale"] == np.float32(first)
+
+    @wrap
+    def train(scaler, w, slope):
+        grads = jax.grad(lambda w: scaler.scale(slope * w.sum()))(w)
+        return scaler.step(grads, lambda g, w: w - g, w)
+
+    slope = 2.0**-10 if first > 1 else 8.0
+    w, scaler, finite = train(scaler, w, jnp.float32(slope))
+    assert (w.tolist(), bool(finite)) == ([1.0 - slope] * 2, True)
+    assert scaler.state_dict()["scale"] == np.float32(first)
+    w, scaler, finite = train(scaler, w, jnp.float32(jnp.inf))
+    assert (w.tolist(), bool(finite)) == ([1.0 - slope] * 2, False)
+    assert SMALLEST <= scaler.state_dict()["scale"] <= LARGEST * 2

@@ -133,10 +133,12 @@ def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
             if event.kind == INTERVAL:
                 scaler.set_growth_interval(event.interval)
             finite, loss = FOUND.get(event.kind, (True, True))
-            scaled = scaler.scale(_numbers()[loss, True])
+            value = _numbers()[loss, True].clone().requires_grad_()
+            scaled = scaler.scale(value)
             if event.kind in FOUND:
                 # What backward gives for the loss times the weight; or times a root of 0.
-                weight.grad = scaler._scale * _numbers()[finite, False]
+                (factor,) = torch.autograd.grad(scaled, value)
+                weight.grad = factor * _numbers()[finite, False]
                 assert loss or bool(scaled.isnan())
                 scaler.step(optimizer)
                 scaler.update()
@@ -149,7 +151,7 @@ def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
         last = tuple(
             float(saved[k]) for k in ("scale", "_growth_tracker", "skips", "spoiled", "skipped")
         )
-        states = [tuple(row) for row in torch.stack(kept).tolist()]
+        states = [(*row[:3], row[2] - row[3], row[4]) for row in torch.stack(kept).tolist()]
         assert states[-1] == last
         return states
 
@@ -256,7 +258,9 @@ def compiled(all_: list[History]) -> list[States]:
         for old, new in zip((scale, tracker, counts), state, strict=True):
             old.copy_(torch.where(stepped, new, old))
         scale.copy_(torch.where(kind == SCALE, torch.tensor(it.scale[:, at]), scale))
-        kept.append(torch.cat([scale[None], tracker[None], counts]).T.clone())
+        skips, overflows, skipped = counts
+        state = [scale, tracker, skips, skips - overflows, skipped]
+        kept.append(torch.stack([t.float() for t in state], 1))
     return cut(all_, torch.stack(kept, 1).numpy())
 
 

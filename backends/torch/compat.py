@@ -638,6 +638,11 @@ def without_recorder() -> Any:
     return proxy_tensor._temp_remove_pre_dispatch_torch_function_mode()
 
 
+def in_transform(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a transform of torch.func (vmap, grad) stands for. Since torch 2.0."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def unscales(device: str, dtype: torch.dtype) -> bool:
     """True if torch's fused kernel can unscale such gradients.
 

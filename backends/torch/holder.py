@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from polymp import scaling
+from polymp.backends.torch import updating
 from polymp.backends.torch.watching import Watch
 from polymp.scaling import ScaleRule, ScaleState
 
@@ -27,8 +28,9 @@ class _Known(NamedTuple):
 class ScaleHolder:
     """What `GradScaler` is without gradients.
 
-    Names with an underscore are torch.amp's, but for `_rule`, `_counts`, `_init_counts`, `_known`,
-    `_watch` and `_captured`. A disabled one has `_device` and `_enabled` only, as in torch.amp.
+    Names with an underscore are torch.amp's, but for `_rule`, `_counts`, `_init_counts`, `_bars`,
+    `_loss`, `_known`, `_regular`, `_watch` and `_captured`. A disabled one has `_device` and
+    `_enabled` only, as in torch.amp.
     """
 
     _device: str
@@ -42,10 +44,14 @@ class ScaleHolder:
         self._init_counts = (0, 0, 0)
         self._scale: torch.Tensor | None = None  # float32 [], made on the first output's device
         self._growth_tracker: torch.Tensor | None = None  # int32 []
-        self._counts: torch.Tensor | None = None  # float32 [3]: skips, spoiled, skipped
+        self._counts: torch.Tensor | None = None  # of `updating.counted`
+        self._bars: torch.Tensor | None = None  # of `updating.new_bars`
+        self._loss: torch.Tensor | None = None  # that of the bars: not 0 if a loss was not finite
         self._known: _Known | None = None
+        self._regular = updating.regular(rule, self._initial())
         self._watch = Watch()
-        self._captured = False  # in a CUDA graph, whose replays write without a new version
+        # The scale that a CUDA graph updates, whose replays write without a new version.
+        self._captured: torch.Tensor | None = None
 
     # The constants, under the names that torch.amp gives them.
 
@@ -72,6 +78,7 @@ class ScaleHolder:
 
     @_growth_interval.setter
     def _growth_interval(self, value: int) -> None:
+        self._regular = self._regular and value >= self._rule.interval
         self._rule = self._rule._replace(interval=value)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +98,19 @@ class ScaleHolder:
             self._growth_tracker = torch.full(
                 (), self._init_growth_tracker, dtype=torch.int32, device=dev
             )
-            self._counts = torch.tensor(self._init_counts, dtype=torch.float32, device=dev)
+            self._make_counts(dev)
+        if self._capturing():
+            self._captured = self._scale  # and every replay fills it anew
         state = self._initial()
         self._remember(state._replace(scale=scaling.as_float32(float(state.scale))))
+
+    def _make_counts(self, device: torch.device) -> None:
+        """Without a copy from the host, which a CUDA graph cannot capture."""
+        self._counts = torch.zeros(3, device=device)
+        for at, count in enumerate(updating.counted(self._initial())):
+            if count:
+                self._counts.select(0, at).fill_(count)
+        self._bars, self._loss = updating.new_bars(device)
 
     def _initial(self) -> ScaleState:
         return ScaleState(self._init_scale, self._init_growth_tracker, *self._init_counts)
@@ -104,13 +121,13 @@ class ScaleHolder:
         assert self._growth_tracker is not None
         if self._counts is None:
             with _versioned():
-                self._counts = torch.tensor(
-                    self._init_counts, dtype=torch.float32, device=self._scale.device
-                )
+                self._make_counts(self._scale.device)
+        assert self._counts is not None
         return self._scale, self._growth_tracker, self._counts
 
     def _remember(self, state: ScaleState) -> None:
         """Note that the tensors hold this state now."""
+        self._regular = updating.regular(self._rule, state)
         if torch.compiler.is_compiling():
             return
         tensors = self._tensors()
@@ -119,13 +136,18 @@ class ScaleHolder:
     def _replays(self) -> bool:
         """True if what runs here may run again without the host: nothing it knows may decide.
 
-        In code that is compiled, and from the first time on that a CUDA graph is captured.
+        In code that is compiled, while a CUDA graph is captured, and for as long as the scale is
+        one that a graph updates.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._capturing():
             return True
-        if not self._captured and self._scale is not None and self._scale.device.type == "cuda":
-            self._captured = torch.cuda.is_current_stream_capturing()
-        return self._captured
+        return self._captured is not None and self._captured is self._scale
+
+    def _capturing(self) -> bool:
+        """True while a CUDA graph is captured; where code is compiled, that is the compiler's."""
+        if torch.compiler.is_compiling() or self._scale is None:
+            return False
+        return self._scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _recall(self) -> ScaleState | None:
         """The state, if the host knows it: None if anything wrote to the tensors since."""
@@ -148,7 +170,7 @@ class ScaleHolder:
         state = self._recall()
         if state is None:
             scale, tracker, counts = self._tensors()
-            state = ScaleState(scale.item(), int(tracker.item()), *map(int, counts.tolist()))
+            state = updating.state_of(scale.item(), tracker.item(), *counts.tolist())
             self._remember(state)
         return state
 
@@ -159,7 +181,8 @@ class ScaleHolder:
             scale.fill_(after.scale)
         if after.tracker != before.tracker:
             tracker.fill_(after.tracker)
-        for at, (old, new) in enumerate(zip(before[2:], after[2:], strict=True)):
+        numbers = zip(updating.counted(before), updating.counted(after), strict=True)
+        for at, (old, new) in enumerate(numbers):
             if new != old:
                 counts[at].fill_(new)
         self._remember(after)
@@ -167,6 +190,8 @@ class ScaleHolder:
     def _set_scale(self, scale: torch.Tensor, new: Any) -> None:
         least, most = self._rule.min_scale, self._rule.max_scale
         before = self._recall()
+        if self._capturing():
+            self._captured = scale
         if isinstance(new, torch.Tensor):
             _check_new_scale(new, self._device)
             bounded = new.detach().reshape(()).to(scale.dtype).clamp(least, most)
@@ -254,7 +279,8 @@ class ScaleHolder:
         self._init_counts = cast(tuple[int, int, int], tuple(counts))
         self._watch = Watch()
         if self._scale is not None:
-            for tensor, value in zip(self._tensors(), (*state[:2], state[2:]), strict=True):
+            values = (*state[:2], updating.counted(state))
+            for tensor, value in zip(self._tensors(), values, strict=True):
                 tensor.copy_(torch.tensor(value, dtype=tensor.dtype))
             self._remember(state)
 

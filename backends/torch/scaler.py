@@ -7,6 +7,7 @@ same lines run on tensors. Names with a leading underscore that other libraries 
 torch.amp's.
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -62,15 +63,16 @@ class GradScaler(Teller):
 
     Args:
         device: where the scale lives: "cuda", "cpu", ...
-        init_scale: the first scale.
+        init_scale: the first scale; any positive float32 number, or one from `min_scale` to
+            `max_scale` where these are given.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
         backoff_factor: multiplies the scale after an overflow.
         growth_interval: see `growth_factor`. A count already past a lowered interval grows the
             scale at the next good step.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
         dtype: the low format of the region, if the scaler is to be disabled for all but float16.
-        min_scale: the scale never goes below it; from 2**-126, the default.
-        max_scale: the scale never goes above it; up to 2**126, the default.
+        min_scale: no overflow brings the scale below it; from 2**-126, the default.
+        max_scale: no growth brings the scale above it; up to 2**126, the default.
         hysteresis: overflows in a row that do not lower the scale yet.
         on_stuck: what happens after `stuck_after` skips in a row, once: "warn", "raise", or a
             function that is called with a `GradientReport`.
@@ -158,7 +160,7 @@ class GradScaler(Teller):
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
         )
-        self._hold(rule, scaling.checked_scale("init_scale", init_scale, rule))
+        self._hold(rule, scaling.checked_first_scale("init_scale", init_scale, rule))
         self._options = Options(
             on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group
         )
@@ -188,8 +190,8 @@ class GradScaler(Teller):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
-            self._note_loss(outputs)
-            return cast(Outputs, outputs * unscaling.moved(self._scale, outputs.device))
+            scale = unscaling.moved(self._scale, outputs.device)
+            return cast(Outputs, outputs * self._factor(outputs, scale))
         copies: list[unscaling.OnDevices] = []
 
         def multiply(value: Any) -> Any:
@@ -199,9 +201,8 @@ class GradScaler(Teller):
                         self._lazy_init_scale_growth_tracker(value.device)
                     assert self._scale is not None
                     copies.append(unscaling.OnDevices(self._scale))
-                self._note_loss(value)
                 # A copy, so that `update` between two backwards does not change what is saved.
-                return value * copies[0].get(value.device)
+                return value * self._factor(value, copies[0].get(value.device))
             if isinstance(value, Iterable):
                 items = map(multiply, value)
                 if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -211,33 +212,41 @@ class GradScaler(Teller):
 
         return cast(Outputs, multiply(outputs))
 
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        """Note whether a loss is finite: 1 if not, else 0; float32 []. Nothing waits for it."""
+    def _factor(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """What the loss is multiplied by: the scale, or NaN if the loss is not finite.
+
+        So its gradients are NaN, and the step that they are for is skipped, whenever that is; a
+        loss that never goes backward leaves no trace in a gradient. That it was the loss is noted
+        on the device besides, so that an overflow can be told apart. Nothing waits for either.
+
+        Args:
+            loss: not scaled.
+            scale: float32 [], on the loss's device.
+        """
         if not self._looked and (low := regions.latest_low(loss.device.type)) is not None:
             self._looked = True
             if low is torch.bfloat16:
                 level = 3 if torch.compiler.is_compiling() else outside()
                 warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
-        noted = self._noted()
-        if self._options.check_loss:
-            values = compat.local(loss.detach())
-            if torch.compiler.is_compiling():  # inductor takes x * 0 for 0
-                bad = (~values.isfinite()).any().float()
-            else:
-                zero = values * 0
-                bad = ((zero if zero.dim() == 0 else zero.sum()) != 0).float()
-            if noted:  # one entry, however many losses, so that compiled code sees always the same
-                noted[0] = torch.maximum(noted[0], unscaling.moved(bad, noted[0].device))
-            else:
-                noted.append(bad)
-        elif not noted:
-            noted.append(torch.zeros(()))
-
-    def _loss_found(self, device: torch.device) -> torch.Tensor | None:
-        """1 if a loss of this iteration was not finite, else 0; float32 []. None without losses."""
+        self._scaled_in = self._per_optimizer_states
         if not self._options.check_loss:
-            return None
-        return unscaling.either(unscaling.moved(bad, device) for bad in self._noted())
+            return scale
+        self._tensors()
+        noted = self._loss
+        assert noted is not None
+        values = compat.local(loss.detach())
+        if values.is_complex():
+            values = values.abs()
+        if torch.compiler.is_compiling():  # inductor takes x * 0 for 0
+            fine = values.isfinite().all()
+            noted.copy_(torch.where(unscaling.moved(fine, noted.device), noted, math.nan))
+            return torch.where(fine, scale, math.nan)
+        if values.dim():
+            values = (values * 0).sum()
+        factor = torch.add(scale, values, alpha=0)
+        if not compat.in_transform(factor):  # of torch.func, which writes to nothing from outside
+            noted.add_(unscaling.moved(factor, noted.device), alpha=0)
+        return factor
 
     def _unscale_grads_(
         self,
@@ -267,8 +276,8 @@ class GradScaler(Teller):
         if agreement.distributed():
             params = unscaling.parameters(optimizer)
             circle = agreement.circle(params, self._options.process_group)
-        loss = self._loss_found(scale.device) if circle.everybody else None
-        start = torch.zeros_like(scale) if loss is None else loss
+        loss = self._loss if circle.everybody and self._options.check_loss else None
+        start = torch.zeros_like(scale)
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, start, allow_fp16)
         divided = inverse is not None or divisor is not None
@@ -283,13 +292,14 @@ class GradScaler(Teller):
             for finding in found.values():
                 together.copy_(torch.maximum(together, finding.to(scale.device)))
             # A rank may have no loss, or no gradient, where others have: stages of a pipeline.
-            bad, any_gradient = start.clone(), torch.full_like(scale, bool(found))
+            bad = start.clone() if loss is None else (loss != 0).float()
+            any_gradient = torch.full_like(scale, bool(found))
             agreement.agree([together, bad, any_gradient], circle.groups)
             if not found and any_gradient.item():
                 found = {scale.device: together}
             for finding in found.values():
                 finding.copy_(together)
-            loss = bad if circle.everybody and self._options.check_loss else None
+            loss = None if loss is None else bad
         if not torch.compiler.is_compiling():
             regions.entries.unscaled.clear()
         state["found_inf_per_device"] = found
@@ -457,7 +467,7 @@ class GradScaler(Teller):
         kwargs: dict[str, Any],
     ) -> float | None:
         def spoiled() -> bool:
-            if not self._noted():
+            if not self._has_scaled():
                 raise RuntimeError(
                     "the closure given to step() did not scale its loss: call "
                     "scaler.scale(loss).backward() in it, and return the loss itself."
@@ -467,12 +477,12 @@ class GradScaler(Teller):
             state["stage"] = OptState.READY  # for the next evaluation
             bad = any(f.item() for f in state["found_inf_per_device"].values())
             if not bad:
-                self._noted().clear()
+                self._scaled_in = None
             return bad
 
         # Gradients that are there already are for an optimizer that uses them before it calls the
         # closure (SAM), if they were made in this iteration.
-        if self._noted() and spoiled():
+        if self._has_scaled() and spoiled():
             result, state["skipped"] = None, True
         else:
             result, state["skipped"] = closures.step(optimizer, spoiled, args, kwargs)
@@ -512,6 +522,10 @@ class GradScaler(Teller):
         else:
             self._update_on_device(looked, given)
 
+    def _forget_losses(self) -> None:
+        assert self._loss is not None
+        self._loss.zero_()
+
     def _end_iteration(self) -> None:
         self._before, self._per_optimizer_states = self._per_optimizer_states, _fresh_states()
 
@@ -526,17 +540,30 @@ class GradScaler(Teller):
         if given:
             after = scaling.ScaleState(*before[:2], *after[2:])
         self._write(before, after)
+        if self._options.check_loss:
+            self._forget_losses()
         self._watch = Watch()
         self._look_if_stuck(after)
 
     def _update_on_device(self, looked: list[dict[str, Any]], given: bool) -> None:
         """The same where only the device knows."""
         scale, tracker, counts = self._tensors()
-        found = unscaling.either(self._found(s) for s in looked)
+        found = unscaling.either(self._largest(s) for s in looked)
         assert found is not None
-        loss = unscaling.either(s["loss"] for s in looked if s.get("loss") is not None)
+        losses = [s["loss"] for s in looked if s.get("loss") is not None]
+        loss = unscaling.either(losses)
+        if self._capturing():
+            self._captured = scale
+        bars = self._bars if self._regular else None
+        if bars is not None and loss is not None and loss is not self._loss:
+            assert self._loss is not None  # the ranks have agreed on another
+            self._loss.copy_(loss)
+        elif loss is None and self._options.check_loss:
+            self._forget_losses()
         moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
-        updating.update(self._rule, *moved, counts, found, loss)
+        updating.update(self._rule, *moved, counts, found, loss, bars)
+        if loss is not None:
+            self._forget_losses()
         self._known = None
         if torch.compiler.is_compiling():
             watching.tell(self._name, scale, tracker, counts)
@@ -556,9 +583,11 @@ class GradScaler(Teller):
             now = self._read()
             state["_init_scale"], state["_init_growth_tracker"] = now[:2]
             state["_init_counts"] = now[2:]
-            for name in ("_scale", "_growth_tracker", "_counts", "_known"):
+            for name in (
+                "_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_known", "_captured",
+            ):  # fmt: skip
                 state[name] = None
-            for name in ("_before", "_losses", "_name"):
+            for name in ("_before", "_scaled_in", "_name"):
                 del state[name]
         return state
 

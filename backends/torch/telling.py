@@ -1,9 +1,9 @@
 """What a loss scaler has found, optimizer by optimizer, and what it says of that.
 
 An iteration has a dictionary for each optimizer, which other libraries reach into: torch.amp's
-entries `stage` and `found_inf_per_device`, and beside them, once they are known, `loss`, whether a
-loss was lost, `optimizer`, a weak reference, `inverse`, by which the gradients were multiplied, and
-`skipped`, where the host knows it.
+entries `stage` and `found_inf_per_device`, and beside them, once they are known, `loss`, float32
+[], 0 if no loss was lost, `optimizer`, a weak reference, `inverse`, by which the gradients were
+multiplied, and `skipped`, where the host knows it.
 """
 
 from collections import defaultdict
@@ -63,7 +63,7 @@ class Teller(ScaleHolder):
         """What a scaler starts with, be it made, loaded or copied."""
         self._per_optimizer_states: dict[int, dict[str, Any]] = _fresh_states()
         self._before: dict[int, dict[str, Any]] = {}  # those of the last iteration
-        self._losses: tuple[Any, list[torch.Tensor]] = (None, [])
+        self._scaled_in: Any = None  # the states of the iteration in which a loss was scaled last
         self._told: int | None = None  # of which row of skips: how many came before it
         self._looked = False  # whether its region is bfloat16
         self._of = ""  # the loss that it is for, if it is one of several
@@ -74,31 +74,36 @@ class Teller(ScaleHolder):
         """True between `scale` and the first `unscale_` or `step` of an iteration."""
         states = self._per_optimizer_states.values()
         ready = all(state["stage"] is OptState.READY for state in states)
-        return bool(self._noted()) and ready and not self._of
+        return self._has_scaled() and ready and not self._of
 
-    def _noted(self) -> list[torch.Tensor]:
-        """What `_note_loss` has noted in this iteration.
+    def _has_scaled(self) -> bool:
+        """True if a loss was scaled in this iteration, on the host.
 
         Iterations are told apart by the states of the optimizers, which a subclass's own `update`
         exchanges, too.
         """
-        if self._losses[0] is not self._per_optimizer_states:
-            self._losses = (self._per_optimizer_states, [])
-        return self._losses[1]
+        return self._scaled_in is self._per_optimizer_states
 
     def _found(self, state: dict[str, Any]) -> torch.Tensor:
-        """What was found for the optimizer on all devices, on the scale's; float32 []."""
+        """What was found for the optimizer on all devices, on the scale's: 0 or 1, float32 [].
+
+        Torch's sharded scaler adds up what the ranks found; others take the mean. Fused kernels
+        skip for 1 and for nothing else.
+        """
+        found: torch.Tensor = self._largest(state).sign()
+        return found
+
+    def _largest(self, state: dict[str, Any]) -> torch.Tensor:
+        """The same as it was found: 0, or above 0."""
         device = self._tensors()[0].device
         findings = list(state["found_inf_per_device"].values())
-        either = findings[0]
+        either: torch.Tensor = findings[0]
         if len(findings) > 1 or either.device != device:
             largest = unscaling.either(unscaling.moved(t, device) for t in findings)
             assert largest is not None
             either = largest
-        # Torch's sharded scaler finds in shape [1], and adds up what the ranks found; others take
-        # the mean. Fused kernels skip for 1 and for nothing else.
-        found: torch.Tensor = either if either.dim() == 0 else either.reshape(())
-        return found.sign()
+        # Torch's sharded scaler finds in shape [1].
+        return either if either.dim() == 0 else either.reshape(())
 
     # What happened.
 
@@ -174,7 +179,7 @@ class Teller(ScaleHolder):
             return GradientReport(ScaleRule(), ScaleState(1.0), ())
         names = self._names if named is None else counting.Names(named)
         # Once a loss of this iteration is scaled, gradients are no longer what the last one left.
-        return self._report(names, {} if self._noted() else self._before)
+        return self._report(names, {} if self._has_scaled() else self._before)
 
     def _report(self, names: counting.Names, before: dict[int, dict[str, Any]]) -> GradientReport:
         """The report, with optimizers that were looked at before this iteration."""
@@ -192,7 +197,8 @@ class Teller(ScaleHolder):
         return GradientReport(self._rule, self._read(), tuple(rows), self._of)
 
     def _updated(self, *state: torch.Tensor) -> None:
-        if not self._replays() and self._watch.updated(*state):
+        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
+        if not replayed and self._watch.updated(*state):
             assert self._watch.seen is not None
             self._look_if_stuck(self._watch.seen)
 

@@ -14,16 +14,20 @@ from polymp.backends.torch import compat
 
 
 class OnDevices:
-    """Copies of a scalar tensor, one for each device that asks."""
+    """Copies of a scalar tensor, one for each device that asks.
 
-    def __init__(self, master: torch.Tensor) -> None:
+    On its own device it is a copy, too, unless nobody will write to it.
+    """
+
+    def __init__(self, master: torch.Tensor, *, copy: bool = True) -> None:
         self.master = master
+        self.copy = copy
         self.copies: dict[torch.device, torch.Tensor] = {}
 
     def get(self, device: torch.device) -> torch.Tensor:
         """The device's copy."""
         if device not in self.copies:
-            self.copies[device] = moved(self.master, device, copy=True)
+            self.copies[device] = moved(self.master, device, copy=self.copy)
         return self.copies[device]
 
 
@@ -41,10 +45,16 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def either(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The largest of some findings, float32 [] on one device; None if there are none."""
+    """The largest of some findings, float32 [] on one device; None if there are none.
+
+    It is the finding itself where there is one, be it given once or more often.
+    """
     found = None
     for finding in findings:
-        found = finding if found is None else torch.maximum(found, finding)
+        if found is None:
+            found = finding
+        elif finding is not found:
+            found = torch.maximum(found, finding)
     return found
 
 
@@ -69,7 +79,7 @@ def unscale(
     Raises:
         ValueError: a gradient is float16 and may not be; nothing has changed then.
     """
-    inverses, founds = OnDevices(inverse), OnDevices(found)
+    inverses, founds = OnDevices(inverse, copy=False), OnDevices(found)
 
     def each(alike: list[list[torch.Tensor]]) -> None:
         for grads in alike:
@@ -114,7 +124,7 @@ def overflows(
     Returns:
         The finding of each device that has gradients: float32 [], 0 if all quotients were finite.
     """
-    divisors = OnDevices(divisor)
+    divisors = OnDevices(divisor, copy=False)
     founds: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
         for grads in _by_kind(optimizer):

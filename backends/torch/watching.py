@@ -7,6 +7,7 @@ from weakref import WeakMethod
 
 import torch
 
+from polymp.backends.torch import updating
 from polymp.scaling import ScaleState
 
 # Updates between two copies. A copy costs the host some microseconds.
@@ -37,7 +38,7 @@ class Watch:
         """Note an update; take in a copy that has arrived, start another.
 
         Args:
-            *state: scale [], tracker [], counts [3], on one device.
+            *state: scale [], tracker [] and counts [3] of `updating`, on one device.
 
         Returns:
             True if `seen` is new.
@@ -48,14 +49,14 @@ class Watch:
         if self._on_its_way is not None:
             copy, event, given = self._on_its_way
             if event is None or event.query():
-                scale, *counts = copy.tolist()
-                self.seen, self.age = ScaleState(scale, *map(int, counts)), self._sent
+                (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
+                self.seen = updating.state_of(numbers[0], tracker, *numbers[1:])
+                self.age = self._sent
                 self._on_its_way, self._seen_of, new = None, given, True
         device = state[0].device
         if self._on_its_way is None and self._sent >= _EVERY:
-            # Counts below 2**53 are exact in float64; where there is none, float32 has to do.
-            wide = torch.float32 if device.type == "mps" else torch.float64
-            together = torch.cat([t.reshape(-1).to(wide) for t in state])
+            # In one piece, as bits: nothing is converted, nor rounded.
+            together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
             event = None
             copy = together.to("cpu", non_blocking=True)
             if device.type != "cpu":

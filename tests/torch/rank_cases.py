@@ -75,10 +75,12 @@ def pipeline() -> Notes:
     # The loss on the last rank, and what the first rank's gradients are multiplied by.
     for loss, factor in ((1.0, 1.0), (NAN, 1.0), (1.0, INF), (1.0, NAN), (1.0, 1.0)):
         optimizer.zero_grad()
+        scale = torch.tensor(scaler.get_scale())
         if rank == ranks - 1:
-            scaler.scale(torch.tensor(loss))
+            leaf = torch.tensor(loss, requires_grad=True)
+            (scale,) = torch.autograd.grad(scaler.scale(leaf), leaf)
         for p in params:
-            p.grad = torch.full((2,), scaler.get_scale() * (factor if rank == 0 else 1.0))
+            p.grad = torch.ones(2) * scale * (factor if rank == 0 else 1.0)
         scaler.step(optimizer)
         scaler.update()
         skipped = scaler.step_skipped(optimizer).item()

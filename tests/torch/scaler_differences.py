@@ -110,19 +110,6 @@ def loss_not_finite(amp: Amp) -> list[Any]:
     return [*alone, *both]
 
 
-@program
-def loss_of_another_optimizer_not_finite(amp: Amp) -> list[float]:
-    params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
-    optimizers = [torch.optim.SGD([p], lr=1.0) for p in params]
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
-    for loss in scaler.scale([params[0].sum(), (params[1] * INF).sum()]):
-        loss.backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    return [*(p.item() for p in params), scaler.get_scale()]
-
-
 def overflow(p: torch.Tensor) -> torch.Tensor:
     """Of 0: 0, with a gradient that no scale above 2**-126 keeps finite."""
     return (p * 3e38 * 3e38).sum()
@@ -391,9 +378,9 @@ def update_with_a_tensor_of_one_dimension(amp: Amp) -> float:
 
 
 @program
-def first_scale_out_of_the_bounds(amp: Amp) -> list[str]:
+def first_scale_that_is_none(amp: Amp) -> list[str]:
     seen = []
-    for first in (0.0, 1e38, INF):
+    for first in (0.0, -8.0, INF):
         made: list[float] = []
         seen.append(
             then(
@@ -402,6 +389,13 @@ def first_scale_out_of_the_bounds(amp: Amp) -> list[str]:
             )
         )
     return seen
+
+
+@program
+def first_scale_without_an_inverse(amp: Amp) -> list[str]:
+    """float32 holds 1e-40, and not 1e40. Another scale beyond the bounds is as in torch.amp."""
+    made = [one_step(amp, lambda p: p.sum() * 0.125, first) for first in (1e-40, 1e38)]
+    return [repr(x) for pair in made for x in pair]
 
 
 @program

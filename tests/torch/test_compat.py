@@ -782,3 +782,16 @@ for reentrant in (True, False):
     calls.clear()
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, check=True)
+
+
+def test_a_tensor_of_a_transform_is_told_from_others():
+    seen = []
+
+    def look(x):
+        seen.append(compat.in_transform(x))
+        return x.sum()
+
+    x = torch.ones(2, 3)
+    for transform in (torch.func.grad, torch.vmap, lambda f: f):
+        transform(look)(x)
+    assert seen == [True, True, False]

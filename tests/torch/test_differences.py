@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import polymp.torch
+from polymp.scaling import as_float32
 from tests.torch import programs
 from tests.torch.differences import PROGRAMS, after_a_change
 from tests.torch.training import ENTRIES
@@ -49,7 +50,6 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "update-with-an-int": (RAISES, 4.0),
     "scale-a-named-tuple": (RAISES, "Pair"),
     "loss-not-finite": ([-1.0, 8.0, 0.0, 4.0], [0.0, 8.0, 0.0, 8.0]),
-    "loss-of-another-optimizer-not-finite": ([-1.0, 0.0, 4.0], [0.0, 0.0, 8.0]),
     "two-hundred-overflows-and-a-good-step": (
         ["nan", "0.0", "nan", "0.0"],
         ["-1.0", repr(2.0**-126)] * 2,
@@ -82,7 +82,11 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
         [repr(2.0**-126), repr(2.0**126), "8.0"],
     ),
     "update-with-a-tensor-of-one-dimension": (RAISES, 4.0),
-    "first-scale-out-of-the-bounds": (["[0.0]", "[1e+38]", "[inf]"], ["ValueError, []"] * 3),
+    "first-scale-that-is-none": (["[0.0]", "[-8.0]", "[inf]"], ["ValueError, []"] * 3),
+    "first-scale-without-an-inverse": (
+        ["-inf", repr(as_float32(1e-40)), "-0.125", repr(as_float32(1e38))],
+        ["0.0", repr(2.0**-126), "-0.125", repr(as_float32(1e38))],
+    ),
     "constants-set-out-of-range": (
         ["0.5", "2.0", "0"],
         ["ValueError, 2.0", "ValueError, 0.5", "ValueError, 2000"],

@@ -295,3 +295,23 @@ def test_the_device_spellings() -> None:
     assert cpu.GradScaler()._device == "cpu"
     assert cuda.GradScaler(enabled=False)._device == "cuda"
     assert issubclass(cuda.GradScaler, GradScaler)
+
+
+@BOTH
+def test_a_loss_may_be_scaled_inside_a_transform(kind: Any) -> None:
+    scaler, w = ready(kind), torch.tensor([1.0, -3.0])
+
+    def scaled(w: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(w.square().sum())
+
+    scale = scaler.get_scale()
+    assert torch.func.grad(scaled)(w).tolist() == [2 * scale, -6 * scale]
+    rows = torch.stack([w, 2 * w])
+    assert torch.vmap(torch.func.grad(scaled))(rows).tolist() == (2 * scale * rows).tolist()
+
+
+def test_a_lost_loss_inside_a_transform_spoils_its_own_gradients() -> None:
+    scaler = ready(GradScaler)
+    rows = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])
+    made = torch.vmap(torch.func.grad(lambda w: scaler.scale(w.sum())))(rows)
+    assert made.isfinite().all(1).tolist() == [True, False]

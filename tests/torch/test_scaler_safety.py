@@ -239,7 +239,7 @@ def test_each_optimizer_skips_for_itself_and_the_scale_backs_off_once(kinds) -> 
     assert [scaler.state_dict()[k] for k in ("scale", "skipped", "skips")] == [2.0, 2, 0]
 
 
-def test_a_lost_loss_spoils_every_optimizer_of_the_iteration() -> None:
+def test_a_lost_loss_skips_the_optimizers_whose_gradients_come_from_it() -> None:
     weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
     optimizers = [torch.optim.SGD([w], lr=0.5) for w in weights]
     scaler = GradScaler("cpu", init_scale=8.0)
@@ -248,8 +248,43 @@ def test_a_lost_loss_spoils_every_optimizer_of_the_iteration() -> None:
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    assert all(torch.equal(w, torch.ones(2)) for w in weights)
-    assert scaler.state_dict()["spoiled"] == 1
+    assert [w.tolist() for w in weights] == [[0.5, 0.5], [1.0, 1.0]]
+    assert [bool(scaler.step_skipped(optimizer)) for optimizer in optimizers] == [False, True]
+    assert [scaler.state_dict()[k] for k in ("scale", "skips", "spoiled")] == [8.0, 1, 1]
+
+
+def given_up(kind: Any, options: dict[str, Any], make: Any, when: str) -> tuple[list[float], Any]:
+    """A loop of four steps, whose second meets NaN and goes on to the next; and its scaler."""
+    w = torch.ones(1, requires_grad=True)
+    optimizer, scaler, seen = make([w]), kind("cpu", init_scale=8.0, **options), []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale((w * (NAN if step == 1 else 0.2)).sum())
+        if when == "before backward" and not loss.isfinite():
+            continue
+        loss.backward()
+        if when == "before step" and not loss.isfinite():
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(round(w.item(), 4))
+    return seen, scaler
+
+
+@everywhere
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+def test_a_loss_that_was_given_up_skips_no_later_step(by, when) -> None:
+    options, make = DECIDERS[by]
+    seen, scaler = given_up(GradScaler, options, make, when)
+    assert seen == [0.9, 0.8, 0.7]
+    assert seen == given_up(torch.amp.GradScaler, {}, make, when)[0]
+    assert [scaler.state_dict()[k] for k in ("_growth_tracker", "spoiled", "skipped")] == [3, 0, 0]
+    # Nor is an overflow taken for a lost loss after the next update.
+    w = scaler.scale(torch.ones(())), torch.zeros(1, requires_grad=True)
+    w[1].grad = torch.full((1,), INF)
+    scaler.step(make([w[1]]))
+    scaler.update()
+    assert [scaler.state_dict()[k] for k in ("scale", "spoiled", "skipped")] == [4.0, 0, 1]
 
 
 # --- rows of skips -------------------------------------------------------------------------------
@@ -532,3 +567,27 @@ def test_clipping_of_true_gradients_is_not_told(how: str, enabled: bool) -> None
         CLIPS[how](w)
         scaler.update()
         CLIPS[how](w)
+
+
+@everywhere
+@pytest.mark.parametrize("first", [1e38, 3.4e38, 2.0**127, 2.0**-127, 1e-40, 1e-45])
+def test_a_first_scale_beyond_the_bounds_is_torchs_and_writes_no_nan(by, first) -> None:
+    run = Run(by, init_scale=first, growth_interval=2)
+    theirs = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=2)
+    assert run.scaler.get_scale() == theirs.get_scale() == first
+    w = torch.tensor([1.0, -2.0], requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    factor = 2.0**-12 if first > 1 else 1.0
+    for step in range(6):
+        run.iterate(factor if step != 3 else INF * factor)
+        if step == 0 and first > 2.0**-128:  # less has no inverse, and is backed off from
+            optimizer.zero_grad()
+            theirs.scale((w * factor).sum()).backward()
+            theirs.step(optimizer)
+            theirs.update()
+            assert torch.equal(run.w, w)
+            assert theirs.state_dict().items() <= run.state.items()
+        assert run.w.isfinite().all()
+    assert run.state["scale"] <= 2.0**126
+    assert run.state["scale"] >= 2.0**-126 or by == "fused"  # which divides by it
+    assert not torch.equal(run.w, torch.tensor([1.0, -2.0]))

@@ -222,21 +222,258 @@ def test_the_fake_gpu_notices_a_wait() -> None:
 def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the inverse scale as a number, nor that the scale is above 1, nor the state after."""
+    """Neither that the scale is above 1, nor the state after; and only if the graph updates it."""
     capturing = False
     monkeypatch.setattr(compat, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     with FakeTensorMode():
-        scaler = GradScaler("cuda", 4.0)
+        w = torch.ones(2, device="cuda")
+        w.grad = torch.ones_like(w)
+        optimizer = optim.SGD([w], lr=0.1)
+        scaler = GradScaler("cuda", 4.0, skip_on="device")
+
+        def knows() -> bool:
+            assert scaler._may_be_below_one() == (scaler._recall() is None)
+            return scaler._recall() is not None
+
         scaler.scale(torch.ones((), device="cuda"))
-        assert scaler._recall() is not None
-        assert not scaler._may_be_below_one()
+        assert knows()
         capturing = True
-        assert scaler._recall() is None
-        assert scaler._may_be_below_one()
+        assert not knows()
+        scaler.scale(torch.ones((), device="cuda"))
         capturing = False  # replayed from now on
-        assert scaler._recall() is None
-        assert scaler._may_be_below_one()
+        assert knows(), "a graph that only scales leaves the state"
+        capturing = True
+        scaler.step(optimizer)
+        scaler.update()
+        capturing = False
+        scaler._remember(ScaleState(4.0))
+        assert not knows()
+        scaler._scale = scaler._growth_tracker = None  # as a subclass may, for another device
+        scaler._lazy_init_scale_growth_tracker(w.device)
+        assert knows()
+
+
+class Copies(TorchDispatchMode):
+    """Notes tensors that are made of numbers or brought over from the host: none can be captured.
+
+    `torch.tensor(1.0, device="cuda")` makes one on the CPU and copies it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        inputs = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+        if any(t.device.type == "cpu" for t in inputs):
+            self.seen.append(str(op))
+        return made
+
+
+@pytest.mark.parametrize("name", ["SGD, on device", "Adam, capturable", "Muon, on device"])
+def test_nothing_comes_over_from_the_host_in_a_capture(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the first `scale`, which makes the state, nor in the first step on the device."""
+    monkeypatch.setattr(compat, "cuda_missing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    make, options = FREE[name]
+    with FakeTensorMode():
+        weights = [torch.ones((3, 3), device="cuda", requires_grad=True) for _ in range(3)]
+        optimizer = make(weights)
+        for w in weights:
+            w.grad = torch.ones_like(w)
+        optimizer.step()
+        scaler = GradScaler("cuda", growth_interval=5, **options)
+        scaler._init_counts = (3, 1, 7)  # as a state that was loaded before
+        with Copies() as copies:
+            for _ in range(6):
+                scaler.scale(torch.ones((), device="cuda"))
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+    assert copies.seen == []
+
+
+def test_a_copy_from_the_host_is_seen() -> None:
+    with FakeTensorMode(), Copies() as copies:
+        torch.tensor(1.0, device="cuda")
+    assert "aten._to_copy.default" in copies.seen
+
+
+# --- replayed ------------------------------------------------------------------------------------
+
+
+class Graph(TorchDispatchMode):
+    """Records ops, and runs them again on the same memory, without Python: as CUDA graphs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        self.ops.append((op, args, kwargs or {}, made))
+        return made
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for op, args, kwargs, made in self.ops:
+                again = op(*args, **kwargs)
+                pairs = zip(*map(torch.utils._pytree.tree_leaves, (made, again)), strict=True)
+                for old, new in pairs:
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.data.copy_(new)
+
+
+def in_graphs(kind: Any, graphed: bool, clip: bool = False) -> tuple[list[Any], Any]:
+    """Iterations with Inf in a gradient or, with polymp's, in a loss; `scale` in a graph or not."""
+    w = torch.ones(3, requires_grad=True)
+    w.grad = torch.zeros(3)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+    scaler = kind("cpu", init_scale=8.0, growth_interval=3)
+    x, y = torch.ones(3), torch.ones(())
+    scaler.scale(torch.ones(()))
+
+    def forward_and_backward() -> None:
+        w.grad.zero_()
+        scaler.scale((w * x).sum() * y).backward()
+
+    graph = Graph()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradScaler, "_capturing", lambda self: True)
+        with graph:
+            forward_and_backward()
+    seen = []
+    for step in range(12):
+        x.fill_(float("inf") if step in (4, 9) else 0.25)
+        y.fill_(float("nan") if step in (6, 9) else 1.0)
+        graph.replay() if graphed else forward_and_backward()
+        if step == 2:
+            w.grad[0] = float("inf")
+        if clip:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.state_dict(), w.tolist()))
+    return seen, scaler
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+def test_a_graph_that_scales_notes_what_it_finds_when_it_is_replayed(clip: bool) -> None:
+    seen, scaler = in_graphs(GradScaler, True, clip)
+    assert seen == in_graphs(GradScaler, False, clip)[0]
+    last = seen[-1][0]
+    assert [last[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 4]
+    assert [state["spoiled"] for state, _ in seen] == [int(at in (4, 6, 9)) for at in range(12)]
+    assert scaler._recall() is not None
+
+
+@pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adam, capturable"])
+def test_a_whole_iteration_replayed_is_that_of_eager_code(name: str) -> None:
+    def run(graphed: bool) -> list[Any]:
+        make, options = FREE[name]
+        dice = torch.Generator().manual_seed(0)
+        weights = [torch.randn(n, generator=dice).requires_grad_() for n in (5, 3)]
+        optimizer = make(weights)
+        scaler = GradScaler("cpu", 1000.0, 1.5, growth_interval=4, **options)
+        x = torch.ones(())
+
+        def iterate() -> None:
+            for w in weights:
+                w.grad.zero_()
+            scaler.scale(sum((w * w * x).sum() for w in weights)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        for w in weights:
+            w.grad = torch.zeros_like(w)
+        iterate()
+        graph, seen = Graph(), []
+        with pytest.MonkeyPatch.context() as patch:
+            if graphed:
+                patch.setattr(GradScaler, "_capturing", lambda self: True)
+                with graph:
+                    iterate()
+            else:
+                iterate()
+        for step in range(60):
+            x.fill_({7: 1e38, 20: float("inf"), 21: float("nan")}.get(step, 1e-2))
+            graph.replay() if graphed else iterate()
+            seen.append((scaler.state_dict(), [w.tolist() for w in weights]))
+        return seen
+
+    eager = run(False)
+    assert run(True) == eager
+    assert (eager[-1][0]["skipped"], eager[21][0]["spoiled"]) == (3, 2)
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+# Ops that start nothing on a device.
+FREE_OF_CHARGE = (
+    "view",
+    "unbind",
+    "select",
+    "slice",
+    "detach",
+    "empty",
+    "alias",
+    "profiler",
+    "record",
+)
+
+
+class Launches(TorchDispatchMode):
+    """Counts ops that start something on a device; lists of tensors count as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(op)
+        self.count += not any(free in name for free in FREE_OF_CHARGE)
+        return op(*args, **(kwargs or {}))
+
+
+def launches(kind: Any, count: int, steps: int = 24, **options: Any) -> list[tuple[int, ...]]:
+    """In `scale`, `step` and `update` of each iteration of a fused optimizer."""
+    weights = [torch.ones(3, requires_grad=True) for _ in range(count)]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    scaler, seen = kind("cpu", **options), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = sum(w.sum() for w in weights)
+        parts = [Launches() for _ in range(3)]
+        with parts[0]:
+            scaled = scaler.scale(loss)
+        scaled.backward()
+        with parts[1]:
+            scaler.step(optimizer)
+        with parts[2]:
+            scaler.update()
+        seen.append(tuple(part.count for part in parts))
+    return seen
+
+
+@pytest.mark.parametrize("count", [4, 300])
+def test_launches_of_a_fused_step(count: int) -> None:
+    theirs = launches(torch.amp.GradScaler, count)[-1]
+    assert theirs[::2] == (1, 1)
+    for options, wanted in (({}, (3, 7)), ({"check_loss": False}, (1, 4))):
+        ours = launches(GradScaler, count, **options)
+        # Once what was copied to the host has said that the scale is above 1.
+        settled = ours[8:]
+        assert {row[0] for row in ours[1:]} == {wanted[0]}
+        assert {row[1] for row in settled} == {theirs[1] - 1}
+        # Every fourth update sends the state to the host, in one piece; the copy is none here.
+        assert [row[2] for row in settled] == [wanted[1] + (at % 4 == 3) for at in range(8, 24)]
+        assert {row[1] for row in launches(GradScaler, count, min_scale=1.0, **options)[1:]} == {
+            theirs[1] - 1
+        }
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ and by torch's kernel; `Watch` against a device that is late.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import pytest
@@ -54,14 +55,20 @@ def on_device(
     way: Any, rule: ScaleRule, state: ScaleState, history: list[tuple[int, int | None]]
 ) -> list[ScaleState]:
     scale, tracker = torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32)
-    counts = torch.tensor(state[2:], dtype=torch.float32)
+    counts = torch.tensor(updating.counted(state), dtype=torch.float32)
+    bars, bad = updating.new_bars(torch.device("cpu"))
     seen = []
-    for found, loss in history:
-        bad = None if loss is None else torch.tensor(float(loss))
-        way(rule, scale, tracker, counts, torch.tensor(float(found)), bad)
-        seen.append(
-            ScaleState(scale.item(), int(tracker.item()), *(int(c) for c in counts.tolist()))
-        )
+    for at, (found, loss) in enumerate(history):
+        if loss is not None:
+            bad.fill_((1.0, math.nan)[at % 2] if loss else 0.0)
+        given = [None if loss is None else bad]
+        if way is not updating._by_rule:
+            given.append(
+                bars if way is updating._by_kernel or updating.regular(rule, state) else None
+            )
+        way(rule, scale, tracker, counts, torch.tensor(float(found)), *given)
+        bad.zero_()
+        seen.append(updating.state_of(scale.item(), tracker.item(), *counts.tolist()))
     assert (scale.dtype, tracker.dtype, counts.dtype) == (
         torch.float32, torch.int32, torch.float32,
     )  # fmt: skip
@@ -87,7 +94,8 @@ def test_the_kernel_the_rule_on_tensors_and_python_numbers_agree(data: Any, hist
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
     assert on_device(updating._by_rule, rule, state, history) == expected
-    assert on_device(updating._by_kernel, rule, state, history) == expected
+    if updating.regular(rule, state):
+        assert on_device(updating._by_kernel, rule, state, history) == expected
     assert on_device(updating.update, rule, state, history) == expected
 
 
@@ -105,28 +113,32 @@ def test_the_kernel_is_kept_from_what_it_cannot_do(monkeypatch: pytest.MonkeyPat
     for name in ("_by_rule", "_by_kernel"):
         monkeypatch.setattr(updating, name, lambda *_, name=name: calls.append(name))
     for rule in (ScaleRule(), ScaleRule(growth=4.0), ScaleRule(hysteresis=1), ScaleRule(growth=5)):
-        updating.update(rule, *[torch.zeros(())] * 4, None)
-    assert calls == ["_by_kernel", "_by_kernel", "_by_rule", "_by_rule"]
+        updating.update(rule, *[torch.zeros(())] * 4, None, torch.zeros(6))
+    updating.update(ScaleRule(), *[torch.zeros(())] * 4, None)
+    assert calls == ["_by_kernel", "_by_kernel", "_by_rule", "_by_rule", "_by_rule"]
 
 
 def forgets_the_loss(rule: Any, *state: Any) -> None:
-    updating._by_kernel(rule, *state[:-1], None)
+    updating._by_kernel(rule, *state[:-2], None, state[-1])
 
 
 def forgets_the_bounds(rule: ScaleRule, *state: Any) -> None:
     updating._by_kernel(rule._replace(min_scale=SMALLEST, max_scale=LARGEST), *state)
 
 
-def by_equality(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, _: Any) -> None:
+def by_equality(
+    rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, *_: Any
+) -> None:
     torch._amp_update_scale_(scale, tracker, found, rule.growth, rule.backoff, rule.interval)
 
 
-def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, _: Any) -> None:
-    after = scaling.step(
-        rule, ScaleState(scale, tracker, *counts.unbind()), found == 0, torch.where
-    )
-    for old, new in zip((scale, tracker, counts), (*after[:2], after[2:]), strict=True):
-        old.copy_(torch.stack(new) if isinstance(new, tuple) else new)
+def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, *_: Any) -> None:
+    skips, overflows, skipped = counts.unbind()
+    state = ScaleState(scale, tracker, skips, skips - overflows, skipped)
+    after = scaling.step(rule, state, found == 0, torch.where)
+    scale.copy_(after.scale)
+    tracker.copy_(after.tracker)
+    counts.copy_(torch.stack(updating.counted(after)))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,7 @@ class FarAway(torch.Tensor):
 def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
     made = (
         torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32),
-        torch.tensor(state[2:], dtype=torch.float32),
+        torch.tensor(updating.counted(state), dtype=torch.float32),
     )  # fmt: skip
     return [t.as_subclass(kind) for t in made]
 
@@ -236,7 +248,7 @@ def test_counts_beyond_float32_s_whole_numbers_come_over_exactly() -> None:
     watch = Watch()
     tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
     for _ in range(5):
-        watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 0.0, 2.0**24]))
+        watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 1.0, 2.0**24]))
     assert watch.seen == ScaleState(8.0, 2**31 - 1, 1, 0, 2**24)
 
 
@@ -254,7 +266,7 @@ def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> N
     for name in (names[0], names[1], names[1]):
         watching.tell(name, *state)
     assert (len(one.heard), len(two.heard)) == (1, 2)
-    assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]
+    assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
     del two
     watching.tell(names[1], *state)
     assert names[1] not in watching._hear

@@ -2,9 +2,9 @@
 
 The step is taken, and what it has written is exchanged for what was there wherever the finding
 says so: parameters that have a gradient, and the tensors of their state. It costs a copy of both
-while the step runs, and two passes over them. What cannot be exchanged like that is put back on the
-host, which then waits for the finding: state that the step has made, numbers of Python's that it
-has changed, tensors on the CPU where the finding is not.
+while the step runs, and three passes over them, each in a few launches for all. What cannot be
+exchanged like that is put back on the host, which then waits for the finding: state that the step
+has made, numbers of Python's that it has changed, tensors on the CPU where the finding is not.
 
 torch's optimizers, after the step that made their state:
 
@@ -19,6 +19,7 @@ An optimizer that keeps other things than tensors and numbers in its state is no
 host knows.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from polymp.backends.torch import compat, unscaling
 State = dict[str, Any]
 # Values that a step can only replace, not change in place.
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+# Whole numbers of so many bytes. Of 16, as complex128 has, there are none: see `_Copies`.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -60,13 +63,12 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
         kept = [compat.local(p) for p in params]
         for state in before:
             kept += [compat.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
-        copies = [t.clone() for t in kept]
+        copies = _Copies(kept, skip)
 
     def undo() -> None:
-        skips = unscaling.OnDevices(skip)
+        skips = unscaling.OnDevices(skip, copy=False)
         with torch.no_grad():
-            for tensor, copy in zip(kept, copies, strict=True):
-                torch.where(skips.get(tensor.device), copy, tensor, out=tensor)
+            copies.put_back(skips)
         if compiling and isinstance(optimizer, torch.optim.SGD):
             _momentum_from_zeros(optimizer, dict(zip(params, before, strict=True)), skips)
         same = settings == [_settings(group) for group in optimizer.param_groups]
@@ -96,6 +98,41 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
 def possible(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer says that its step needs nothing of the host: `capturable`."""
     return all(group.get("capturable", False) for group in optimizer.param_groups)
+
+
+class _Copies:
+    """Copies of tensors, and how they are put back where a finding says so.
+
+    Tensors on the finding's device are taken as whole numbers, whose products with 0 and 1 and
+    whose sums have the same bits whatever the tensors hold, and many at a time: a copy is 0 unless
+    it will be put back, and is added to what is not to be kept. For other tensors the host waits,
+    but not before the step; and a compiler makes one kernel of many by itself.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
+        self.skip = skip
+        self.together: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self.alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensor in tensors:
+            one = tensor.device != skip.device or tensor.element_size() not in _WHOLE
+            if one or torch.compiler.is_compiling():
+                self.alone.append((tensor, tensor.clone()))
+            else:
+                self.together[_WHOLE[tensor.element_size()]].append(tensor)
+        self.kept = {
+            dtype: torch._foreach_mul([t.view(dtype) for t in alike], skip.to(dtype))
+            for dtype, alike in self.together.items()
+        }
+
+    def put_back(self, skips: unscaling.OnDevices) -> None:
+        """Bring the tensors to what they held where the finding is not 0."""
+        for tensor, copy in self.alone:
+            torch.where(skips.get(tensor.device), copy, tensor, out=tensor)
+        keep = self.skip.logical_not()
+        for dtype, alike in self.together.items():
+            values = [t.view(dtype) for t in alike]
+            torch._foreach_mul_(values, keep.to(dtype))
+            torch._foreach_add_(values, self.kept.pop(dtype))
 
 
 def _momentum_from_zeros(

@@ -269,7 +269,7 @@ def test_a_finding_goes_to_the_cpu_only_by_waiting() -> None:
             optimizer.state[w]["step"] = torch.zeros((), device=device)
             with Copies():
                 conditional.step(optimizer, torch.zeros((), device="cuda:0"))
-    assert seen == [("cuda:0", True), ("cuda:0", True), ("cpu", False)]
+    assert seen == [("cpu", False)]
 
 
 # --- what is not torch's own ---------------------------------------------------------------------
@@ -328,13 +328,15 @@ def test_a_state_that_says_none_is_put_back() -> None:
 def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
     """What it costs: nothing is copied of a parameter without a gradient."""
     copied = 0
+    copying = torch.ops.aten._foreach_mul.Tensor
 
     class Clones(TorchDispatchMode):
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             nonlocal copied
-            copied += args[0].numel() if op is torch.ops.aten.clone.default else 0
+            copied += sum(t.numel() for t in args[0]) if op is copying else 0
+            assert op is not torch.ops.aten.clone.default
             return op(*args, **(kwargs or {}))
 
     params = [torch.ones(7, requires_grad=True), torch.ones(100, requires_grad=True)]
@@ -346,6 +348,66 @@ def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
     with Clones():
         conditional.step(optimizer, torch.ones(()))
     assert copied == 3 * 7 + 1  # the parameter, two moments, the count of steps
+
+
+@pytest.mark.parametrize("count", [4, 300])
+def test_a_few_launches_take_and_put_back_all_tensors(count: int) -> None:
+    ops: list[str] = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            name = str(op)
+            if not any(free in name for free in ("view", "detach", "record", "profiler")):
+                ops.append(name)
+            return op(*args, **(kwargs or {}))
+
+    params = [torch.ones(3, requires_grad=True) for _ in range(count)]
+    params += [torch.ones(3, dtype=torch.float16, requires_grad=True)]
+    optimizer = optim.SGD(params, lr=0.5, momentum=0.5, foreach=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with Ops():
+        optimizer.step()
+    plain = len(ops)
+    ops.clear()
+    found = torch.ones(())
+    with Ops():
+        conditional.step(optimizer, found)
+    # What was found, and not; for each of two dtypes both of them, copies, and two to put back.
+    assert len(ops) - plain == 2 + 2 * 5
+    assert all(p.tolist() == [-0.25] * 3 for p in params)
+
+
+EVERYTHING = [0.0, -0.0, 1.5, float("inf"), -float("inf"), float("nan"), 1e-40, 3e38]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64,
+     torch.complex128, torch.int32, torch.uint8, torch.bool],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_every_bit_is_put_back_or_kept(dtype: torch.dtype, found: float) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        old = torch.tensor(EVERYTHING, dtype=torch.float64).to(dtype)
+    else:
+        old = torch.arange(8).to(dtype)
+    new = old.flip(0).clone()
+
+    class Replaces(optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.state[w]["kept"].copy_(new)
+
+    w = torch.ones(1, requires_grad=True)
+    w.grad = torch.ones(1)
+    optimizer = Replaces([w], {})
+    optimizer.state[w]["kept"] = old.clone()
+    conditional.step(optimizer, torch.tensor(found))
+    assert same(optimizer.state[w]["kept"], old if found else new)
 
 
 @pytest.fixture

@@ -643,6 +643,16 @@ def in_transform(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def stays(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked as one whose address compiled code may rely on.
+
+    What `torch._dynamo.mark_static_address(tensor, guard=True)` does, without importing dynamo:
+    CUDA graphs of `mode="reduce-overhead"` write to no other inputs. Since torch 2.1.
+    """
+    tensor._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+    return tensor
+
+
 def unscales(device: str, dtype: torch.dtype) -> bool:
     """True if torch's fused kernel can unscale such gradients.
 

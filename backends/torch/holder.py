@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from polymp import scaling
-from polymp.backends.torch import updating
+from polymp.backends.torch import compat, updating
 from polymp.backends.torch.watching import Watch
 from polymp.scaling import ScaleRule, ScaleState
 
@@ -99,6 +99,7 @@ class ScaleHolder:
                 (), self._init_growth_tracker, dtype=torch.int32, device=dev
             )
             self._make_counts(dev)
+        self._stay()
         if self._capturing():
             self._captured = self._scale  # and every replay fills it anew
         state = self._initial()
@@ -112,6 +113,12 @@ class ScaleHolder:
                 self._counts.select(0, at).fill_(count)
         self._bars, self._loss = updating.new_bars(device)
 
+    def _stay(self) -> None:
+        """Let compiled code write to the state where it is."""
+        if not torch.compiler.is_compiling():
+            for tensor in (*self._tensors(), self._loss):
+                compat.stays(cast(torch.Tensor, tensor))
+
     def _initial(self) -> ScaleState:
         return ScaleState(self._init_scale, self._init_growth_tracker, *self._init_counts)
 
@@ -122,6 +129,7 @@ class ScaleHolder:
         if self._counts is None:
             with _versioned():
                 self._make_counts(self._scale.device)
+                self._stay()
         assert self._counts is not None
         return self._scale, self._growth_tracker, self._counts
 

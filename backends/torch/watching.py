@@ -117,6 +117,10 @@ def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, n
 
 _library = torch.library.Library("polymp", "DEF")
 # It says that it writes, so that no compiler leaves it out.
-_library.define("updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()")
+# And that a CUDA graph cannot hold it, for a replay would not call it: a compiler cuts there.
+_library.define(
+    "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 _library.impl("updated", _updated, "CompositeExplicitAutograd")
 _library.impl("updated", lambda *_: None, "Meta")

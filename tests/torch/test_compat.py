@@ -795,3 +795,9 @@ def test_a_tensor_of_a_transform_is_told_from_others():
     for transform in (torch.func.grad, torch.vmap, lambda f: f):
         transform(look)(x)
     assert seen == [True, True, False]
+
+
+def test_a_tensor_that_stays_is_as_dynamo_marks_it():
+    ours, theirs = compat.stays(torch.ones(())), torch.ones(())
+    torch._dynamo.mark_static_address(theirs, guard=True)
+    assert vars(ours) == vars(theirs) == {"_dynamo_static_input_type": "guarded"}

@@ -18,8 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch import kernels
+from polymp.errors import StuckError
 from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
 from tests.torch.models import LOW, MODELS, outcome, seen
+from tests.torch.test_histories import FUSED, fifty
 from tests.torch.training import entries, spoiled
 
 DEVICE = "cuda"
@@ -376,3 +378,214 @@ def test_other_optimizers_wait_once() -> None:
         with pytest.raises(RuntimeError, match="synchronizing"):
             scaler.step(optimizer)
         scaler.update()
+
+
+# --- the scaler, more than a few steps at a time -------------------------------------------------
+
+INF, NAN = float("inf"), float("nan")
+STEPS = 60
+SPOILS = {7: 1e38, 8: INF, 9: NAN, 30: INF, 51: 1e38}  # what the input is multiplied by
+
+
+class Loop:
+    """An iteration of training that reads its input from memory, for graphs as for eager code.
+
+    `zero` writes to gradients that stay where they are: a graph knows them by their addresses.
+    """
+
+    def __init__(self, make: Any, dtype: torch.dtype = FP32, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)]
+        self.net = nn.Sequential(*layers).to(DEVICE, dtype)
+        self.weights = list(self.net.parameters())
+        self.optimizer = make(self.weights)
+        start = {"init_scale": 1000.0, "growth_factor": 1.5, "growth_interval": 5}
+        self.scaler = GradScaler(DEVICE, **start | options)
+        self.x = torch.randn(3, 8, device=DEVICE)
+        self.spoil = torch.ones((), device=DEVICE)
+        for w in self.weights:
+            w.grad = torch.zeros_like(w)
+
+    def forward_and_backward(self) -> None:
+        for w in self.weights:
+            assert w.grad is not None
+            w.grad.zero_()
+        with autocast(DEVICE, dtype=FP16):
+            y = self.net(self.x)
+        self.scaler.scale(y.float().square().mean() * self.spoil).backward()
+
+    def finish(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def iterate(self) -> None:
+        self.forward_and_backward()
+        self.finish()
+
+    def noted(self) -> list[Any]:
+        """What there is after an iteration, as numbers of the host."""
+        state = self.scaler.state_dict()
+        return [state, [w.tolist() for w in self.weights]]
+
+
+MAKES = {
+    "SGD, fused": lambda w: torch.optim.SGD(w, lr=0.1, fused=True),
+    "Adam, fused": lambda w: torch.optim.Adam(w, 0.01, eps=1e-3, fused=True, capturable=True),
+    "AdamW, fused": lambda w: torch.optim.AdamW(w, 0.01, eps=1e-3, fused=True, capturable=True),
+    "AdamW, capturable": lambda w: torch.optim.AdamW(w, lr=0.01, eps=1e-3, capturable=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("name", MAKES)
+def test_sixty_steps_never_wait(name: str, dtype: torch.dtype) -> None:
+    """Of which four and more send the state to the host, where it is read once it is there."""
+    options = {"allow_fp16": True} if dtype is FP16 else {}
+    loop = Loop(MAKES[name], dtype=dtype, **options)
+    spoils = {step: torch.tensor(value, device=DEVICE) for step, value in SPOILS.items()}
+    one = torch.ones((), device=DEVICE)
+    for _ in range(2):  # states are made, libraries are loaded
+        loop.iterate()
+    with no_sync():
+        for step in range(STEPS):
+            loop.spoil.copy_(spoils.get(step, one))
+            loop.iterate()
+            assert loop.scaler.step_skipped(loop.optimizer).device.type == DEVICE
+    state, _ = loop.noted()
+    assert state["skipped"] == len(SPOILS)
+    assert all(w.isfinite().all() for w in loop.weights)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("factor", [2.0, 1.5])
+@pytest.mark.parametrize("kind", sorted(set(FUSED) - {"adagrad"}))  # which is fused on CPUs only
+def test_fifty_fused_steps_are_torch_s(kind: str, factor: float, dtype: torch.dtype) -> None:
+    """Also in float16, also with a scale that is no power of two, whatever the host knows."""
+    run: dict[str, Any] = {"kind": kind, "dtype": dtype, "seed": 5, "device": DEVICE}
+    run |= {"init_scale": 1000.0 * factor, "growth_factor": factor, "growth_interval": 4}
+    expected = fifty(torch.amp.GradScaler, **run)
+    assert fifty(torch.amp.GradScaler, **run) == expected, "torch does not repeat itself"
+    for knows in (None, True, False):
+
+        class Told(GradScaler):
+            def _may_be_below_one(self, knows: bool | None = knows) -> bool:
+                return super()._may_be_below_one() if knows is None else knows
+
+        assert fifty(Told, **run) == expected
+
+
+@contextlib.contextmanager
+def on_a_side_stream() -> Iterator[None]:
+    """Where what is captured next has to be warmed up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def in_a_graph(function: Any) -> Any:
+    """Capture it; returns what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_whole_iteration_in_a_graph(name: str) -> None:
+    """Replayed 60 times, with overflows and lost losses inside: as in eager code."""
+
+    def run(graphed: bool) -> list[Any]:
+        loop, seen = Loop(MAKES[name]), []
+        with on_a_side_stream():
+            for _ in range(3):
+                loop.iterate()
+        # A capture runs nothing: both go on from the same state.
+        go = in_a_graph(loop.iterate) if graphed else loop.iterate
+        for step in range(STEPS):
+            loop.spoil.fill_(SPOILS.get(step, 1.0))
+            go()
+            seen.append(loop.noted())
+        return seen
+
+    eager, replayed = run(False), run(True)
+    assert [state for state, _ in replayed] == [state for state, _ in eager]
+    assert replayed == eager
+    last = eager[-1][0]
+    assert (last["skipped"], eager[9][0]["skips"], eager[9][0]["spoiled"]) == (5, 3, 2)
+
+
+@pytest.mark.parametrize("name", ["SGD, host", *MAKES])
+def test_a_graph_that_scales_and_an_eager_step(name: str) -> None:
+    """Replays note what they find: a lost loss is told from an overflow."""
+    makes = {"SGD, host": lambda w: torch.optim.SGD(w, lr=0.1), **MAKES}
+
+    def run(graphed: bool) -> list[Any]:
+        loop, seen = Loop(makes[name]), []
+        with on_a_side_stream():
+            for _ in range(3):
+                loop.iterate()
+        go = in_a_graph(loop.forward_and_backward) if graphed else loop.forward_and_backward
+        for step in range(STEPS):
+            loop.spoil.fill_(SPOILS.get(step, 1.0))
+            go()
+            loop.finish()
+            seen.append(loop.noted())
+        return seen
+
+    eager, replayed = run(False), run(True)
+    assert [state for state, _ in replayed] == [state for state, _ in eager]
+    assert replayed == eager
+
+
+def test_the_first_scale_can_be_captured() -> None:
+    scaler, x = GradScaler(DEVICE, init_scale=8.0), torch.ones((), device=DEVICE)
+    seen = []
+    replay = in_a_graph(lambda: seen.append(scaler.scale(x)))
+    x.fill_(3.0)
+    replay()
+    assert seen[0].item() == 24.0
+
+
+def test_an_update_captured_after_steps_that_the_host_took() -> None:
+    """What the host knew of the state does not stand after replays."""
+    loop = Loop(lambda w: torch.optim.SGD(w, lr=0.1), skip_on="host", growth_factor=2.0)
+    with on_a_side_stream():
+        for _ in range(3):
+            loop.iterate()
+    assert loop.scaler._recall() is not None
+    loop.scaler._options = loop.scaler._options._replace(skip_on="device")
+    with on_a_side_stream():
+        for _ in range(2):
+            loop.iterate()
+    assert loop.scaler.get_scale() == 2000.0
+    replay = in_a_graph(loop.iterate)
+    for spoil, scale in ((1.0, 2000.0), (1e38, 1000.0), (1e38, 500.0), (NAN, 500.0)):
+        loop.spoil.fill_(spoil)
+        replay()
+        assert loop.scaler.get_scale() == scale
+        assert loop.scaler._get_growth_tracker() == (1 if spoil == 1.0 else 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own modules, which its compiler imports
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_scaler_that_is_stuck_says_so(mode: str) -> None:
+    """Though a CUDA graph calls no Python when it is replayed."""
+    torch._dynamo.reset()
+    loop = Loop(lambda w: torch.optim.SGD(w, lr=0.1), on_stuck="raise", stuck_after=20)
+    loop.iterate()
+    finish = torch.compile(loop.finish, mode=mode)
+
+    def go(steps: int) -> None:
+        for _ in range(steps):
+            loop.forward_and_backward()
+            finish()
+
+    go(5)
+    before = [w.tolist() for w in loop.weights]
+    loop.spoil.fill_(1e38)
+    with pytest.raises(StuckError, match="steps in a row were skipped"):
+        go(STEPS)
+    assert [w.tolist() for w in loop.weights] == before
+    assert 20 <= loop.scaler.state_dict()["skips"] <= 20 + 3 * 4

@@ -72,7 +72,7 @@ low = games([2.0**16, 1.0, 3.0, 2.0**-20], 3.3, 1e8, sorted(OPTIMIZERS))
 
 
 def bits(t: torch.Tensor) -> bytes:
-    return t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return t.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class Player:
@@ -224,14 +224,17 @@ DTYPES = (torch.float16, torch.float32, torch.bfloat16, torch.float64)
 STEPS = 50
 
 
-def fifty(make: Any, kind: str, dtype: torch.dtype, seed: int, **start: Any) -> list[bytes]:
+def fifty(
+    make: Any, kind: str, dtype: torch.dtype, seed: int, device: str = "cpu", **start: Any
+) -> list[bytes]:
     """Weights, gradients, optimizer states and the scale after 50 steps; up to four overflow.
 
     Gradients go from 1 down to 2**-36, which is 0 in float16.
     """
     dice = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(n, generator=dice).to(dtype).requires_grad_() for n in (17, 4, 1)]
-    optimizer, scaler = FUSED[kind](weights), make("cpu", **start)
+    made = [torch.randn(n, generator=dice) for n in (17, 4, 1)]
+    weights = [w.to(device, dtype).requires_grad_() for w in made]
+    optimizer, scaler = FUSED[kind](weights), make(device, **start)
     bad = torch.randint(STEPS, (4,), generator=dice).tolist()
     for w in weights:  # torch's SGD reads what the memory held, if its first step is skipped
         w.grad = torch.zeros_like(w)
@@ -239,10 +242,8 @@ def fifty(make: Any, kind: str, dtype: torch.dtype, seed: int, **start: Any) -> 
     for at in range(STEPS):
         optimizer.zero_grad()
         sizes = [2.0 ** -torch.randint(36, w.shape, generator=dice) for w in weights]
-        true = [
-            torch.randn(w.shape, generator=dice) * s for w, s in zip(weights, sizes, strict=True)
-        ]
-        loss = sum((w.float() * g).sum() for w, g in zip(weights, true, strict=True))
+        true = [torch.randn(s.shape, generator=dice) * s for s in sizes]
+        loss = sum((w.float() * g.to(device)).sum() for w, g in zip(weights, true, strict=True))
         scaler.scale(loss).backward()
         if at in bad:
             assert weights[0].grad is not None

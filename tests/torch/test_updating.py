@@ -271,3 +271,12 @@ def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> N
     watching.tell(names[1], *state)
     assert names[1] not in watching._hear
     assert names[0] in watching._hear
+
+
+def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:
+    """By what inductor asks of an op, and cuts a graph for that it would replay without Python."""
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+
+    graph = torch.fx.Graph()
+    for op, cut in ((torch.ops.polymp.updated.default, True), (torch.ops.aten.add.Tensor, False)):
+        assert is_cudagraph_unsafe_fx_node(graph.call_function(op)) == cut

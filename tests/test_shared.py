@@ -342,6 +342,10 @@ UNSHARED: dict[str, dict[str, str]] = {
             "as i0e, by the row of their class",
         ),
         **dict.fromkeys(("celu", "selu"), "as elu"),
+        **dict.fromkeys(
+            ("fixed_point", "iterate_solve", "least_squares", "minimize", "ode_solve", "root_find"),
+            "not in torch: tests/jax/test_solvers.py has those",
+        ),
         "scaled_dot_product_attention": "its products and its softmax run by their own rows",
         "convolution": "one of no dimensions, or of more than three",
         "betainc": "not in torch",

@@ -33,7 +33,7 @@ VARIANTS = (
     "div:of_number",
 )
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-PACKAGES = ("jax", "flax", "optax", "equinox", "haiku")
+PACKAGES = ("jax", "flax", "optax", "equinox", "haiku", "diffrax", "lineax", "optimistix")
 # The primitives that a policy may rule; some names are there for other versions of jax.
 RULED = primitives.FREE - primitives.INDEPENDENT
 SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}

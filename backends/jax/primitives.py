@@ -57,8 +57,8 @@ CHOICES = frozenset("clamp concatenate max min pad select_n stack".split())
 OPAQUE = frozenset(
     """
     composite core_map custom_linear_solve custom_partitioning custom_vmap_call debug_callback
-    debug_print ffi_call io_callback linear_call mpmd_map pallas_call pure_callback reduce
-    reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
+    debug_print ffi_call io_callback linear_call linear_solve mpmd_map pallas_call pure_callback
+    reduce reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
 

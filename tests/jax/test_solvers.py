@@ -1,0 +1,177 @@
+"""What is iterated to a tolerance: float32 by default, low where a policy says so, differentiated.
+
+Solvers of jax, optimistix, lineax and diffrax. Under a policy that gives them up to their parts the
+user's functions inside run low, which is where derivatives through custom rules, loops and what
+must not be differentiated are at stake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffrax as dfx
+import jax
+import jax.numpy as jnp
+import jax.scipy.optimize
+import jax.scipy.sparse.linalg as krylov
+import lineax as lx
+import numpy as np
+import optimistix as optx
+import pytest
+from jax import lax
+from jax.experimental.ode import odeint
+
+import polymp
+from polymp.jax import autocast
+
+W = jnp.array([[0.5, -0.2], [0.1, -0.4]])
+Y = jnp.ones(2)
+PARTS = polymp.policy("amp").override(parts=["class:iteration"])
+
+
+def ode(**options: Any) -> Any:
+    term = dfx.ODETerm(lambda t, y, w: jnp.tanh(w @ y))
+    options = {"solver": dfx.Heun(), "t0": 0.0, "t1": 1.0, "dt0": 0.25, "y0": Y} | options
+    return lambda w: dfx.diffeqsolve(term, args=w, **options).ys.sum()
+
+
+def sde(w):
+    brownian = dfx.VirtualBrownianTree(0.0, 1.0, tol=1e-2, shape=(2,), key=jax.random.key(0))
+    noise = dfx.ControlTerm(lambda t, y, _: lx.DiagonalLinearOperator(0.1 * y), brownian)
+    terms = dfx.MultiTerm(dfx.ODETerm(lambda t, y, _: w @ y), noise)
+    return dfx.diffeqsolve(terms, dfx.Euler(), 0.0, 1.0, 0.25, Y).ys.sum()
+
+
+def still(y, w):
+    return y - jnp.tanh(w @ y + 1)
+
+
+def spd(w):
+    return lambda v: w @ (w.T @ v) + 2 * v
+
+
+def linear(solver: Any) -> Any:
+    return lambda w: lx.linear_solve(lx.MatrixLinearOperator(w + 2 * jnp.eye(2)), Y, solver).value
+
+
+def by_cg(w):
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    operator = lx.FunctionLinearOperator(spd(w), shape, lx.positive_semidefinite_tag)
+    return lx.linear_solve(operator, Y, lx.CG(1e-5, 1e-5)).value
+
+
+def by_hand(f, start):
+    def far(carry):
+        return (jnp.abs(f(carry[0])).max() > 1e-6) & (carry[1] < 100)
+
+    return lax.while_loop(far, lambda c: (c[0] - 0.5 * f(c[0]), c[1] + 1), (start, 0))[0]
+
+
+def tangent(g, y):
+    return jnp.linalg.solve(jax.jacobian(g)(y), y)
+
+
+SOLVERS: dict[str, Callable[[Any], Any]] = {
+    "lax.custom_root": lambda w: lax.custom_root(lambda y: still(y, w), Y, by_hand, tangent),
+    "scipy cg": lambda w: krylov.cg(spd(w), Y, tol=1e-5)[0],
+    "scipy minimize": lambda w: (
+        jax.scipy.optimize.minimize(
+            lambda y: jnp.sum((y - w @ Y) ** 2), Y, method="BFGS", tol=1e-5
+        ).x
+    ),
+    "odeint": lambda w: odeint(lambda y, t: jnp.tanh(w @ y), Y, jnp.array([0.0, 1.0])),
+    "optimistix root": lambda w: optx.root_find(still, optx.Newton(1e-5, 1e-5), Y, w).value,
+    "optimistix fixed point": lambda w: (
+        optx.fixed_point(
+            lambda y, w: jnp.tanh(w @ y + 1), optx.FixedPointIteration(1e-5, 1e-5), Y, w
+        ).value
+    ),
+    "optimistix minimum": lambda w: (
+        optx.minimise(lambda y, w: jnp.sum((y - w @ Y) ** 2), optx.BFGS(1e-5, 1e-5), Y, w).value
+    ),
+    "optimistix least squares": lambda w: (
+        optx.least_squares(still, optx.LevenbergMarquardt(1e-5, 1e-5), Y, w).value
+    ),
+    "lineax LU": linear(lx.LU()),
+    "lineax GMRES": linear(lx.GMRES(1e-5, 1e-5)),
+    "lineax CG": by_cg,
+    "diffrax SDE": sde,
+    "diffrax ODE": ode(),
+    "diffrax ODE, direct": ode(adjoint=dfx.DirectAdjoint()),
+    "diffrax ODE, backwards": ode(adjoint=dfx.BacksolveAdjoint()),
+    "diffrax ODE, forwards": ode(adjoint=dfx.ForwardMode()),
+    "diffrax ODE, adaptive": ode(stepsize_controller=dfx.PIDController(1e-3, 1e-3)),
+    "diffrax ODE, implicit": ode(
+        solver=dfx.Kvaerno3(), stepsize_controller=dfx.PIDController(1e-3, 1e-3)
+    ),
+}
+# Differentiated in the other way only, by what they are made of.
+NO_GRADIENT = {"scipy minimize", "diffrax ODE, forwards"}
+NO_TANGENT = {"odeint"} | {
+    f"diffrax {what}" for what in ("SDE", "ODE", "ODE, backwards", "ODE, adaptive", "ODE, implicit")
+}
+
+
+def close(got, want, rtol):
+    assert got.dtype == want.dtype
+    assert np.abs(got - want).max() <= rtol * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_what_is_iterated_runs_in_float32(name):
+    solve = SOLVERS[name]
+    close(jax.jit(autocast(solve))(W), jax.jit(solve)(W), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, PARTS) for name in sorted(SOLVERS.keys() - NO_GRADIENT)]
+    + [(name, "amp") for name in ("optimistix root", "diffrax SDE")],
+)
+def test_the_gradient_of_a_solver(name, policy):
+    def gradient(fn):
+        return jax.jit(jax.grad(lambda w: fn(w).sum()))(W)
+
+    solve = SOLVERS[name]
+    got = gradient(autocast(solve, policy=policy))
+    close(got, gradient(solve), 1e-4 if policy == "amp" else 0.05)
+
+
+@pytest.mark.parametrize("name", sorted(SOLVERS.keys() - NO_TANGENT))
+def test_the_tangent_of_a_solver(name):
+    def derivative(fn):
+        return jax.jit(lambda w: jax.jvp(fn, (w,), (W.T,))[1])(W)
+
+    solve = SOLVERS[name]
+    close(derivative(autocast(solve, policy=PARTS)), derivative(solve), 0.05)
+
+
+@pytest.mark.parametrize("name", sorted(NO_TANGENT))
+def test_what_has_no_tangent_has_none_here(name):
+    for solve in (SOLVERS[name], autocast(SOLVERS[name])):
+        with pytest.raises(TypeError, match="forward-mode autodiff"):
+            jax.jvp(solve, (W,), (W,))
+
+
+def test_a_tolerance_below_the_resolution_is_met():
+    """A sum of squares that bfloat16 rounds to steps, none of which is the root."""
+
+    def root(w):
+        def f(y, w):
+            return w @ (y * y) - jnp.array([0.3001, 0.2003])
+
+        solver = optx.Newton(rtol=1e-6, atol=1e-6)
+        return optx.root_find(f, solver, jnp.ones(2), w, max_steps=40, throw=False)
+
+    w = jnp.array([[0.7, 0.2], [0.1, 0.9]])
+    plain, low = (jax.jit(fn)(w) for fn in (root, autocast(root)))
+    assert plain.result == low.result == optx.RESULTS.successful
+    assert low.stats["num_steps"] == plain.stats["num_steps"] < 40
+    asked = jax.jit(autocast(root, policy=PARTS))(w)
+    assert asked.result != optx.RESULTS.successful  # it has the rule that was asked for
+
+
+def test_explain_says_why():
+    report = polymp.jax.explain(autocast(SOLVERS["optimistix root"]), W)
+    assert "class:iteration" in str(report)

@@ -5,7 +5,7 @@ when one changes. Supported: jax 0.10 and 0.11.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
@@ -527,3 +527,37 @@ def asks_for_low(error: BaseException) -> bool:
             return True
         at = at.tb_next
     return False
+
+
+def readers(values: Iterable[Any]) -> list[Any]:
+    """The ops of an MLIR program that read some of its values. Since jax 0.5.
+
+    `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
+    """
+    return [use.owner.operation for value in values for use in value.uses]
+
+
+def merge_repeated(op: Any) -> None:
+    """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
+
+    So are the ops that read its result, as long as they have one operand and one result each. The
+    earlier ones are in the same block, which is where ops are put one after the other. Since 0.5.
+    """
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        twins = (one for one in readers(op.operands) if one != op and _computes_the_same(one, op))
+        if (twin := next(twins, None)) is not None:
+            todo += readers(op.results)
+            op.results[0].replace_all_uses_with(twin.results[0])
+            op.erase()
+
+
+def _computes_the_same(one: Any, other: Any) -> bool:
+    def computed(op: Any) -> Any:
+        types = [value.type for value in op.results]
+        return op.name, op.block, types, {name: op.attributes[name] for name in op.attributes}
+
+    return not len(one.regions) and bool(computed(one) == computed(other))

@@ -22,11 +22,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.primitives import CONTRACTIONS
 
 contraction_p = Primitive("polymp_contraction")
+# What a contraction is lowered as: itself, in the platform's form.
+_form_p = Primitive("polymp_contraction_form")
 
 
 def contract(
@@ -106,7 +109,7 @@ def row_by_row(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
     at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
     lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
     rhs = lax.expand_dims(rhs, (0,))
-    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
     dims = (
         (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
         (tuple(range(at)), tuple(d + 1 for d in rb)),
@@ -140,7 +143,8 @@ def _few_rows(lhs: Any, rhs: Any, *, dimension_numbers: Any, out_sharding: Any, 
     """True for a matrix by few vectors, as in decoding."""
     _, (batch, _) = dimension_numbers
     rows, columns = _free_sizes(lhs, rhs, dimension_numbers)
-    return not batch and out_sharding is None and (rows <= _FEW or columns <= _THIN)
+    asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
+    return not batch and not asked and (rows <= _FEW or columns <= _THIN)
 
 
 def _free_sizes(lhs: Any, rhs: Any, dimension_numbers: Any) -> tuple[float, float]:
@@ -235,7 +239,24 @@ def lower_as(form: Callable[..., Any], platform: str | None = None) -> None:
     Programs that are compiled stay as they are. For FORMS, and for measuring the forms.
     """
     rule = mlir.lower_fun(form, multiple_results=False)
-    mlir.register_lowering(contraction_p, rule, platform=platform)
+    mlir.register_lowering(_form_p, rule, platform=platform)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    """Lower a contraction; what it makes of its operands is what earlier contractions made of them.
+
+    A parameter is cast in the forward pass and again in the backward pass. XLA would merge the two
+    casts, but only after it has divided the program among devices, and by then it has gathered each
+    of them by itself. Here they are one from the start, with what follows them as far as it is the
+    same too. Nothing is kept for that between the passes: in a scan, a residual would be a low copy
+    of the parameters of all layers.
+    """
+    before = compat.readers(operands)
+    outs = _lower_form(ctx, *operands, **params)
+    for op in compat.readers(operands):
+        if op not in before:
+            compat.merge_repeated(op)
+    return outs
 
 
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
@@ -427,10 +448,14 @@ def _swapped(eqn: Any, after: Any) -> Any:
 
 contraction_p.def_impl(_eagerly)
 contraction_p.def_abstract_eval(_abstract)
+_form_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[contraction_p] = _jvp
 ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
 compat.remat_rules[contraction_p] = _remat
+_lower_form = mlir.lower_fun(_form_p.bind, multiple_results=False)
+# JAX would keep what the rule makes of the first contraction, and copy it for its likes.
+mlir.register_lowering(contraction_p, _lower, cacheable=False)
 lower_as(result_as_asked)
 for _platform, _form in FORMS.items():
     lower_as(_form, _platform)

@@ -20,6 +20,7 @@ from jax.extend.core import Literal, Var
 from polymp import decisions
 from polymp.backends.jax import compat
 from polymp.backends.jax.contraction import contraction_p, contraction_params
+from polymp.backends.jax.moves import rounded_first
 from polymp.backends.jax.plan import Plan, Step
 
 
@@ -137,6 +138,8 @@ def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
         outs = put(eqn.primitive, values, _params(step))
     elif how == "cast":
         return values
+    elif how == "round":
+        outs = rounded_first(step, values, bind, cast)
     elif how == "contract":
         (run_in,) = step.parts
         (out,) = step.writes

@@ -48,8 +48,8 @@ class Step(NamedTuple):
 
     Attributes:
         eqn: the equation.
-        how: "bind" the primitive, "contract", "cast" (the operand is the result), or the function
-            that puts a control primitive back.
+        how: "bind" the primitive, "round" its operand and bind it, "contract", "cast" (the operand
+            is the result), or the function that puts a control primitive back.
         operands: how each operand is read.
         params: what the primitive gets; the equation's own unless a format is among them.
         writes: the actual format of each result as it comes; None where it is not eligible.

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from polymp import decisions
-from polymp.backends.jax import calls, compat, mixing, passes, primitives
+from polymp.backends.jax import calls, compat, mixing, moves, passes, primitives
 from polymp.backends.jax.functions import op_of, spelling
 from polymp.backends.jax.passes import Pass
 from polymp.backends.jax.plan import AS_CALLED, Cast, Operand, Plan, Planner, Step
@@ -128,6 +128,7 @@ class Program:
             for var, known in zip(eqn.outvars, outs, strict=True):
                 env[var] = known
         passes.improve(self)
+        moves.round_before(self)
         return self.finish()
 
     # What is known of operands, and how they are read
@@ -353,7 +354,9 @@ def _followed(step: Step, record: decisions.Decisions, region: Region) -> Step:
 
 
 def _is_as_written(step: Step) -> bool:
-    if any(type(o) is Cast for o in step.operands) or step.returns or step.how == "contract":
+    if any(type(o) is Cast for o in step.operands) or step.returns:
+        return False
+    if step.how in ("contract", "round"):
         return False
     if step.how == "bind":
         written = all(f == declared(v) for f, v in zip(step.writes, step.eqn.outvars, strict=True))

@@ -181,7 +181,7 @@ class _Program:
             if low is not None and eqn.params["new_dtype"] == low.format:  # as written by the user
                 self.read |= low.inputs
                 return step, none
-        elif step.how == "bind" and step.returns is None:
+        elif step.how in ("bind", "round") and step.returns is None:
             # A number that fills up is rounded only afterwards.
             filled = eqn.params.get("fill_value") is not None
             if name in _EACH:

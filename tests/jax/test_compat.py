@@ -1,6 +1,8 @@
 """Every private name of jax that polymp uses does what `compat` says; loud when one changes."""
 
 import re
+from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import PartitionSpec
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.contraction import contract
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -511,3 +514,27 @@ def test_symbolic_zero():
     assert isinstance(zero, jax.custom_derivatives.SymbolicZero)
     assert (zero.shape, zero.dtype) == (X.shape, X.dtype)
     assert compat.symbolic_zero(jnp.int32(1)).dtype == jax.dtypes.float0
+
+
+def test_repeated_ops_of_a_lowered_program_are_merged():
+    """Casts and layouts of one value, that forms of different contractions made of it."""
+    params = {
+        "dimension_numbers": (((1,), (0,)), ((), ())),
+        "out_sharding": None,
+        "precision": None,
+    }
+
+    def twice(x, y, w):
+        low = partial(contract, lax.dot_general_p, params=params, run="bfloat16", out="float32")
+        return low(x, w), low(y, w)
+
+    def casts():
+        jax.clear_caches()
+        shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((256, 4), (512, 4), (4, 8))]
+        text = jax.jit(twice).lower(*shapes).as_text()
+        return text.count("tensor<4x8xf32>) -> tensor<4x8xbf16>")
+
+    assert casts() == 1
+    with mock.patch.object(compat, "merge_repeated"):
+        assert casts() == 2
+    jax.clear_caches()

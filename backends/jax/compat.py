@@ -548,16 +548,18 @@ def merge_repeated(op: Any) -> None:
         op = todo.pop()
         if len(op.operands) != 1 or len(op.results) != 1:
             continue
-        twins = (one for one in readers(op.operands) if one != op and _computes_the_same(one, op))
+        twins = (one for one in readers(op.operands) if one != op and _is_earlier_twin(one, op))
         if (twin := next(twins, None)) is not None:
             todo += readers(op.results)
             op.results[0].replace_all_uses_with(twin.results[0])
             op.erase()
 
 
-def _computes_the_same(one: Any, other: Any) -> bool:
+def _is_earlier_twin(one: Any, other: Any) -> bool:
     def computed(op: Any) -> Any:
         types = [value.type for value in op.results]
-        return op.name, op.block, types, {name: op.attributes[name] for name in op.attributes}
+        return op.name, types, {name: op.attributes[name] for name in op.attributes}
 
-    return not len(one.regions) and bool(computed(one) == computed(other))
+    if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
+        return False
+    return bool(computed(one) == computed(other))

@@ -246,6 +246,14 @@ def test_a_batch_on_any_axis_is_the_products_one_by_one(axes):
         assert np.allclose(got[i], dot(at(x, axes[0], i), at(w, axes[1], i), PAIR), rtol=1e-6)
 
 
+def test_a_product_of_a_value_and_itself():
+    x = jnp.ones((256, 256)).at[0, 1].set(3)
+    value, dx, _ = with_gradients(lambda x, y: dot(x, x, PAIR) + dot(x.T, y, PAIR))(x, x, x)
+    plain = np.asarray(x)  # whole numbers: every sum is exact
+    assert np.array_equal(value, plain @ plain + plain.T @ plain)
+    assert np.array_equal(dx, plain @ plain.T + plain.T @ plain + plain @ plain.T)
+
+
 CONVOLUTIONS = {
     "nchw": ((2, 4, 6, 6), (8, 4, 3, 3), {"padding": "SAME"}),
     "nhwc": ((2, 6, 6, 4), (3, 3, 4, 8), {"padding": "VALID", "dimension_numbers":

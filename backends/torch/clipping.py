@@ -1,11 +1,13 @@
 """Gradients that are clipped while they are still multiplied by a loss scale: noticed here.
 
 torch.amp says nothing of it, and accelerate does it where `accelerator.scaler` is set under
-`mixed_precision="no"`: the gradients that remain are too small by the loss scale.
+`mixed_precision="no"`: the gradients that remain are too small by the loss scale. A scaler knows
+its optimizers from the iteration before, so that the first iteration shows nothing.
 """
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -37,11 +39,11 @@ def _install() -> None:
     compat.before_clipping(_look)
 
 
-def _look() -> None:
-    """Gradients are about to be clipped: warn once for a scaler that has not unscaled any."""
+def _look(parameters: Sequence[torch.Tensor]) -> None:
+    """Gradients are about to be clipped: warn once for a scaler that has not unscaled them."""
     if torch.compiler.is_compiling():
         return
     for scaler in list(_scalers):
-        if scaler not in _told and scaler._waits_for_unscaling():
+        if scaler not in _told and scaler._has_yet_to_unscale(parameters):
             _told.add(scaler)
             warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

@@ -744,8 +744,8 @@ def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(kinds[0])
 
 
-def before_clipping(see: Callable[[], None]) -> None:
-    """Call `see` whenever torch.nn.utils is about to clip gradients.
+def before_clipping(see: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Call `see` with the parameters whose gradients torch.nn.utils is about to clip.
 
     Both of its public functions for norms end in `_clip_grads_with_norm_`, which they look up in
     their module: so callers are reached that imported them before. Since torch 2.6.
@@ -756,9 +756,11 @@ def before_clipping(see: Callable[[], None]) -> None:
 
     def seen(clip: F) -> F:
         @functools.wraps(clip)
-        def clipping(*args: Any, **kwargs: Any) -> Any:
-            see()
-            return clip(*args, **kwargs)
+        def clipping(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            one = isinstance(parameters, torch.Tensor)
+            parameters = [parameters] if one else list(parameters)  # which may come but once
+            see(parameters)
+            return clip(parameters, *args, **kwargs)
 
         return clipping  # type: ignore[return-value]
 

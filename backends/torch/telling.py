@@ -7,7 +7,7 @@ multiplied, and `skipped`, where the host knows it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,11 +70,21 @@ class Teller(ScaleHolder):
         self._name = watching.listen(self._updated)
         clipping.watch(self)
 
-    def _waits_for_unscaling(self) -> bool:
-        """True between `scale` and the first `unscale_` or `step` of an iteration."""
-        states = self._per_optimizer_states.values()
-        ready = all(state["stage"] is OptState.READY for state in states)
-        return self._has_scaled() and ready and not self._of
+    def _has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """True between `scale` and `unscale_` or `step`, for parameters of an optimizer of its own.
+
+        Its optimizers are those that it stepped in the iteration before.
+        """
+        if not self._has_scaled() or self._of:
+            return False
+        for key, before in self._before.items():
+            now = self._per_optimizer_states.get(key)
+            optimizer = before["optimizer"]() if "optimizer" in before else None
+            if optimizer is not None and (now is None or now["stage"] is OptState.READY):
+                given = {id(p) for p in parameters}
+                if any(id(p) in given for p in unscaling.parameters(optimizer)):
+                    return True
+        return False
 
     def _has_scaled(self) -> bool:
         """True if a loss was scaled in this iteration, on the host.

@@ -158,7 +158,7 @@ UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "p.detach().copy_": lambda w: w.detach().copy_(2 * w),
     "p.data = t": lambda w: setattr(w, "data", 2 * w),
     "out=": lambda w: torch.mul(w, 2, out=w),
-    "op that is not watched": lambda w: w.scatter_reduce_(0, FIRST, torch.ones(1, 4), "sum"),
+    "op that is not watched": lambda w: w.exp2_(),
     "disabled subregion": in_a_disabled_subregion,
     "thread in no region": lambda w: programs.in_thread(lambda: in_no_region(w)),
 }

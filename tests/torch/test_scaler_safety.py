@@ -543,7 +543,7 @@ def test_clipping_of_gradients_that_are_still_scaled_is_told_once(how: str) -> N
     w.grad = torch.ones(2)
     CLIPS[how](w)  # nothing is scaled yet
     w.grad = None
-    for told in (True, False):
+    for told in (False, True, False):  # in the first iteration, nobody knows whose gradients
         scaler.scale(w.sum()).backward()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -552,6 +552,19 @@ def test_clipping_of_gradients_that_are_still_scaled_is_told_once(how: str) -> N
         assert all(warning.filename == __file__ for warning in seen)
         scaler.step(optimizer)
         scaler.update()
+
+
+@pytest.mark.parametrize("how", CLIPS)
+def test_clipping_of_others_gradients_is_not_told(how: str) -> None:
+    """While a scaler that was left in the middle of an iteration is still there."""
+    w, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    optimizer, scaler = torch.optim.SGD([w], lr=0.5), GradScaler("cpu")
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.scale(w.sum())
+    other.sum().backward()
+    CLIPS[how](other)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

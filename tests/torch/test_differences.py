@@ -150,15 +150,13 @@ def in_a_disabled_subregion(w: torch.Tensor) -> None:
         w.mul_(2)
 
 
-FIRST = torch.zeros(1, 4, dtype=torch.int64)
-
 # Writes that change a weight from 1 to 2 and that polymp does not see, as the docs say.
 UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "p.data.copy_": lambda w: w.data.copy_(2 * w),
     "p.detach().copy_": lambda w: w.detach().copy_(2 * w),
     "p.data = t": lambda w: setattr(w, "data", 2 * w),
     "out=": lambda w: torch.mul(w, 2, out=w),
-    "op that is not watched": lambda w: w.exp2_(),
+    "op that is not watched": lambda w: w.hypot_(w * 3**0.5),
     "disabled subregion": in_a_disabled_subregion,
     "thread in no region": lambda w: programs.in_thread(lambda: in_no_region(w)),
 }

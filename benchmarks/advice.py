@@ -244,9 +244,9 @@ def held(framework: str, rounds: int, seconds: float, small: bool) -> dict[str, 
     right, harmless, stated = (None, None, None) if small else (RIGHT, HARMLESS, STATED)
     name = NAMES[framework]
     said = doctor(framework, shapes, 0.5 if small else seconds)
-    scarce = doctor(framework, shapes, 0.5 if small else SCARCE)
+    scarce = said if small else doctor(framework, shapes, SCARCE)
     found = apart(framework, shapes, rounds)
-    scarce["products"] = [p for p in scarce["products"] if not p["measured"]]
+    scarce = scarce | {"products": [p for p in scarce["products"] if not p["measured"]]}
     again = [_renamed(r, f"in {SCARCE} s, ") for r in differences(framework, scarce, found, stated)]
     return {
         "device": said["device"],

@@ -33,6 +33,7 @@ from ways_torch import COMPILED, GRAPHED
 from workloads_torch import LARGE, SMALL, Size
 
 BASE, HAND = "torch.autocast", "by hand"
+USUAL = ("fp32", HAND, BASE, "polymp")
 KEPT = ("held", "frozen")
 HALVES = ("torch.autocast, float16, GradScaler", "polymp, float16, GradScaler")
 WRAPPERS = ("accelerate", "Lightning Fabric")
@@ -248,13 +249,19 @@ class Bench:
     def title(self, plan: Plan) -> str:
         return plan.title.format(**asdict(self.size))
 
-    def eager(self, name: str, plan: Plan) -> None:
-        """Measure a workload in all ways, and on a GPU look inside."""
+    def eager(self, name: str, plan: Plan, usual: tuple[str, ...] = USUAL) -> None:
+        """Measure a workload in all ways, and on a GPU look inside.
+
+        Args:
+            name: of the workload.
+            plan: of it, with its own ways.
+            usual: the ways of every workload.
+        """
         rows = self.tables.setdefault(self.title(plan), [])
         chosen = [n for n in plan.threads if n in self.threads]
         for threads in chosen if self.device == "cpu" else [1]:
             what = name if threads == 1 else f"{name}, {threads} threads"
-            ways = ("fp32", HAND, BASE, "polymp", *plan.ways)
+            ways = (*usual, *plan.ways)
             if threads > 1:  # wrappers are there for their overhead, which one thread has
                 ways = tuple(way for way in ways if way not in PEERS)
             ready = self.made(name, ways, threads, plan.inner)

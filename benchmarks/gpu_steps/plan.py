@@ -69,7 +69,7 @@ def _jax_speed(workload: str, seconds: int) -> Step:
         seconds,
         "jax",
         ("jax", "optax", "rich"),
-        dry=workload in ("train", "sharded"),
+        dry=workload == "train",
         args={"workload": workload},
     )
 

@@ -25,10 +25,10 @@ def _bench(here: Here) -> Bench:
 def speed(here: Here, workload: str, kind: str) -> dict[str, Any]:
     """One workload, in all ways: "eager", compiled by "inductor", or with "reduce-overhead"."""
     bench, plan = _bench(here), PLANS[workload]
-    if here.small:  # a process for each way takes seconds to start
-        plan = replace(plan, ways=())
     bench.tables, bench.missing, bench.host_sync = {}, {}, {}
-    if kind == "eager":
+    if here.small:  # a process for each way takes seconds to start
+        bench.eager(workload, replace(plan, ways=()), (torch_speed.BASE, "polymp"))
+    elif kind == "eager":
         bench.eager(workload, plan)
     else:
         bench.compiled(workload, plan, COMPILED if kind == "inductor" else GRAPHED)

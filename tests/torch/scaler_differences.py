@@ -110,6 +110,16 @@ def loss_not_finite(amp: Amp) -> list[Any]:
     return [*alone, *both]
 
 
+@program
+def gradients_of_a_loss_that_is_not_finite(amp: Amp) -> list[str]:
+    """What backward leaves behind; the step is skipped."""
+    p = torch.ones(2, requires_grad=True)
+    loss = (p * torch.tensor([INF, 1.0])).sum()
+    amp.GradScaler("cpu", init_scale=8.0).scale(loss).backward()
+    assert p.grad is not None
+    return [repr(x) for x in p.grad.tolist()]
+
+
 def overflow(p: torch.Tensor) -> torch.Tensor:
     """Of 0: 0, with a gradient that no scale above 2**-126 keeps finite."""
     return (p * 3e38 * 3e38).sum()

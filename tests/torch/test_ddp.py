@@ -191,8 +191,19 @@ def test_an_overflow_on_one_rank_skips_on_both(notes: Any, dtype: torch.dtype, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_train_as_with_torch_s_classes(notes: Any, dtype: torch.dtype, kind: str) -> None:
+    """But for the gradients of the step whose loss is lost: under polymp all of them are NaN."""
     for of_rank in notes:
-        assert of_rank["polymp", str(dtype), kind] == of_rank["torch", str(dtype), kind]
+        ours, theirs = (of_rank[name, str(dtype), kind] for name in ("polymp", "torch"))
+        lost = [n for n in ours if isinstance(n, dict)][SPOILED]
+        at = ours.index(lost)
+        for name, values in lost["gradients"]:
+            assert name == "torch.float32"
+            assert torch.frombuffer(bytearray(values), dtype=torch.float32).isnan().all()
+        assert {**lost, "gradients": theirs[at]["gradients"]} == theirs[at]
+        seen = {at, at - 1} if kind == "clipped" else {at}  # and the norm that was clipped
+        assert [n for i, n in enumerate(ours) if i not in seen] == [
+            n for i, n in enumerate(theirs) if i not in seen
+        ]
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "clipped"])
@@ -208,7 +219,8 @@ def test_ranks_that_tell_each_other_of_a_lost_loss_keep_the_scale(notes: Any, ki
 
 def test_the_notes_can_differ(notes: Any) -> None:
     (first, *_) = notes
-    kinds = [first["polymp", str(torch.float16), kind] for kind in KINDS]
+    # A fused optimizer does the same on a CPU.
+    kinds = [first["polymp", str(torch.float16), kind] for kind in KINDS if kind != "fused"]
     assert all(a != b for at, a in enumerate(kinds) for b in kinds[:at])
     assert (
         first["polymp", str(torch.float16), "plain"]

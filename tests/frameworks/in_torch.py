@@ -106,9 +106,10 @@ class Scaler:
         return self.it.scale(loss)
 
     def step(self, weights: Any, grad: Any, rate: float, loss: Any = None) -> Any:
-        self.it.scale(torch.ones(()) if loss is None else loss)  # makes the scale, notes the loss
+        loss = (torch.ones(()) if loss is None else loss).clone().requires_grad_()
+        (factor,) = torch.autograd.grad(self.it.scale(loss), loss)  # NaN if the loss is not finite
         weights = weights.clone().requires_grad_()
-        weights.grad = grad.clone()
+        weights.grad = torch.where(factor.isnan(), factor, grad)
         self.it.step(torch.optim.SGD([weights], lr=rate))
         self.it.update()
         return weights.detach()

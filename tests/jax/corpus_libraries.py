@@ -126,17 +126,18 @@ def numpyro_eight_schools(draw: Draw) -> Made:
     return log_p, (p, draw.normal(8, scale=3), draw.uniform(8, low=1, high=2))
 
 
-@program(F32, tags="diffrax ode neural_ode while_loop", needs="diffrax")
+@program(F32, tags="diffrax ode neural_ode while_loop", needs="diffrax", lowers=False)
 def diffrax_neural_ode(draw: Draw) -> Made:
     import diffrax
 
     term = diffrax.ODETerm(lambda t, y, p: jnp.tanh(y @ p["w"] + p["b"]) @ p["v"])
 
     def loss(p: Any, y0: jax.Array) -> jax.Array:
-        y = diffrax.diffeqsolve(
-            term, diffrax.Heun(), 0.0, 0.6, 0.2, y0, args=p, max_steps=4,
-            adjoint=diffrax.RecursiveCheckpointAdjoint(checkpoints=2),
-        )  # fmt: skip
+        with jax.named_scope("as_written"):  # a solver runs in float32
+            y = diffrax.diffeqsolve(
+                term, diffrax.Heun(), 0.0, 0.6, 0.2, y0, args=p, max_steps=4,
+                adjoint=diffrax.RecursiveCheckpointAdjoint(checkpoints=2),
+            )  # fmt: skip
         return jnp.mean(y.ys[-1] ** 2)
 
     p = {"w": draw.weight(2, 6), "b": draw.normal(6), "v": draw.weight(6, 2)}

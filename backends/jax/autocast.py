@@ -14,6 +14,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -30,6 +31,7 @@ from polymp.backends.jax.escapes import escaped
 from polymp.backends.jax.functions import FUNCTIONS
 from polymp.backends.jax.plan import Kept, Plan
 from polymp.backends.jax.program import LOWER, UPPER, given
+from polymp.backends.jax.scoped import naming, warn_of_unmatched
 from polymp.backends.jax.values import LOW
 from polymp.errors import EscapedValueError
 from polymp.region import Region
@@ -305,6 +307,8 @@ def transformed(
             )
     kept = Kept()
     new = traced or trace
+    by_path = region.policy is not None and bool(region.policy.scopes)
+    unchecked = [region] if by_path else []  # whether its patterns match is said once
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -312,12 +316,12 @@ def transformed(
             with regions.entered(region):
                 return fn(*args, **kwargs)
         function, given = nnx.owned(fn, args)
-        if nnx.among((given, kwargs)):
-            scopes = region.policy is not None and bool(region.policy.scopes)
-            named = scopes or decisions.current() is not None
-            out = nnx.call(through, function, given, kwargs, named)
-        else:
-            out = through(fn, args, kwargs)
+        named = by_path or decisions.current() is not None
+        with naming() if named else nullcontext():
+            if nnx.among((given, kwargs)):
+                out = nnx.call(through, function, given, kwargs, named)
+            else:
+                out = through(fn, args, kwargs)
         regions.note_call(region)
         return out
 
@@ -326,6 +330,9 @@ def transformed(
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
         traced = new(fn, region, tree, statics, arrays, kept)
+        if unchecked:
+            unchecked.clear()
+            warn_of_unmatched(traced.plan.jaxpr, region, call)
         if traced.plan.as_written and not region.enabled:  # then what is written is what runs
             with regions.AMBIENT(region):
                 return fn(*args, **kwargs)

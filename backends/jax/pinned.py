@@ -141,13 +141,14 @@ def _state(params: Any) -> Any:
 
 def _path(keys: Sequence[Any]) -> str:
     """The keys of a leaf, joined by dots; an nnx variable's own "value" is no part of it."""
-    names = [str(_name(key)) for key in keys]
+    names = [str(key_name(key)) for key in keys]
     if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
         names.pop()
     return ".".join(names)
 
 
-def _name(key: Any) -> Any:
+def key_name(key: Any) -> Any:
+    """The name of one key on a path through a pytree."""
     for field in ("key", "name", "idx"):
         if hasattr(key, field):
             return getattr(key, field)

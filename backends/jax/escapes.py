@@ -14,15 +14,13 @@ from typing import Any
 
 from polymp.backends.jax import compat
 
+_CACHE = type(functools.lru_cache(len))
+
 # They run, or are called: what they refer to, they do not hand out.
-_CODE = (
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    MethodType,
-    functools.partial,
-    type(functools.lru_cache(len)),
-)
+_CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, _CACHE)
+
+# Carriers whose holders are looked for: all, but for the largest leaks.
+_SOUGHT = 256
 
 
 def escaped(trace: weakref.ref[Any]) -> list[str]:
@@ -39,6 +37,8 @@ def escaped(trace: weakref.ref[Any]) -> list[str]:
         return []
     young = gc.get_objects(generation=0)
     tracers = compat.tracers_of(trace(), young)
+    if not tracers:  # the jaxpr holds the trace, where a custom_vjp function is in it
+        return []
     # By identity of what is held, the data that holds it.
     holders: defaultdict[int, list[Any]] = defaultdict(list)
     known = {id(x) for x in young}
@@ -60,14 +60,17 @@ def escaped(trace: weakref.ref[Any]) -> list[str]:
                 carriers.append(x)
             carried[id(x)].add(number)
             left += holders[id(x)]
-    ours = {id(x) for x in (young, tracers, carriers, *holders.values())}
+    ours = known | {id(x) for x in (young, tracers, carriers, *holders.values())}
+    older = [
+        x
+        for x in gc.get_referrers(*carriers[:_SOUGHT])
+        if id(x) not in ours and not isinstance(x, _CODE)
+        if not type(x).__module__.startswith("jaxlib")  # the caches of jax are there
+    ]
+    caches = [x for x in gc.get_referrers(*older) if isinstance(x, _CACHE)]
+    kept = {id(x) for cache in caches for x in gc.get_referents(cache)}
     found: set[int] = set()
-    for holder in gc.get_referrers(*carriers[:_SOUGHT]):
-        if id(holder) in known or id(holder) in ours or isinstance(holder, _CODE):
-            continue
-        if not type(holder).__module__.startswith("jaxlib"):  # the caches of jax are there
+    for holder in older:
+        if id(holder) not in kept:
             found.update(*(carried.get(id(x), ()) for x in gc.get_referents(holder)))
     return [compat.where_made(tracers[number]) for number in sorted(found)]
-
-
-_SOUGHT = 256

@@ -4,7 +4,7 @@ import gc
 import re
 import threading
 from collections import deque
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -313,6 +313,22 @@ def test_wherever_a_value_is_stored_it_is_found(where):
         STORES[where](X)
 
 
+class Opaque(tuple):
+    """A key of a cache that holds what it is for."""
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return self is other
+
+
+@cache
+def remembered(key):
+    """As a library does with what it traced."""
+    return len(key)
+
+
 def test_what_is_held_and_not_handed_out_is_no_escape():
     dropped = []
 
@@ -323,6 +339,7 @@ def test_what_is_held_and_not_handed_out_is_no_escape():
         dropped.append(x @ x)
         dropped.clear()
         box.w = x @ x
+        remembered(Opaque((box.w,)))
         low = jax.jit(lambda f, x: f(x), static_argnums=0)(lambda x: x @ box.w, x)
         return low + jax.jit(lambda f: f(), static_argnums=0)(partial(jnp.tanh, ring[0]))
 

@@ -115,7 +115,8 @@ ROWS = {
     "odeint": Row(
         lambda wrap: jax.grad(
             wrap(lambda w: odeint(lambda y, t, w: y @ w, X, jnp.array([0.0, 1]), w).sum())
-        )(W)
+        )(W),
+        low=False,
     ),
 }
 

@@ -4,13 +4,14 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+from polymp import versions
 from polymp.errors import BackendMissingError
 
 NAMES = ("torch", "jax")
 
 
 def get(name: str) -> ModuleType:
-    """The backend of that name.
+    """The backend of that name. Warns once if its framework is newer than polymp knows.
 
     Raises:
         ValueError: there is no such backend.
@@ -24,4 +25,5 @@ def get(name: str) -> ModuleType:
         raise BackendMissingError(
             f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'."
         )
+    versions.warn_beyond(name, importlib.import_module(name).__version__)
     return importlib.import_module(f"polymp.backends.{name}")

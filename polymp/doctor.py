@@ -18,10 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import polymp
-from polymp import backends, loading
-
-# The versions that polymp is tested with: the first, and the first that is not.
-SUPPORTED = {"torch": ((2, 11), (2, 14)), "jax": ((0, 10), (0, 12))}
+from polymp import backends, loading, versions
 
 # What a CPU multiplies in hardware, by the names of its features in Linux and macOS. avx512_fp16 is
 # not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
@@ -143,7 +140,7 @@ def diagnose(facts: Facts) -> dict[str, Any]:
     devices = [
         d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
     ]
-    frameworks = [f._asdict() | {"supported": _range(f.name)} for f in facts.frameworks]
+    frameworks = [f._asdict() | {"supported": versions.supported(f.name)} for f in facts.frameworks]
     engines = [
         e._asdict() | {"ours": dict(e.ours), "new": list(e.new), "gone": list(e.gone)}
         for e in facts.engines
@@ -167,9 +164,8 @@ def _problems(facts: Facts) -> Iterator[str]:
     if not installed:
         yield "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
     for f in installed:
-        first, end = SUPPORTED[f.name]
-        if not first <= _parts(f.version) < end:
-            yield f"{f.name} {f.version} is not supported: install {_range(f.name)}."
+        if not versions.is_supported(f.name, f.version):
+            yield f"{f.name} {f.version} is not supported: install {versions.supported(f.name)}."
         if f.problem:
             yield f"{f.name} {f.version} does not work: {f.problem}"
 
@@ -185,15 +181,6 @@ def _notes(facts: Facts) -> Iterator[str]:
             yield f"{table} lacks {', '.join(e.new)}: they run as torch has them."
         if e.gone:
             yield f"torch lacks what {table} has, {', '.join(e.gone)}: not cast by default."
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
-def _range(name: str) -> str:
-    (major, first), (_, end) = SUPPORTED[name]
-    return f"{name} {major}.{first} to {major}.{end - 1}"
 
 
 def gather() -> Facts:
@@ -271,7 +258,7 @@ def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
         elif device.platform == "tpu":
             devices.append(Device("jax", "tpu", device.device_kind, True, False, "a TPU"))
         elif re.fullmatch(r"\d+\.\d+", found := str(getattr(device, "compute_capability", ""))):
-            major, minor = _parts(found)
+            major, minor = versions.parts(found)
             devices.append(gpu("jax", device.device_kind, (major, minor)))
         else:
             by = f"jax platform {device.platform} does not tell"

@@ -46,3 +46,7 @@ class ScalerWarning(UserWarning):
 
 class PolicyWarning(UserWarning):
     """A part of a policy that has no effect where it is used."""
+
+
+class VersionWarning(UserWarning):
+    """A torch or jax that is newer than the last version polymp is tested with."""

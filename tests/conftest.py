@@ -87,7 +87,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_report_header() -> str:
-    found = ", ".join(filter(_has, FRAMEWORKS)) or "none"
+    found = ", ".join(f"{name} {version(name)}" for name in FRAMEWORKS if _has(name)) or "none"
     return f"frameworks: {found}; required: {', '.join(sorted(REQUIRED)) or 'none'}"
 
 

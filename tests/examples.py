@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import STRICT
 from tests.conftest import values_only
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ SETTINGS = {
 }
 
 
-def run(script: str, *argv: object, python: Sequence[str] = ("-W", "error")) -> Any:
+def run(script: str, *argv: object, python: Sequence[str] = STRICT) -> Any:
     """An example as a user starts it, in a process of its own."""
     return subprocess.run(
         [sys.executable, *python, str(EXAMPLES / script), *map(str, argv)],

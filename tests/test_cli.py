@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from polymp import cli, doctor, loading, scopes
+from polymp import cli, doctor, loading, scopes, versions
 from polymp.doctor import Device, Engine, Facts, Framework
 from polymp.rules import LOW
 from polymp.vocabulary import vocabulary
@@ -542,10 +542,10 @@ def test_what_shows_that_a_format_is_fast():
     ("torch", "jax", "problems"),
     [
         ("2.11.0", "0.11.4", []),
-        ("2.13.1+cu130", "", []),
+        ("2.15.1+cu132", "", []),
         ("", "0.10.0", []),
-        ("2.10.2", "0.10.2", ["torch 2.10.2 is not supported: install torch 2.11 to 2.13."]),
-        ("2.14.0a0", "0.10.2", ["torch 2.14.0a0 is not supported: install torch 2.11 to 2.13."]),
+        ("2.10.2", "0.10.2", ["torch 2.10.2 is not supported: install torch 2.11 to 2.15."]),
+        ("2.16.0a0", "0.10.2", ["torch 2.16.0a0 is not supported: install torch 2.11 to 2.15."]),
         ("2.13.0", "0.9.1", ["jax 0.9.1 is not supported: install jax 0.10 to 0.11."]),
         (
             "",
@@ -555,7 +555,7 @@ def test_what_shows_that_a_format_is_fast():
         (
             "of unknown version",
             "",
-            ["torch of unknown version is not supported: install torch 2.11 to 2.13."],
+            ["torch of unknown version is not supported: install torch 2.11 to 2.15."],
         ),
     ],
 )
@@ -599,14 +599,14 @@ def test_doctor_draws_what_it_found(polymp, monkeypatch):
     monkeypatch.setattr(doctor, "gather", lambda: machine)
     code, out, err = polymp("doctor")
     assert (code, err) == (1, "")
-    assert re.search(r"torch +2\.9\.1 +torch 2\.11 to 2\.13 +cpu\n", out)
+    assert re.search(r"torch +2\.9\.1 +torch 2\.11 to 2\.15 +cpu\n", out)
     assert re.search(r"torch cpu +bfloat16 +bfloat16\n", out)
     assert re.search(r"jax cuda +float16 +float16\n", out)
     assert re.search(r"torch cuda +none +float32\n", out)
     cells = table(out)
     assert cells["cpu"] == ["127", "0", "182", "211", "none"]
     assert cells["cuda"] == ["120", "0", "21", "86", "+newop, -oldop"]
-    assert "problem: torch 2.9.1 is not supported: install torch 2.11 to 2.13.\n" in out
+    assert "problem: torch 2.9.1 is not supported: install torch 2.11 to 2.15.\n" in out
     assert "nothing is wrong" not in out
     monkeypatch.setattr(doctor, "gather", facts)
     code, out, _ = polymp("doctor")
@@ -646,9 +646,8 @@ def test_doctor_where_nothing_is_installed():
 
 def test_the_versions_are_those_that_can_be_installed():
     extras = project()["optional-dependencies"]
-    for name, (first, end) in doctor.SUPPORTED.items():
-        bounds = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
-        assert f"{name}{bounds}" in extras[name]
+    for name in versions.SUPPORTED:
+        assert f"{name}{versions.bounds(name)}" in extras[name]
 
 
 # doctor: what it measures

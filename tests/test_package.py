@@ -1,5 +1,6 @@
 """The package itself: what importing it imports, and what an installed copy would hold."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polymp import backends, errors
+from polymp import backends, errors, versions
 from tests.conftest import need
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +76,41 @@ def test_every_package_is_listed():
 def test_unknown_backend():
     with pytest.raises(ValueError, match=r"^no backend 'tf'; there are torch, jax$"):
         backends.get("tf")
+
+
+DOORS = [("torch", "2.15.3", "2.16.0a0+git1234567"), ("jax", "0.11.9", "0.12.0.1")]
+
+
+@pytest.mark.parametrize(("name", "last", "beyond"), DOORS)
+def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, last, beyond, tmp_path):
+    """And runs."""
+    need(name)
+    main = tmp_path / "main.py"
+    for version, said in ((last, 0), (beyond, 1)):
+        main.write_text(
+            f"import {name}\n{name}.__version__ = {version!r}\n"
+            f"import polymp.{name}\n"
+            f"from polymp import backends\n"
+            f"backends.get({name!r})\nbackends.get({name!r})\n"
+        )
+        command = [sys.executable, str(main)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+        assert done.stderr.count("VersionWarning") == said, done.stderr
+    supported, bounds = versions.supported(name), versions.bounds(name)
+    assert (
+        f"main.py:3: VersionWarning: polymp is tested with {supported}, and this is {name} "
+        f"{beyond}. What is new in it runs as {name} has it; `polymp doctor` lists what polymp "
+        f"misses. Update polymp, or install a tested version: pip install '{name}{bounds}'.\n"
+    ) in done.stderr
+
+
+def test_the_supported_versions_in_words():
+    assert versions.supported("torch") == "torch 2.11 to 2.15"
+    assert versions.bounds("torch") == ">=2.11,<2.16"
+    assert versions.is_supported("torch", "2.11.0")
+    assert not versions.is_supported("torch", "2.10.2")
+    assert not versions.is_supported("torch", "of unknown version")
 
 
 def test_the_jax_door_does_not_import_torch():

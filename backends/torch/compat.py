@@ -1,7 +1,7 @@
 """Everything private of torch that polymp touches, in one place.
 
 Each name says why it is needed and since when it has been there; `tests/torch/test_compat.py`
-fails when one changes. Supported: torch 2.11 to 2.13.
+fails when one changes. Supported: torch 2.11 to 2.15.
 """
 
 import ctypes
@@ -80,6 +80,14 @@ def overload(name: str) -> torch._ops.OpOverload | None:
     if packet is None or variant == "default":  # which is written "mm", not "mm.default"
         return None
     return getattr(packet, variant or "default", None)
+
+
+def takes_names(name: str) -> bool:
+    """True if an overload takes named dimensions, from torch 1.3 to 2.12.
+
+    Schemas say str of them; only the names of overloads tell.
+    """
+    return "dimname" in name.lower() or ".names_" in name
 
 
 def qualified_name(op: Any) -> str | None:
@@ -207,7 +215,7 @@ def stand_in(device: str) -> Iterator[bool]:
     if lent:
         guards[_NUMBERS[device]] = guards[_META]
     try:
-        yield there or lent
+        yield there or guards is not None
     finally:
         if lent:
             guards[_NUMBERS[device]] = None
@@ -247,16 +255,8 @@ def private_dtypes(device: str) -> list[torch.dtype]:
     Raises:
         AssertionError: the extension has not registered its module, or not all of it.
     """
-    message = (
-        f"Tried to use AMP with the `{device}` backend, but the backend has not registered a "
-        "module or  the module miss some necessary funcs. The backend should register a module by "
-        "`torch._register_device_module`, and the module must have these funcs: \n"
-        "`get_amp_supported_dtype() -> List[torch.dtype]`. \n"
-    )
-    if not hasattr(torch, device):
-        raise AssertionError(message)
-    if not hasattr(getattr(torch, device), "get_amp_supported_dtype"):
-        raise AssertionError(message + "But the func `get_amp_supported_dtype` is missing. \n")
+    if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):
+        torch.autocast(device)  # raises, in the words of this version of torch
     found: list[torch.dtype] = getattr(torch, device).get_amp_supported_dtype()
     return found
 
@@ -795,14 +795,15 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) 
     gradient is wanted (a note in torch/optim/optimizer.py says so). What they wrap is called here
     instead: `Optimizer.profile_hook_step` and `_use_grad_for_differentiable`, since torch 2.0. What
     a learning-rate scheduler puts around the step (`_wrapped_by_lr_sched`, since torch 2.4) only
-    sets an attribute, and dynamo drops what is written to attributes of optimizers.
+    sets an attribute, and dynamo drops what is written to attributes of optimizers. Dynamo of torch
+    2.15 knows `getattr` of such a step, and no `hasattr`.
     """
     kind: Any = type(optimizer)
     if (
         not torch.compiler.is_dynamo_compiling()
         or not _breaks_graphs(kind)
         or optimizer.defaults["differentiable"]
-        or ("step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"))
+        or ("step" in vars(optimizer) and not _scheduled(optimizer.step))
     ):
         return optimizer.step(*args, **kwargs)
     for hook in (
@@ -819,6 +820,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) 
     ):
         hook(optimizer, args, kwargs)
     return result
+
+
+def _scheduled(step: Any) -> bool:
+    """True if a learning-rate scheduler put something around the step."""
+    return bool(getattr(step, "_wrapped_by_lr_sched", False))
 
 
 @at_trace_time

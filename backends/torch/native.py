@@ -1,15 +1,17 @@
 """What torch registers on its own autocast keys, as policies.
 
-For each device that has one, the shipped table `torch-<device>` describes torch 2.13's compiled
-kernels. The engine leaves an op to its compiled kernel where a policy agrees with that table.
+For each device that has one, the shipped table `torch-<device>` describes torch's compiled
+kernels: the rows of all supported versions, of which those count whose op the installed torch has.
+The engine leaves an op to its compiled kernel where a policy agrees with that table.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
 
-from polymp import loading
+from polymp import loading, versions
 from polymp.backends.torch import compat
 from polymp.backends.torch.primitives import UNTOUCHED, has_low, in_float32
 from polymp.rules import Policy, Row, Rule
@@ -24,25 +26,35 @@ BUILDS = {
     "miopen_rnn": torch.version.hip is not None,
 }
 
+# Ops that torch has and did not register yet in its first supported versions: the version that did.
+# Source: torch v2.12 aten/src/ATen/autocast_mode.h.
+SINCE = {"rms_norm": (2, 12)}
+
 
 @cache
 def policy(device: str) -> Policy:
-    """torch's own table of the device; an empty one for a device without."""
-    return loading.load(f"torch-{device}") if device in DEVICES else Policy(f"torch-{device}", ())
+    """This torch's own table of the device; an empty one for a device without."""
+    name = f"torch-{device}"
+    if device not in DEVICES:
+        return Policy(name, ())
+    shipped, here = loading.load(name), versions.parts(torch.__version__)
+    return replace(shipped, rows=tuple(r for r in shipped.rows if SINCE.get(r.of, here) <= here))
 
 
 @cache
 def kernels(device: str) -> frozenset[str]:
     """Ops that this torch has a compiled autocast kernel for on the device.
 
-    Read before polymp registers a kernel of its own on that device's key.
+    Read before polymp registers a kernel of its own on that device's key. Without the overloads
+    that take named dimensions, until torch 2.12: no policy has rules for them.
     """
     key = compat.autocast_key(device)
-    return frozenset() if key is None else compat.registered(key)
+    found = frozenset() if key is None else compat.registered(key)
+    return frozenset(op for op in found if not compat.takes_names(op))
 
 
 def table(policy: Policy, format: str) -> Mapping[str, Row]:
-    """The overloads that a policy rules in regions of a format, with the rows that won."""
+    """The overloads of this torch that a policy rules in regions of a format, with their rows."""
     return _table(policy, format, len(vocabulary().registered))
 
 
@@ -55,6 +67,8 @@ def _table(policy: Policy, format: str, registered: int) -> Mapping[str, Row]:
     for overload, op in (dict.fromkeys(own, "") | spelled).items():
         row = policy.winner(op, format, f"aten:{overload}")
         if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
+            continue
+        if compat.overload(overload) is None:  # this torch is too old or too new for it
             continue
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
         general = row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST)

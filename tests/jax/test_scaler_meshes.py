@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import STRICT
 from tests.conftest import values_only
 from tests.jax import planted
 
@@ -25,7 +26,7 @@ ONE_PER_DEVICE = tuple(
 def found() -> dict[str, Any]:
     flags = f"{values_only()} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.jax.scaler_over_meshes"],
+        [sys.executable, *STRICT, "-m", "tests.jax.scaler_over_meshes"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

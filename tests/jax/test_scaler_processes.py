@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import STRICT
 from tests.jax import planted
 
 MESHES = ("data", "model")
@@ -30,7 +31,7 @@ def found() -> list[dict[str, Any]]:
     address = f"localhost:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.jax.scaler_over_processes", rank, address],
+            [sys.executable, *STRICT, "-m", "tests.jax.scaler_over_processes", rank, address],
             cwd=Path(__file__).parents[2],
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,

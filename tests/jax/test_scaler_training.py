@@ -19,6 +19,7 @@ from flax import nnx
 
 from polymp.backends.jax.scaler import GradScaler
 from polymp.jax import autocast
+from tests import STRICT
 from tests.conftest import values_only
 from tests.jax.scaler_problem import (
     STEPS,
@@ -194,7 +195,7 @@ def test_an_nnx_model_that_is_changed_in_place():
 def on_mesh() -> dict[str, Any]:
     flags = f"{values_only()} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.jax.scaler_on_mesh"],
+        [sys.executable, *STRICT, "-m", "tests.jax.scaler_on_mesh"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

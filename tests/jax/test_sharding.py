@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import STRICT
 from tests.conftest import values_only
 
 SHARD_MAPS = [f"shard_map-{check}" for check in (True, False)]
@@ -25,7 +26,7 @@ WAYS = [
 def on_mesh():
     flags = f"{values_only()} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.jax.autocast_on_mesh"],
+        [sys.executable, *STRICT, "-m", "tests.jax.autocast_on_mesh"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import STRICT
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 240  # seconds; a rank that waits for a dead one gives up before
 
@@ -34,7 +36,7 @@ def launch(program: str, ranks: int, folder: Path, *, backend: str = "gloo") -> 
     meeting = folder / f"{program}-{ranks}"
     meeting.mkdir()
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-m", "tests.torch.ranks", program, backend]
+    command = [sys.executable, *STRICT, "-m", "tests.torch.ranks", program, backend]
     logs = [(meeting / f"errors{rank}").open("w") for rank in range(ranks)]
     started = [
         subprocess.Popen(

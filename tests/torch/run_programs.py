@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from tests import STRICT
 from tests.torch import programs
 from tests.torch.programs import Program, Spec
 
@@ -187,7 +188,7 @@ class Child:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", __name__],
+            [sys.executable, *STRICT, "-m", __name__],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

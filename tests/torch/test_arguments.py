@@ -13,6 +13,7 @@ import torch
 
 from polymp.backends.torch import regions
 from polymp.torch import autocast, cpu, cuda, is_autocast_available
+from tests.torch.changes import VERSION
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -132,11 +133,11 @@ def test_a_disabled_region_of_an_impossible_dtype_changes_no_op(
 @pytest.mark.parametrize("what", [5, None, "forward", [len]])
 def test_decorating_what_cannot_be_called(what: Any) -> None:
     messages = []
-    for amp in (autocast, torch.autocast):
-        with pytest.raises(TypeError) as caught:
+    for amp in (autocast, torch.autocast)[: 2 if VERSION >= (2, 12) else 1]:  # 2.11 takes anything
+        with pytest.raises(TypeError, match="callable") as caught:
             amp("cpu")(what)
         messages.append(str(caught.value))
-    assert messages[0] == messages[1]
+    assert len({*messages}) == 1
 
 
 def test_available_is_what_torch_says() -> None:

@@ -15,6 +15,7 @@ from torch._dynamo.exc import Unsupported
 
 from polymp import PolicyError, policy
 from polymp.torch import autocast
+from tests.torch.changes import VERSION
 from tests.torch.compiling import (
     AS_OBJECT,
     KEEPS_LINEAR,
@@ -149,20 +150,49 @@ def test_a_graph_break_keeps_the_region(at: str, count: Count, net: Net, x: torc
     assert_same(result, eager)
 
 
-def test_a_region_made_outside_needs_a_graph_break(count: Count, net: Net, x: torch.Tensor) -> None:
-    """Dynamo enters only context managers that it sees made, and torch's own class."""
-    region = autocast("cpu", dtype=FP16)
+MADE_OUTSIDE = {
+    "float16": lambda: autocast("cpu", dtype=FP16),
+    "disabled": lambda: autocast("cpu", enabled=False),
+    "policy": lambda: autocast("cpu", policy={"rules": {"linear": "fp32"}}),
+}
+
+
+@pytest.mark.parametrize("make", MADE_OUTSIDE.values(), ids=MADE_OUTSIDE)
+def test_a_region_made_outside(
+    make: Callable[[], Any], count: Count, net: Net, x: torch.Tensor
+) -> None:
+    """Before torch 2.14, dynamo enters only what it sees made, and torch's own class."""
+    region = make()
 
     def function(x: torch.Tensor) -> Any:
         with region:
             y = net(x)
         return y, net(x)
 
-    with pytest.raises(Unsupported, match="does not know how to enter a `autocast`"):
-        torch.compile(function, fullgraph=True, backend=count)(x)
-    torch._dynamo.reset()
+    if VERSION < (2, 14):
+        with pytest.raises(Unsupported, match="does not know how to enter a `autocast`"):
+            torch.compile(function, fullgraph=True, backend=count)(x)
+        torch._dynamo.reset()
     with torch.no_grad():
-        assert_same(torch.compile(function, backend=count)(x), function(x))
+        compiled = torch.compile(function, fullgraph=VERSION >= (2, 14), backend=count)
+        for _ in range(2):
+            assert_same(compiled(x), function(x))
+
+
+@pytest.mark.skipif(VERSION < (2, 14), reason="before torch 2.14 there is a graph break")
+def test_a_region_from_outside_is_guarded(count: Count, net: Net, x: torch.Tensor) -> None:
+    """Another object with another format or policy is compiled anew, and the old graph kept."""
+
+    def function(x: torch.Tensor, region: Any) -> Any:
+        with region:
+            return net(x)
+
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    with torch.no_grad():
+        regions = [make() for make in MADE_OUTSIDE.values()]
+        for region in regions + regions:
+            assert_same([compiled(x, region)], [function(x, region)])
+    assert count.graphs == len(regions)
 
 
 # --- torch.export --------------------------------------------------------------------------------

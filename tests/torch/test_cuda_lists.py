@@ -20,6 +20,7 @@ import torch
 
 from polymp.backends.torch import kernels
 from polymp.torch import autocast, custom_bwd, custom_fwd
+from tests.torch.changes import ASK_FOR_DRIVER
 from tests.torch.outcomes import Outcome, fake_mode, on_cuda, torch_cuda
 from tests.torch.torch_lists import Listed, listed
 
@@ -39,6 +40,7 @@ NEED_NO_RESULT = {
     "cudnn_convolution_transpose": "asks for a CUDA build of torch",
     "gru_cell": "asks for a CUDA build of torch",
     "grid_sampler": "asks for a CUDA build of torch",
+    **{op: "asks for a driver" for op in ASK_FOR_DRIVER if "." not in op},
 }
 
 

@@ -276,7 +276,7 @@ def test_a_gradient_of_an_earlier_iteration_is_not_looked_at_again() -> None:
         second.step(None)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 def test_a_compiled_step_is_not_flagged() -> None:
     run = Run()
     before = [p.detach().clone() for p in run.model.parameters()]

@@ -289,7 +289,7 @@ def test_what_is_compiled_runs_as_it_is_written(model: Net, x: torch.Tensor) -> 
     assert report.casts == eager.casts
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_transforms_of_torch_func_run_and_have_their_rows(model: Net, x: torch.Tensor) -> None:
     layer, parameters = model.first, dict(model.first.named_parameters())
 

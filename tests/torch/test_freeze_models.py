@@ -354,7 +354,7 @@ def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
         assert uses.same(compiled(X), expected)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_inductor() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)

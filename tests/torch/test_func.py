@@ -25,7 +25,7 @@ pytestmark = [
     # Ops without a batching rule run one by one, which torch says each time.
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     # The first forward-mode derivative scripts its decompositions.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
 ROOT = Path(__file__).parents[2]

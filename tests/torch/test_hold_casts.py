@@ -21,6 +21,7 @@ from torch import nn
 
 from polymp.backends.torch import holding
 from polymp.torch import autocast, bake, hold_casts, pin, scoped
+from tests import STRICT
 from tests.torch.held_models import Net, loss_of
 from tests.torch.held_ranks import CUTS
 from tests.torch.ranks import launch
@@ -270,7 +271,7 @@ def test_torch_s_regions_alone(tmp_path: Path) -> None:
         "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
         "assert not torch.equal(*seen)\n"
     )
-    command = [sys.executable, "-W", "error", str(program)]
+    command = [sys.executable, *STRICT, str(program)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )

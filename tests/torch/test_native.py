@@ -1,18 +1,26 @@
 """The shipped tables against what this torch registers, by name."""
 
 import pytest
-import torch
 
-from polymp.backends.torch import kernels, native
+from polymp import loading
+from polymp.backends.torch import compat, kernels, native
 from polymp.backends.torch.compat import overload
 from polymp.rules import LOW, Apply, Rule
+from polymp.vocabulary import vocabulary
+from tests.torch.changes import LACKS, NAMED, VERSION
 
-VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 COUNTS = {  # torch 2.13: lower, fp32 by cast, by dtype argument, by appended dtype, widest, forbid
     "cpu": (24, 100, 0, 0, 3, 0),
     "cuda": (37, 59, 11, 2, 11, 1),
     "mps": (27, 58, 0, 0, 10, 0),
     "xpu": (33, 59, 11, 2, 11, 1),
+}
+CHANGED = {  # how many more or fewer there are in other versions
+    (2, 11): {"cuda": (0, -1, 0, 0, 0, 0), "xpu": (0, -1, 0, 0, 0, 0)},
+    (2, 12): {},
+    (2, 13): {},
+    (2, 14): {"cpu": (0, -1, 0, 0, 0, 0), "cuda": (0, 1, 0, 0, 0, 0)},
+    (2, 15): {"cpu": (0, -1, 0, 0, 0, 0), "cuda": (0, 1, 0, 0, 0, 0)},
 }
 
 
@@ -26,14 +34,8 @@ def ruled(device, format="float16"):
 
 
 @pytest.mark.parametrize("device", native.DEVICES)
-def test_the_table_holds_exactly_what_torch_registers(device, capsys):
-    added, gone = native.drift(device)
-    if VERSION == (2, 13):
-        assert (added, gone) == ([], [])
-    else:
-        with capsys.disabled():
-            print(f"\ntorch {torch.__version__}, torch-{device}: torch also has {added}")
-            print(f"torch {torch.__version__}, torch-{device}: torch lacks {gone}")
+def test_the_table_holds_exactly_what_torch_registers(device):
+    assert native.drift(device) == ([], [])
     table = ruled(device)
     common = native.kernels(device) & table.keys()
     assert len(common) > 0.8 * len(table), "this is another table altogether"
@@ -47,7 +49,8 @@ def test_counts_by_rule(device, low):
     def count(rule, apply=Apply.CAST):
         return sum(r.rule is rule and (r.apply or Apply.CAST) is apply for r in rows)
 
-    assert COUNTS[device] == (
+    change = CHANGED[VERSION].get(device, (0,) * 6)
+    assert tuple(map(sum, zip(COUNTS[device], change, strict=True))) == (
         count(Rule.LOWER),
         count(Rule.FP32),
         count(Rule.FP32, Apply.DTYPE_ARGUMENT),
@@ -57,11 +60,29 @@ def test_counts_by_rule(device, low):
     )
 
 
-@pytest.mark.parametrize("device", native.DEVICES)
-def test_every_row_is_an_op_of_torch(device):
-    missing = [op for op in ruled(device) if overload(op) is None]
-    if VERSION == (2, 13):
-        assert missing == []
+def test_the_vocabulary_names_what_torch_has_and_what_other_versions_have():
+    names = {name for op in vocabulary().ops.values() for name in op.aten if "::" not in name}
+    assert {name for name in names if overload(name) is None} == LACKS
+    assert not LACKS & {op for device in native.DEVICES for op in ruled(device)}
+
+
+def test_an_op_that_torch_did_not_register_yet_has_no_row_of_torchs(monkeypatch):
+    """A policy's own row for it holds; a region without a policy does as torch does."""
+    named = loading.load("torch-cuda")
+    for since, there in (((2, 11), True), ((9, 9), False)):
+        monkeypatch.setitem(native.SINCE, "rms_norm", since)
+        table = native.policy.__wrapped__("cuda")
+        assert ("rms_norm" in native.table(table, "float16")) is there
+        assert native.table(named, "float16")["rms_norm"].rule is Rule.FP32
+    assert native.policy("cuda").rows == (named if VERSION >= (2, 12) else table).rows
+
+
+def test_overloads_with_named_dimensions_are_left_to_torch():
+    registered = {op for d in native.DEVICES for op in compat.registered(compat.autocast_key(d))}
+    assert {op for op in registered if compat.takes_names(op)} == (
+        {*NAMED} if VERSION < (2, 13) else set()
+    )
+    assert not any(native.kernels(device) & {*NAMED} for device in native.DEVICES)
 
 
 def test_drift_is_seen(monkeypatch):

@@ -196,7 +196,7 @@ def test_our_region_in_one_of_torch_keeps_no_foreign_casts(
 @pytest.fixture
 def _jit_is_deprecated() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         yield
 
 

@@ -1,0 +1,47 @@
+"""The versions of torch and jax that polymp is tested with, and a warning beyond the last."""
+
+import re
+import warnings
+from functools import cache
+
+from polymp.errors import VersionWarning
+
+# By framework: the first version, and the first that is not tested any more.
+SUPPORTED = {"torch": ((2, 11), (2, 16)), "jax": ((0, 10), (0, 12))}
+
+
+def parts(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version; empty if it has none."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def supported(name: str) -> str:
+    """The supported versions of a framework, in words: "torch 2.11 to 2.15"."""
+    (major, first), (_, end) = SUPPORTED[name]
+    return f"{name} {major}.{first} to {major}.{end - 1}"
+
+
+def is_supported(name: str, version: str) -> bool:
+    """True if polymp is tested with the version of the framework."""
+    first, end = SUPPORTED[name]
+    return first <= parts(version) < end
+
+
+@cache
+def warn_beyond(name: str, version: str) -> None:
+    """Warn, once, of a framework that is newer than the last version polymp is tested with."""
+    if parts(version) < SUPPORTED[name][1]:
+        return
+    warnings.warn(
+        f"polymp is tested with {supported(name)}, and this is {name} {version}. What is new in it "
+        f"runs as {name} has it; `polymp doctor` lists what polymp misses. Update polymp, or "
+        f"install a tested version: pip install '{name}{bounds(name)}'.",
+        VersionWarning,
+        stacklevel=4,  # where polymp.torch or polymp.jax is imported
+    )
+
+
+def bounds(name: str) -> str:
+    """The supported versions of a framework, as pip takes them: ">=2.11,<2.16"."""
+    first, end = SUPPORTED[name]
+    return ">={}.{},<{}.{}".format(*first, *end)

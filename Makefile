@@ -1,21 +1,32 @@
 # make demo   trains the example model in every format, in torch and in JAX, and compares them
 # make test   every check that CI runs; tests/test_site.py among them builds the documentation
+# make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
+#             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make docs   the documentation, in site/
 # make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
 #             MINUTES=9 DEVICE=cuda OUT=build/gpu ARGS=--resume; DEVICE=cpu is a dry run
-# All but make gpu set up .venv first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
+# All but make gpu set up .venv or one like it first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
+# The newest jax needs Python 3.12: test-newest takes python3.13 or python3.12 where there is one; NEWEST picks another.
 
 PYTHON ?= python3
+NEWEST ?= $(firstword $(foreach p,python3.13 python3.12,$(shell $p -c '' 2>/dev/null && echo $p)) $(PYTHON))
 PY     := .venv/bin/python
 READY  := .venv/.ready
 BENCH  := .venv-bench/.ready
 PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 
+# What may differ between versions.
+VERSIONED := tests/test_package.py tests/test_vocabulary.py \
+    $(addprefix tests/torch/test_, $(addsuffix .py, \
+        arguments compat compile compile_around cost cuda_lists custom_function differences func \
+        histories hold_blocks lean native ops recurrent regions scaler_compile)) \
+    $(addprefix tests/jax/test_, $(addsuffix .py, compat contraction programs regions scaler_step))
+
 DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
-.PHONY: demo test lint types docs bench gpu clean
+.PHONY: demo test test-versions test-oldest test-newest lint types docs bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -24,6 +35,11 @@ demo: $(READY)
 
 test: lint types
 	POLYMP_REQUIRE=torch,jax $(PY) -m pytest -n auto --dist loadfile
+
+test-versions: test-oldest test-newest
+
+test-oldest test-newest: test-%: .venv-%/.ready
+	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python -m pytest -n auto --dist loadfile $(VERSIONED)
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -57,5 +73,13 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,examples,docs,dev]'
 	touch $@
 
+.venv-oldest/.ready: INTERPRETER = $(PYTHON)
+.venv-newest/.ready: INTERPRETER = $(NEWEST)
+.venv-oldest/.ready .venv-newest/.ready: .venv-%/.ready: pyproject.toml constraints-%.txt
+	$(INTERPRETER) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt \
+	    -e '.[torch,jax,examples,dev]'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-bench build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out
+	rm -rf .venv .venv-bench .venv-oldest .venv-newest build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out

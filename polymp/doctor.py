@@ -258,7 +258,7 @@ def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
         elif device.platform == "tpu":
             devices.append(Device("jax", "tpu", device.device_kind, True, False, "a TPU"))
         elif re.fullmatch(r"\d+\.\d+", found := str(getattr(device, "compute_capability", ""))):
-            major, minor = versions.parts(found)
+            major, minor = map(int, found.split("."))
             devices.append(gpu("jax", device.device_kind, (major, minor)))
         else:
             by = f"jax platform {device.platform} does not tell"

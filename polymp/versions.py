@@ -7,18 +7,21 @@ from functools import cache
 from polymp.errors import VersionWarning
 
 # By framework: the first version, and the first that is not tested any more.
-SUPPORTED = {"torch": ((2, 11), (2, 16)), "jax": ((0, 10), (0, 12))}
+SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {
+    "torch": ((2, 11), (2, 16)),
+    "jax": ((0, 10, 1), (0, 12)),
+}
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version; empty if it has none."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+    """The first three numbers of a version, or as many as it has."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def supported(name: str) -> str:
     """The supported versions of a framework, in words: "torch 2.11 to 2.15"."""
-    (major, first), (_, end) = SUPPORTED[name]
-    return f"{name} {major}.{first} to {major}.{end - 1}"
+    first, (major, end) = SUPPORTED[name]
+    return f"{name} {_dotted(first)} to {major}.{end - 1}"
 
 
 def is_supported(name: str, version: str) -> bool:
@@ -33,9 +36,9 @@ def warn_beyond(name: str, version: str) -> None:
     if parts(version) < SUPPORTED[name][1]:
         return
     warnings.warn(
-        f"polymp is tested with {supported(name)}, and this is {name} {version}. What is new in it "
-        f"runs as {name} has it; `polymp doctor` lists what polymp misses. Update polymp, or "
-        f"install a tested version: pip install '{name}{bounds(name)}'.",
+        f"polymp is tested with {supported(name)}, and this is {name} {version}, whose changes it "
+        f"does not know. Update polymp, or install a tested version: "
+        f"pip install '{name}{bounds(name)}'.",
         VersionWarning,
         stacklevel=4,  # where polymp.torch or polymp.jax is imported
     )
@@ -44,4 +47,8 @@ def warn_beyond(name: str, version: str) -> None:
 def bounds(name: str) -> str:
     """The supported versions of a framework, as pip takes them: ">=2.11,<2.16"."""
     first, end = SUPPORTED[name]
-    return ">={}.{},<{}.{}".format(*first, *end)
+    return f">={_dotted(first)},<{_dotted(end)}"
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

@@ -543,10 +543,11 @@ def test_what_shows_that_a_format_is_fast():
     [
         ("2.11.0", "0.11.4", []),
         ("2.15.1+cu132", "", []),
-        ("", "0.10.0", []),
+        ("", "0.10.1", []),
+        ("", "0.10.0", ["jax 0.10.0 is not supported: install jax 0.10.1 to 0.11."]),
         ("2.10.2", "0.10.2", ["torch 2.10.2 is not supported: install torch 2.11 to 2.15."]),
         ("2.16.0a0", "0.10.2", ["torch 2.16.0a0 is not supported: install torch 2.11 to 2.15."]),
-        ("2.13.0", "0.9.1", ["jax 0.9.1 is not supported: install jax 0.10 to 0.11."]),
+        ("2.13.0", "0.9.1", ["jax 0.9.1 is not supported: install jax 0.10.1 to 0.11."]),
         (
             "",
             "",
@@ -890,6 +891,14 @@ def test_doctor_draws_what_it_measured(polymp, monkeypatch):
     )
     assert out.endswith("nothing is wrong\n")
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_oldest_and_the_newest_versions_are_pinned_for_test_versions():
+    for name, (first, end) in versions.SUPPORTED.items():
+        for which, expected in (("oldest", first), ("newest", (end[0], end[1] - 1))):
+            pins = (ROOT / f"constraints-{which}.txt").read_text()
+            found = re.search(rf"^{name}==(.*?)( ;|$)", pins, re.MULTILINE)
+            assert versions.parts(found[1])[: len(expected)] == expected
 
 
 # All commands

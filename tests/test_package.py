@@ -100,15 +100,19 @@ def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, last
     supported, bounds = versions.supported(name), versions.bounds(name)
     assert (
         f"main.py:3: VersionWarning: polymp is tested with {supported}, and this is {name} "
-        f"{beyond}. What is new in it runs as {name} has it; `polymp doctor` lists what polymp "
-        f"misses. Update polymp, or install a tested version: pip install '{name}{bounds}'.\n"
+        f"{beyond}, whose changes it does not know. Update polymp, or install a tested version: "
+        f"pip install '{name}{bounds}'.\n"
     ) in done.stderr
 
 
 def test_the_supported_versions_in_words():
     assert versions.supported("torch") == "torch 2.11 to 2.15"
     assert versions.bounds("torch") == ">=2.11,<2.16"
+    assert versions.supported("jax") == "jax 0.10.1 to 0.11"
+    assert versions.bounds("jax") == ">=0.10.1,<0.12"
     assert versions.is_supported("torch", "2.11.0")
+    assert versions.is_supported("jax", "0.11.2")
+    assert not versions.is_supported("jax", "0.10.0")
     assert not versions.is_supported("torch", "2.10.2")
     assert not versions.is_supported("torch", "of unknown version")
 

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.torch.changes import VERSION
+
 # Regions are entered and ops run under the policy `mine`; a CUDA region has fake tensors.
 USE = """
 import torch
@@ -76,6 +78,8 @@ assert wide and set(found) == wide | {"exp", "linear", "mm"}, found
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_policy_that_says_what_torch_does_installs_no_kernel(device, tmp_path):
     """And one that differs installs those in which it does, which shows that this can fail."""
+    if device == "cuda" and VERSION < (2, 12):
+        pytest.skip("torch 2.11 does not register rms_norm, for which torch-cuda has a row")
     same = [part + "assert use(mine) == (), kernels.installed(device)\n" for part in OWN]
     run = subprocess.run(
         [sys.executable, "-c", "".join([_head(device), USE, *same, AS_FILE, DIFFERS, WIDENS])],

@@ -151,7 +151,9 @@ def _unused_in_torch(policy: polymp.Policy) -> Any:
 
     model = nn.Sequential()
     model.add_module("head", Head())
-    with scoped(model, policy), polymp.recording() as found, autocast("cpu"):
+    with pytest.warns(PolicyWarning, match=r"'\*\.haed': did you mean '\*\.head'\?"):
+        handle = scoped(model, policy)
+    with handle, polymp.recording() as found, autocast("cpu"):
         assert model(torch.ones(3)).dtype is torch.bfloat16
     return policy.unused(found)
 

@@ -14,7 +14,16 @@ import torch.utils.checkpoint
 
 from polymp.backends.torch import compat, regions
 
-checkpoint = torch.utils.checkpoint.checkpoint  # the name stays for those who import it from here
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `torch.utils.checkpoint.checkpoint`, which keeps policies by itself.
+
+    Args:
+        function: what to run now and once more in backward.
+        args: its arguments.
+        kwargs: `use_reentrant` and torch's other options.
+    """
+    return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
 
 
 @cache

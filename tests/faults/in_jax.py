@@ -26,7 +26,7 @@ class Training:
     """A model and all that trains it; one of its steps is `step(state, *batch)`.
 
     Attributes:
-        policy: name of the shipped policy that it is written for.
+        policy: the policy that it is written for, or the name of a shipped one.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Training:
         loss: Loss,
         rate: float = 1e-2,
         *,
-        policy: str = "amp",
+        policy: str | polymp.Policy = "amp",
     ) -> None:
         self.model, self.batch, self.loss, self.policy = model, batch, loss, policy
         self.optimizer = optax.flatten(optax.adam(rate))
@@ -191,11 +191,14 @@ class Penalty(NamedTuple):
         return jnp.mean(((h @ layers["down"])[:, 0] - y) ** 2) + size
 
 
+LEAN_SUMS = polymp.policy("lean").override(name="lean-sums", fp32_keep=["sum"])
+
+
 def sparse(random: Random) -> Training:
-    """The magnitude of an input; `lean` rounds a sum to the format that its terms came in."""
+    """The magnitude of an input; its policy rounds a sum to the format that its terms came in."""
     x = random.normal(64, 4)
     layers = {"up": random.normal(4, 64) * 0.5, "down": random.normal(64, 1) * 0.1}
-    return Training(layers, (x, np.abs(x[:, 0])), Penalty(), policy="lean")
+    return Training(layers, (x, np.abs(x[:, 0])), Penalty(), policy=LEAN_SUMS)
 
 
 class Classes(nnx.Module):

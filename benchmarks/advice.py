@@ -59,7 +59,7 @@ def text(shape: Sequence[int]) -> str:
 
 
 def doctor(framework: str, shapes: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
-    """What doctor says, in a process of its own."""
+    """Run doctor in a process of its own."""
     said = _process(
         "-m", "polymp", "doctor", "--json", "--framework", framework,
         "--shapes", ",".join(map(text, shapes)), "--seconds", str(seconds),
@@ -184,7 +184,7 @@ def differences(
 def advised(
     framework: str, said: dict[str, Any], found: dict[str, Figures], bar: float | None
 ) -> list[Row]:
-    """What the dtypes that doctor advises take of float32's time."""
+    """Rows of the dtypes that doctor advises, beside float32."""
     rows = []
     for product in said["products"]:
         shape = text([product[size] for size in "mkn"])
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def held(framework: str, rounds: int, seconds: float, small: bool) -> dict[str, Any]:
-    """What doctor says of a framework, held to a measurement: its device, tables, and shapes.
+    """Hold doctor to a measurement of a framework: its device, tables, and shapes.
 
     Args:
         framework: "torch" or "jax".

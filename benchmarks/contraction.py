@@ -190,7 +190,7 @@ class Bench:
         self.rows += [row(f"{what}: {a} / {b}", times[b], times[a]) for a, b in pairs]
 
     def record(self) -> dict[str, Any]:
-        """What was found, as pairing.py has it."""
+        """The findings as pairing.py has them."""
         names = {form: name for name, form in FORMS.items()}
         names[contraction.convolutions_low] = "as asked, but convolutions low"
         return {

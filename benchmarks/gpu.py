@@ -188,7 +188,7 @@ def write_page(journal: Journal, device: str) -> None:
 
 
 def needs() -> Iterator[str]:
-    """What the steps use and this interpreter lacks, as requirements with exact versions."""
+    """Packages that steps use and this interpreter lacks, with exact versions."""
     pins = {}
     for path in (ROOT / "constraints.txt", *sorted(HERE.glob("requirements-*.txt"))):
         for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", path.read_text(), re.MULTILINE):

@@ -1,4 +1,4 @@
-"""What a user writes for `polymp doctor` to measure: shapes, seconds, and a model by name."""
+"""The inputs of `polymp doctor --measure`: shapes, seconds, and a model by name."""
 
 import argparse
 import importlib

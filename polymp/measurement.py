@@ -1,4 +1,4 @@
-"""What `polymp doctor` measures: products in every dtype, and the dtype to use for them.
+"""The measurement of `polymp doctor`: products in every dtype, and the dtype to use for them.
 
 shapes | a model's products -> product_times -> speed_advice -> plain data
 """

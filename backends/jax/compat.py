@@ -301,7 +301,7 @@ def jvp(
 def pulled(
     pull: Any, args: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]
 ) -> list[Any]:
-    """What a function of `jax.vjp` returns; None for a symbolic zero, there and in its argument.
+    """Call a function of `jax.vjp`; None stands for a symbolic zero, there and in its argument.
 
     Args:
         pull: of `jax.vjp`.

@@ -24,7 +24,7 @@ _SOUGHT = 256
 
 
 def escaped(trace: weakref.ref[Any]) -> list[str]:
-    """What older objects hold of a trace that has ended: types of the values, and where made.
+    """Find values of an ended trace in older objects: their types, and where they were made.
 
     To be called where Python's collector has been off since before the trace, and nothing was young
     then: what is young now was made by the trace. Nothing outlives most traces, and then there is

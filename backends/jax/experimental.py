@@ -44,7 +44,7 @@ def _checked(error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
 
 
 def _cost(context: Any, *values: Any, of: Any, params: Any, **_: Any) -> Any:
-    """What jax's own product would cost, at the types that go in and come out."""
+    """Count the cost of jax's own product, at the types that go in and come out."""
     table = compat.rules_of("roofline")
     assert table is not None, "it asks"
     return table[of](context, *values, **dict(params))

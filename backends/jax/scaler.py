@@ -306,7 +306,7 @@ class GradScaler:
         return f"GradScaler({', '.join(f'{k}={_shown(v)}' for k, v in shown.items())})"
 
     def _one_scale(self) -> Any:
-        """What is multiplied and divided by: the scale, float32 [].
+        """The factor of losses and divisor of gradients: the scale, float32 [].
 
         A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its
         inverse, for 0.

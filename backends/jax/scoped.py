@@ -153,7 +153,7 @@ def _named(cls: Any, name: str) -> Any:
 
 
 class _Called(threading.local):
-    """What is known of the models of the autocast function that is called in this thread.
+    """The models of the autocast function that is called in this thread, and their names.
 
     Attributes:
         ids: of the models whose calls are under way.

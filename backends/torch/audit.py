@@ -169,7 +169,7 @@ class Measures(Watch):
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
-        """What an op gets from other ranks may still be on its way: it counts when it is read."""
+        """Note a value that other ranks send and that may be on its way: it counts once read."""
         for t in (*made, *compat.written(ran.func, ran.args, ran.kwargs)):
             self._forget(t)
             self._received.add(compat.storage_key(t))

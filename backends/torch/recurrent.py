@@ -22,7 +22,7 @@ _CELLS = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 4), "gru": (3, 3)}
 
 @cache
 def prepare(name: str, device: str) -> Prepare | None:
-    """What has to be done to an op's arguments before they are cast; None if nothing.
+    """Look up the change of an op's arguments before they are cast; None if there is none.
 
     Args:
         name: the overload.

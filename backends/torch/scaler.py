@@ -213,7 +213,7 @@ class GradScaler(Teller):
         return cast(Outputs, multiply(outputs))
 
     def _factor(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """What the loss is multiplied by: the scale, or NaN if the loss is not finite.
+        """The factor of a loss: the scale, or NaN if the loss is not finite.
 
         So its gradients are NaN, and the step that they are for is skipped, whenever that is; a
         loss that never goes backward leaves no trace in a gradient. That it was the loss is noted

@@ -95,7 +95,7 @@ class Teller(ScaleHolder):
         return self._scaled_in is self._per_optimizer_states
 
     def _found(self, state: dict[str, Any]) -> torch.Tensor:
-        """What was found for the optimizer on all devices, on the scale's: 0 or 1, float32 [].
+        """The finding for the optimizer on all devices, on the scale's: 0 or 1, float32 [].
 
         Torch's sharded scaler adds up what the ranks found; others take the mean. Fused kernels
         skip for 1 and for nothing else.

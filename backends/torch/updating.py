@@ -24,7 +24,7 @@ def state_of(scale: Any, tracker: Any, skips: Any, overflows: Any, skipped: Any)
 
 
 def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a finding is compared with, float32 [6], and that of it which says whose fault it was.
+    """Make the bars of a finding, float32 [6], and the one of them that says whose fault it was.
 
     A finding above the first three adds to the three counts; one above the last three lets a count
     go on. The second bar, float32 [], is 0, and NaN or 1 if a loss was not finite: no finding is

@@ -1,4 +1,4 @@
-"""What `polymp doctor` predicts and advises here, held to a measurement, as advice.py does it."""
+"""The predictions of `polymp doctor`, held to a measurement as advice.py does it."""
 
 from __future__ import annotations
 

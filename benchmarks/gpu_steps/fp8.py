@@ -17,7 +17,7 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def in_torch(here: Here) -> dict[str, Any]:
-    """What torch._scaled_mm takes: dtypes, scales, layouts of the operands, dimensions."""
+    """Try torch._scaled_mm: dtypes, scales, layouts of the operands, dimensions."""
     rows = []
     for a, b in ((x, y) for x in FP8 for y in FP8):
         for scales in ("tensorwise", "rowwise"):

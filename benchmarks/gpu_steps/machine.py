@@ -1,4 +1,4 @@
-"""What the machine is: the GPU, its driver and clocks, and what `polymp doctor` says of it."""
+"""The machine: its GPU, driver and clocks, and the report of `polymp doctor`."""
 
 from __future__ import annotations
 

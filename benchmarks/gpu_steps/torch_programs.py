@@ -47,7 +47,7 @@ def speed(here: Here, workload: str, kind: str) -> dict[str, Any]:
 
 
 def overhead(here: Here) -> dict[str, Any]:
-    """What entering a region, ops in it and a whole step cost beside torch.amp."""
+    """Costs of a region, of ops in it and of a whole step, beside torch.amp."""
     import torch_overhead
 
     rows = torch_overhead.rows(here.device, 2 if here.small else 30, here.small)
@@ -58,7 +58,7 @@ def overhead(here: Here) -> dict[str, Any]:
 
 
 def scaler(here: Here) -> dict[str, Any]:
-    """What the scaler costs the host, beside torch.amp's, by optimizer."""
+    """Host time of the scaler, beside torch.amp's, by optimizer."""
     import scaler as benchmark
 
     count, rounds = (4, 3) if here.small else (300, 60)

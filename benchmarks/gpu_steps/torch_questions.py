@@ -95,7 +95,7 @@ def writes(here: Here) -> dict[str, Any]:
 
 
 def held_memory(here: Here) -> dict[str, Any]:
-    """What held casts allocate, beside what `bytes` says, after a part of the weights changed."""
+    """Memory of held casts, beside their `bytes`, after a part of the weights changed."""
     layers = [nn.Linear(1024, 1024) for _ in range(8)]
     model = nn.Sequential(*layers).to(here.device)
     x, rows = torch.randn(4, 1024, device=here.device), []

@@ -122,7 +122,7 @@ def kernels(program: Callable[[], Any]) -> int:
 
 
 def waits(program: Callable[[], Any]) -> str:
-    """What a program waits for the GPU with; "no" if with nothing."""
+    """Name the call with which a program waits for the GPU; "no" if there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -167,7 +167,7 @@ def scaler_steps(here: Here) -> dict[str, Any]:
 
 
 def undone_steps(here: Here, millions: int = 1000) -> dict[str, Any]:
-    """What a capturable optimizer of a billion parameters costs by where a step is skipped."""
+    """A capturable optimizer of a billion parameters, by where a step is skipped."""
     count, size = 300, millions * 1_000_000 // 300
     rows = []
     ways = {

@@ -23,7 +23,7 @@ from pairing import plain
 
 @dataclass(frozen=True)
 class Here:
-    """What every step is told.
+    """The device and the size that every step is given.
 
     Attributes:
         device: "cuda", or "cpu" for a dry run.

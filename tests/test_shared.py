@@ -327,6 +327,7 @@ UNSHARED: dict[str, dict[str, str]] = {
             "jax.image.resize has other weights",
         ),
         **dict.fromkeys(("upsample_nearest1d", "upsample_nearest3d"), "as upsample_nearest2d"),
+        "linalg_matrix_sqrth": "torch has it from 2.14 on",
         **dict.fromkeys(("grid_sampler", "multilabel_margin_loss"), "not in JAX"),
     },
     "amp": {

@@ -123,7 +123,7 @@ class Calls:
 
 
 def calling(rounds: int) -> Calls:
-    """What a call costs."""
+    """Time calls, with and without autocast."""
     w = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
     def f(w: jax.Array, x: jax.Array) -> jax.Array:

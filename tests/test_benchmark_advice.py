@@ -1,4 +1,4 @@
-"""What benchmarks/advice.py measures: layers as a user has them, and rows with bars."""
+"""The measurements of benchmarks/advice.py: layers as a user has them, and rows with bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `test_gathers` runs on eight devices: how often sharded weights are gathered, and how wide.
+"""Counts gathers of sharded weights and their bytes on eight devices, for `test_gathers`.
 
 Run as a module with eight CPU devices and a folder for XLA to write to; prints one line of JSON:
 for each program, in float32, in bfloat16 by hand and under autocast, the all-gathers as the
@@ -114,7 +114,7 @@ def losses(network: Any) -> dict[str, Any]:
 
 
 def looked_at(fn: Any, name: str, args: Any, folder: Path) -> tuple[dict[str, Any], Any]:
-    """What is gathered and saved for a gradient, and the gradient as one array."""
+    """Count what is gathered and saved for a gradient; the gradient comes as one array."""
 
     def program(*args: Any) -> Any:
         return jax.grad(fn)(*args)

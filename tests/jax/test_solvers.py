@@ -1,4 +1,4 @@
-"""What is iterated to a tolerance: float32 by default, low where a policy says so, differentiated.
+"""Iterations to a tolerance: float32 by default, low where a policy says so, differentiated.
 
 Solvers of jax, optimistix, lineax and diffrax. Under a policy that gives them up to their parts the
 user's functions inside run low, which is where derivatives through custom rules, loops and what

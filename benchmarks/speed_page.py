@@ -6,11 +6,13 @@ stands in the record, or in reasons.toml:
 
     [torch-speed.cpu]
     "row: ours / base" = "One sentence, with what was measured."
+    "*, float16: ours / base" = "The same for all rows whose name fits."
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import sys
 import tomllib
@@ -121,9 +123,11 @@ def page(results: Path, reasons: Path) -> str:
         for device, said in devices.items():
             record = parts.get(part, {}).get(device, {"tables": {}})
             known = {r.what for r in _rows(record)} | set(record.get("unmeasured", ()))
-            if unknown := set(said) - known:
-                raise ValueError(f"{reasons.name}: {part}.{device} has no row {sorted(unknown)}")
-            record["reasons"] = record.get("reasons", {}) | said
+            for name, reason in said.items():
+                fits = fnmatch.filter(known, name)
+                if not fits:
+                    raise ValueError(f"{reasons.name}: {part}.{device} has no row {name!r}")
+                record["reasons"] = record.get("reasons", {}) | dict.fromkeys(fits, reason)
     text = [HEAD, *_machines(parts), *_bars(parts)]
     for part, records in parts.items():
         text += _part(part, records)
@@ -257,7 +261,8 @@ def _line(text: str) -> str:
 
 
 def _workload(by: dict[str, dict[str, Row]]) -> list[str]:
-    """One table: ratios of all devices first, then medians."""
+    """One table: ratios of all devices that have it first, then medians."""
+    by = {d: rows for d, rows in by.items() if rows}
     whats = list(dict.fromkeys(what for rows in by.values() for what in rows))
     head = ["ours / base"]
     for d in by:

@@ -94,12 +94,12 @@ def training(amp: Any, device: str, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
-    """All comparisons; `rounds` of ten training steps. Few repetitions if `small`."""
+    """All comparisons: `rounds` of ten training steps, more of what is short. Less if `small`."""
     torch.set_num_threads(1)
     ours, theirs = polymp.torch, torch.amp
     kept, theirs_kept = ours.autocast(device), theirs.autocast(device)
     x, w = torch.randn(8, 8, device=device), torch.randn(8, 8, device=device, requires_grad=True)
-    many, times = (5, 5) if small else (200, 500)
+    many, times = (5, 5) if small else (7 * rounds, 500)
 
     def ops(context: AbstractContextManager[Any]) -> Callable[[], None]:
         def program() -> None:
@@ -115,7 +115,7 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
         paired("region: make, enter and leave", entering(lambda: theirs.autocast(device)),
                entering(lambda: ours.autocast(device)), many, times, 1.5),
         paired("100 small mm in a region", ops(theirs_kept), ops(kept), many // 2, 20, None),
-        apart("100 small add_ in a region", WRITES, device, 1 if small else 5),
+        apart("100 small add_ in a region", WRITES, device, max(1, rounds // 6)),
     ]  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")

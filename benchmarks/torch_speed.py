@@ -79,7 +79,7 @@ PLANS = {
         for batch in (1, 8, 32)
     },
     "train": Plan(
-        "Language model: a train step of {batch} x {context} tokens",
+        "Language model: a train step of {sequences} x {context} tokens",
         TRAIN,
         ("fp32", HAND, BASE, "polymp"),
     ),

@@ -47,7 +47,8 @@ class Size:
     heads: int = 8
     context: int = 128  # tokens of a sequence
     short: int = 32  # of a short one, as the example has it
-    batch: int = 8  # sequences of a train step, or microbatches of one
+    sequences: int = 8  # of a train step
+    batch: int = 8  # microbatches of a step, or sequences of a deep model's
     prompt: int = 16  # tokens in the cache before decoding starts
     decoded: int = 32
     rank: int = 8  # of an adapter
@@ -58,10 +59,10 @@ class Size:
     deep_heads: int = 12
 
 
-SMALL = Size(16, 2, 11, 16, 1, 2, 6, 3, 2, 2, 3, 2, 4, 2, 8, 2, 2)
+SMALL = Size(16, 2, 11, 16, 1, 2, 6, 3, 2, 2, 2, 3, 2, 4, 2, 8, 2, 2)
 LARGE = Size(
-    features=4096, alphabet=32768, width=1024, heads=16, context=512, short=64, prompt=64,
-    decoded=64, images=256,
+    features=4096, alphabet=32768, width=1024, heads=16, context=512, short=64, sequences=16,
+    prompt=64, decoded=64, images=256,
 )  # fmt: skip
 
 
@@ -227,11 +228,16 @@ def mlp(way: str, size: Size, device: str, batch: int) -> Program:
     return serving(way, model, torch.randn(batch, n).to(device))
 
 
-def lm(way: str, size: Size, device: str, micro: int, length: int) -> Program:
-    """A step of the language model: all sequences at once, or in `micro` microbatches."""
-    tokens = torch.randint(size.alphabet, (size.batch, length + 1)).to(device)
+def lm(way: str, size: Size, device: str, sequences: int, length: int, batches: int = 1) -> Program:
+    """A step of the language model after so many batches, which share the sequences."""
+    tokens = torch.randint(size.alphabet, (sequences, length + 1)).to(device)
     model = Loss(transformer(size)).to(device)
-    return training(way, model, [(t,) for t in tokens.chunk(micro)])
+    return training(way, model, [(t,) for t in tokens.chunk(batches)])
+
+
+def accumulation(way: str, size: Size, device: str, length: int) -> Program:
+    """A step after microbatches of one sequence each."""
+    return lm(way, size, device, size.batch, length, size.batch)
 
 
 def lora(way: str, size: Size, device: str, length: int) -> Program:
@@ -279,10 +285,16 @@ def convnet(way: str, size: Size, device: str, train: bool) -> Program:
 Make = Callable[[str, Size, str], Program]
 WORKLOADS: dict[str, Make] = {
     **{f"mlp {batch}": partial(mlp, batch=batch) for batch in (1, 8, 32)},
-    "train": lambda way, size, device: lm(way, size, device, 1, size.context),
-    "train deep": lambda way, size, device: lm(way, deep(size), device, 1, size.context),
-    "accumulate": lambda way, size, device: lm(way, size, device, size.batch, size.context),
-    "accumulate short": lambda way, size, device: lm(way, size, device, size.batch, size.short),
+    "train": lambda way, size, device: lm(way, size, device, size.sequences, 1, size.context),
+    "train deep": lambda way, size, device: lm(
+        way, deep(size), device, size.batch, 1, size.context
+    ),
+    "accumulate": lambda way, size, device: lm(
+        way, size, device, size.batch, size.batch, size.context
+    ),
+    "accumulate short": lambda way, size, device: lm(
+        way, size, device, size.batch, size.batch, size.short
+    ),
     "decode": decoding,
     "convnet train": partial(convnet, train=True),
     "convnet": partial(convnet, train=False),

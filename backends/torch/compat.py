@@ -177,11 +177,11 @@ def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> No
     """Register a kernel that takes the keyset first, over whatever is on the key.
 
     torch warns once when a kernel is replaced; here that is the intention. `with_keyset` since
-    torch 2.1.
+    torch 2.1, `allow_override` since 2.7, and by itself since 2.13.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(name, kernel, key, with_keyset=True)
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
 def cuda_missing() -> bool:

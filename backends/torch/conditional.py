@@ -113,14 +113,15 @@ class _Copies:
         self.skip = skip
         self.together: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         self.alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        device, compiling = skip.device, torch.compiler.is_compiling()
         for tensor in tensors:
-            one = tensor.device != skip.device or tensor.element_size() not in _WHOLE
-            if one or torch.compiler.is_compiling():
+            if compiling or tensor.device != device or tensor.element_size() not in _WHOLE:
                 self.alone.append((tensor, tensor.clone()))
             else:
-                self.together[_WHOLE[tensor.element_size()]].append(tensor)
+                whole = _WHOLE[tensor.element_size()]
+                self.together[whole].append(tensor.view(whole))
         self.kept = {
-            dtype: torch._foreach_mul([t.view(dtype) for t in alike], skip.to(dtype))
+            dtype: torch._foreach_mul(alike, skip.to(dtype))
             for dtype, alike in self.together.items()
         }
 
@@ -130,9 +131,8 @@ class _Copies:
             torch.where(skips.get(tensor.device), copy, tensor, out=tensor)
         keep = self.skip.logical_not()
         for dtype, alike in self.together.items():
-            values = [t.view(dtype) for t in alike]
-            torch._foreach_mul_(values, keep.to(dtype))
-            torch._foreach_add_(values, self.kept.pop(dtype))
+            torch._foreach_mul_(alike, keep.to(dtype))
+            torch._foreach_add_(alike, self.kept.pop(dtype))
 
 
 def _momentum_from_zeros(

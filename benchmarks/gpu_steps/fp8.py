@@ -6,6 +6,7 @@ float32, relative, in the l2 norm.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pairing import machine
@@ -75,25 +76,43 @@ def scaled_mm(
 
 
 def in_jax(here: Here) -> dict[str, Any]:
-    """Whether XLA runs a product of scaled 8-bit operands in 8 bits, by dtypes and dimensions."""
-    rows = []
-    for a in FP8:
-        for b in FP8:
-            for out in ("bfloat16", "float16", "float32"):
-                rows.append({"left": a, "right": b, "result": out, "says": scaled_dot(a, b, out)})
+    """Whether XLA runs a product of 8-bit operands in 8 bits, by form, dtypes and dimensions."""
+    title = "XLA: products of 8-bit operands"
+    forms = ("scaled", "plain")
+    pairs = [(a, b) for a in FP8 for b in FP8][: 1 if here.small else 4]
+    rows = [
+        {"operands are": form, "left": a, "right": b, "result": out,
+         "says": dot(form, a, b, out), "without Triton": dot(form, a, b, out, triton=False)}
+        for form in forms for a, b in pairs for out in ("bfloat16", "float32")
+    ]  # fmt: skip
+    shapes = ((16, 16, 16), (1, 64, 64), (17, 64, 64), (64, 24, 64), (64, 64, 17), (256, 256, 256),
+              (2048, 2048, 2048))[: 1 if here.small else None]  # fmt: skip
     sizes = [
-        {"m": m, "k": k, "n": n, "says": scaled_dot(FP8[0], FP8[0], "bfloat16", (m, k, n))}
-        for m, k, n in ((16, 16, 16), (1, 64, 64), (17, 64, 64), (64, 24, 64), (64, 64, 17))
-    ]
-    title = "XLA: products of scaled 8-bit operands"
+        {"operands are": form, "m": m, "k": k, "n": n,
+         "says": dot(form, FP8[0], FP8[0], "bfloat16", (m, k, n)),
+         "without Triton": dot(form, FP8[0], FP8[0], "bfloat16", (m, k, n), triton=False)}
+        for m, k, n in shapes for form in forms
+    ]  # fmt: skip
     return {
         "machine": machine("jax", "jaxlib", device=here.device),
         "lists": {f"{title}, 64 x 64 x 64": rows, f"{title}: dimensions": sizes},
     }
 
 
-def scaled_dot(a: str, b: str, out: str, shape: tuple[int, int, int] = (64, 64, 64)) -> str:
-    """Who computes `(x * scale) @ (y * scale)` of 8-bit x and y, and its error in percent."""
+def dot(
+    form: str, a: str, b: str, out: str,
+    shape: tuple[int, int, int] = (64, 64, 64), triton: bool = True,
+) -> str:  # fmt: skip
+    """Who computes a product of 8-bit x and y, and its error in percent.
+
+    Args:
+        form: "scaled": `(x * scale) @ (y * scale)` in 16 bits; "plain": `x @ y`, scaled after it.
+        a: dtype of x.
+        b: dtype of y.
+        out: dtype of the result.
+        shape: m, k, n.
+        triton: whether XLA may choose a kernel of Triton's, which is what it asks first.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -105,17 +124,31 @@ def scaled_dot(a: str, b: str, out: str, shape: tuple[int, int, int] = (64, 64, 
     wide = jnp.bfloat16 if out == "float32" else jnp.dtype(out)
 
     def product(x: Any, y: Any, sx: Any, sy: Any) -> Any:
+        if form == "plain":
+            made = jax.lax.dot(x, y, preferred_element_type=jnp.dtype("float32"))
+            return (made * (sx * sy)).astype(out)
         left, right = x.astype(wide) * sx.astype(wide), y.astype(wide) * sy.astype(wide)
         return jax.lax.dot(left, right, preferred_element_type=jnp.dtype(out))
 
     one = jnp.float32(1)
+    options = {} if triton else {"xla_gpu_enable_triton_gemm": False}
     try:
-        made = jax.jit(product).lower(x, y, one, one).compile()
+        made = jax.jit(product).lower(x, y, one, one).compile(compiler_options=options)
         text, got = made.as_text() or "", made(x, y, one, one)
         right_one = x.astype(jnp.float32) @ y.astype(jnp.float32)
         error = jnp.linalg.norm(got.astype(jnp.float32) - right_one) / jnp.linalg.norm(right_one)
-        found = [line for line in text.splitlines() if " dot(" in line or "custom-call" in line]
-        eight = any("$f8" in line or "f8e" in line.partition("(")[2] for line in found)
-        return f"{'in 8 bits' if eight else 'in 16 bits or more'}, error {100 * float(error):.2g} %"
+        return f"{_who(text)}, error {100 * float(error):.2g} %"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:110]}"
+
+
+def _who(text: str) -> str:
+    """The kernel that optimised HLO has for a product, and in how many bits it multiplies."""
+    if "__cublas$lt$matmul$f8" in text:
+        return "cuBLASLt, in 8 bits"
+    dtypes = dict(re.findall(r"(%?[\w.-]+) = (\w+)\[", text))
+    dots = re.findall(r"\bdot\(([^)]*)\)", text)
+    eight = any(dtypes.get(name, name).startswith("f8e") for of in dots for name in of.split(", "))
+    other = re.findall(r'custom_call_target="([^"]*(?:matmul|gemm)[^"]*)"', text)
+    who = "Triton" if "__triton" in text else other[0] if other else "XLA's own"
+    return f"{who}, in {'8 bits' if eight else '16 bits or more'}"

@@ -127,7 +127,7 @@ def _steps() -> Iterator[Step]:
     yield _torch_speed("train", 120, "reduce-overhead")
     yield _torch_speed("mlp 1", 60, "reduce-overhead")
     yield Step(
-        "overhead, torch", "torch-overhead", "gpu_steps.torch_programs:overhead", 60,
+        "overhead, torch", "torch-overhead", "gpu_steps.torch_programs:overhead", 90,
         "overhead", ("torch", "rich", "tqdm", "matplotlib"),
     )  # fmt: skip
     yield Step(
@@ -150,11 +150,11 @@ def _steps() -> Iterator[Step]:
     yield _torch_speed("lora short", 30)
     yield _torch_speed("convnet train", 40)
     yield _torch_speed("convnet", 30)
-    yield _torch_speed("train deep", 180, "inductor")
     yield _torch_speed("mlp 1", 60, "inductor")
-    yield _jax_speed("train scanned", 60)
     yield _jax_speed("mlp", 45)
+    yield _jax_speed("train scanned", 60)
     yield _ask("torch_questions:sanitizer", 120)
+    yield _torch_speed("train deep", 180, "inductor")
 
 
 STEPS = tuple(_steps())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +37,7 @@ def run(here: Here, framework: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider",
-                   f"--junitxml={report}", *files(framework)]  # fmt: skip
+                   f"--junitxml={report}", *_together(), *files(framework)]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         print(done.stdout[-20000:], done.stderr[-5000:])
         if not report.exists():
@@ -54,6 +56,14 @@ def run(here: Here, framework: str) -> dict[str, Any]:
         },
         "notes": [f"Skipped, {framework}: {why}" for why in reasons],
     }
+
+
+def _together() -> list[str]:
+    """The arguments with which test files run at the same time, where pytest can do it."""
+    there = importlib.util.find_spec("xdist") is not None
+    some = ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"]
+    # Of the plugins that may be there, pytest-benchmark warns beside xdist; warnings are errors.
+    return [*some, "-p", "no:benchmark"] if there else []
 
 
 def _row(case: ET.Element) -> dict[str, str]:

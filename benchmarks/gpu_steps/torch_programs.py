@@ -50,7 +50,7 @@ def overhead(here: Here) -> dict[str, Any]:
     """Costs of a region, of ops in it and of a whole step, beside torch.amp."""
     import torch_overhead
 
-    rows = torch_overhead.rows(here.device, 2 if here.small else 30, here.small)
+    rows = torch_overhead.rows(here.device, 2 if here.small else 12, here.small)
     return {
         "machine": machine("torch", device=here.device),
         "tables": {torch_overhead.TITLE: rows},

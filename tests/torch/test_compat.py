@@ -188,6 +188,16 @@ def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
         assert seen == [(3,)]
 
 
+def test_a_kernel_goes_over_one_of_another_library():
+    """torch up to 2.12 refuses it unless it is asked not to."""
+    x = torch.ones(2)
+    with compat.temporary_library("aten") as below, compat.temporary_library("aten") as above:
+        compat.put(below, "erfinv", lambda keys, x: x + 1, "AutocastCPU")
+        compat.put(above, "erfinv", lambda keys, x: x + 2, "AutocastCPU")
+        with torch.autocast("cpu"):
+            assert torch.equal(torch.erfinv(x), x + 2)
+
+
 def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_replace():
     calls = []
 

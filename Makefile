@@ -18,8 +18,8 @@ PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 # What may differ between versions.
 VERSIONED := tests/test_package.py tests/test_vocabulary.py \
     $(addprefix tests/torch/test_, $(addsuffix .py, \
-        arguments compat compile compile_around cost cuda_lists custom_function differences func \
-        histories hold_blocks lean native ops recurrent regions scaler_compile)) \
+        arguments bake compat compile compile_around cost cuda_lists custom_function differences func \
+        histories hold_blocks hold_casts lean native ops recurrent regions scaler_compile)) \
     $(addprefix tests/jax/test_, $(addsuffix .py, compat contraction programs regions scaler_step))
 
 DEVICE  ?= cuda

@@ -159,7 +159,7 @@ class _Trace:
     def watch(self, mode: Any) -> None:
         """Have every op that `mode` is about to record shown to this trace."""
         self.mode = mode
-        mode.decomposition_table.update(
+        compat.decompositions(mode).update(
             (op, functools.partial(self._shown, op)) for op in compat.all_ops()
         )
 

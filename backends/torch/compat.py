@@ -361,13 +361,24 @@ def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
 
 
 def proxy_mode() -> Any:
-    """The mode with which torch.export records ops, None while none does. Since torch 2.0.
-
-    It asks its `decomposition_table` first, which graphs inside the graph inherit.
-    """
+    """The mode with which torch.export records ops, None while none does. Since torch 2.0."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode()
+
+
+def decompositions(mode: Any) -> dict[Any, Callable[..., Any]]:
+    """What a recording mode asks first, by op; graphs inside the graph inherit it.
+
+    Since torch 2.13 the mode has it, before that its module, in 2.12 as a context variable.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    table = getattr(mode, "decomposition_table", None)
+    if table is None:
+        table = proxy_tensor.CURRENT_DECOMPOSITION_TABLE  # type: ignore[attr-defined]
+        table = table.get() if isinstance(table, ContextVar) else table
+    return table  # type: ignore[no-any-return]
 
 
 def is_recorded() -> bool:

@@ -551,6 +551,16 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     assert compat.backward_node() is None
 
 
+def test_what_a_recording_mode_asks_first() -> None:
+    def record(x: torch.Tensor) -> torch.Tensor:
+        compat.decompositions(compat.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
+        return torch.tanh(x)
+
+    called = {node.target for node in make_fx(record)(torch.ones(2)).graph.nodes}
+    assert torch.ops.aten.sin.default in called
+    assert torch.ops.aten.tanh.default not in called
+
+
 def test_a_module_is_called_by_the_code_that_is_named() -> None:
     seen = []
 

@@ -3,7 +3,7 @@
 import pytest
 
 from polymp import loading
-from polymp.backends.torch import compat, kernels, native
+from polymp.backends.torch import casts, compat, kernels, native
 from polymp.backends.torch.compat import overload
 from polymp.rules import LOW, Apply, Rule
 from polymp.vocabulary import vocabulary
@@ -79,6 +79,7 @@ def test_an_op_that_torch_did_not_register_yet_has_no_row_of_torchs(monkeypatch)
 
 def test_overloads_with_named_dimensions_are_left_to_torch():
     registered = {op for d in native.DEVICES for op in compat.registered(compat.autocast_key(d))}
+    registered = {op for op in registered if op.partition(".")[0] not in casts.WRITERS}  # ours
     assert {op for op in registered if compat.takes_names(op)} == (
         {*NAMED} if VERSION < (2, 13) else set()
     )

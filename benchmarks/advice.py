@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ LOW = ("bfloat16", "float16")
 RIGHT, HARMLESS = 1.20, 1.05
 STATED = -1.0  # the bar is how far off doctor says that the ratio may be
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
+PROCESSES = 3  # of the measurement
+FIGURE = 16e-3  # seconds that a figure of it takes at least
 SCARCE = 2.0  # seconds, too few to measure all
 
 NOTES = (
@@ -47,7 +50,7 @@ NOTES = (
     "Predicted is what `polymp doctor --shapes` says in a process of its own, measured what a "
     "later process finds in a region. Both are in multiples of float32's time, and what counts is "
     "the larger over the smaller.",
-    "On a CPU it is processor time: of one thread in torch, of all threads in JAX.",
+    "On a CPU it is processor time, of one thread in torch, of all threads in JAX.",
 )
 
 Figures = dict[str, list[float]]
@@ -69,11 +72,21 @@ def doctor(framework: str, shapes: Sequence[Sequence[int]], seconds: float) -> d
 
 
 def apart(framework: str, shapes: Sequence[Sequence[int]], rounds: int) -> dict[str, Figures]:
-    """Milliseconds by shape and dtype, measured in another process."""
-    return _process(
-        str(Path(__file__)), "--apart", framework, "--rounds", str(rounds),
-        "--shapes", ",".join(map(text, shapes)),
-    )  # fmt: skip
+    """Milliseconds by shape and dtype, measured in other processes, a third in each.
+
+    Where memory comes from differs between processes; in products of few rows, which have to wait
+    for memory, that is up to half of the time.
+    """
+    found: dict[str, Figures] = {text(shape): {} for shape in shapes}
+    for _ in range(PROCESSES):
+        part = _process(
+            str(Path(__file__)), "--apart", framework, "--rounds", str(-(-rounds // PROCESSES)),
+            "--shapes", ",".join(found),
+        )  # fmt: skip
+        for shape, figures in part.items():
+            for dtype, times in figures.items():
+                found[shape].setdefault(dtype, []).extend(times)
+    return found
 
 
 def _process(*argv: str) -> dict[str, Any]:
@@ -90,39 +103,54 @@ def _process(*argv: str) -> dict[str, Any]:
     return dict(json.loads(run.stdout))
 
 
-def layer(framework: str, shape: Sequence[int], dtype: str) -> tuple[Callable[[], Any], Any, Any]:
-    """A linear layer in a dtype: what runs it, what finishes it, and the region it runs in."""
-    m, k, n = shape
-    if framework == "torch":
+class Layer:
+    """A linear layer in a dtype, in the region of a framework.
+
+    Attributes:
+        run: runs it.
+        finish: waits until it has run; None where it has by then.
+        region: that it runs in.
+    """
+
+    def __init__(self, framework: str, shape: Sequence[int], dtype: str) -> None:
+        self.run, self.finish, self.region = getattr(self, framework)(shape, dtype)
+
+    def torch(self, shape: Sequence[int], dtype: str) -> tuple[Any, ...]:
         import torch
 
         from polymp.torch import autocast
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        m, k, n = shape
+        device = _device("torch")
         own = getattr(torch, dtype)
         x, weight = (torch.randn(s, device=device) for s in ((m, k), (n, k)))
         x = x.to(own)
         region = nullcontext() if dtype == "float32" else autocast(device, own)
         finish = torch.cuda.synchronize if device == "cuda" else None
         return lambda: torch.nn.functional.linear(x, weight), finish, region
-    import jax
 
-    from polymp.jax import autocast as in_jax
+    def jax(self, shape: Sequence[int], dtype: str) -> tuple[Any, ...]:
+        import jax
 
-    keys = jax.random.split(jax.random.key(0), 2)
-    x, weight = (jax.random.normal(key, s) for key, s in zip(keys, ((m, k), (k, n)), strict=True))
-    x = x.astype(dtype)
-    program = jax.jit((lambda x, w: x @ w) if dtype == "float32" else _plain(in_jax, dtype))
-    last: list[Any] = [program(x, weight)]
+        from polymp.jax import autocast
 
-    def run() -> None:
-        last[0] = program(x, weight)
+        m, k, n = shape
+        keys = jax.random.split(jax.random.key(0), 2)
+        x, weight = (
+            jax.random.normal(key, s) for key, s in zip(keys, ((m, k), (k, n)), strict=True)
+        )
+        x = x.astype(dtype)
 
-    return run, lambda: jax.block_until_ready(last[0]), nullcontext()
+        def product(x: Any, weight: Any) -> Any:
+            return x @ weight
 
+        program = jax.jit(product if dtype == "float32" else autocast(product, dtype=dtype))
+        last: list[Any] = []
 
-def _plain(autocast: Any, dtype: str) -> Any:
-    return autocast(lambda x, w: x @ w, dtype=dtype)
+        def run() -> None:
+            last[:] = [program(x, weight)]
+
+        return run, lambda: jax.block_until_ready(last), nullcontext()
 
 
 def measured(framework: str, shape: Sequence[int], rounds: int) -> Figures:
@@ -134,21 +162,23 @@ def measured(framework: str, shape: Sequence[int], rounds: int) -> Figures:
     clock = time.process_time if _device(framework) == "cpu" else time.perf_counter
     programs = {}
     for dtype in ("float32", *LOW):
-        program, finish, region = layer(framework, shape, dtype)
-        with region:
-            for _ in range(3):
-                once = timed(program, 1, clock, finish)()
-            inner = max(1, round(4e-3 / max(once, 1e-7)))
-        programs[dtype] = _within(region, timed(program, inner, clock, finish))
+        layer = Layer(framework, shape, dtype)
+        once = partial(timed, layer.run, clock=clock, finish=layer.finish)
+        with layer.region:
+            first = min(once(1)() for _ in range(4))
+        programs[dtype] = _warm(layer, once(max(1, round(FIGURE / max(first, 1e-7)))))
     return measure(programs, rounds)
 
 
-def _within(region: Any, once: Callable[[], float]) -> Callable[[], float]:
-    def run() -> float:
-        with region:
+def _warm(layer: Layer, once: Callable[[], float]) -> Callable[[], float]:
+    """A figure with the layer's numbers in the caches, not those of what ran before."""
+
+    def figure() -> float:
+        with layer.region:
+            layer.run()
             return once()
 
-    return run
+    return figure
 
 
 def _device(framework: str) -> str:

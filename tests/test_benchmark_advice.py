@@ -97,13 +97,11 @@ def test_a_layer_runs_in_the_dtype_that_it_is_measured_in(
     advice: ModuleType, framework: str
 ) -> None:
     need(framework)
-    import contextlib
-
     for dtype in ("float32", *advice.LOW):
-        program, finish, region = advice.layer(framework, (4, 8, 16), dtype)
-        with region if region is not None else contextlib.nullcontext():
-            made = program()
+        layer = advice.Layer(framework, (4, 8, 16), dtype)
+        with layer.region:
+            made = layer.run()
         if framework == "torch":
             assert str(made.dtype) == f"torch.{dtype}"
         else:
-            assert finish().dtype.name == dtype
+            assert layer.finish()[0].dtype.name == dtype

@@ -581,8 +581,8 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
     """FLOPs of a product, convolution or attention kernel; 0 of any other op.
 
     By torch.utils.flop_counter's formulas, which are documented; its table of them,
-    `flop_registry`, is not. It lacks the attention kernel of CPUs, and counts too many in
-    convolutions with groups. Since torch 2.2.
+    `flop_registry`, is not. It counts too many in convolutions with groups, lacks the attention
+    kernel of CPUs, and before torch 2.13 raises where queries share keys. Since torch 2.2.
     """
     from torch.utils import flop_counter
 
@@ -592,15 +592,29 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
         made, given, weight = args[:3]  # one convolution for each gradient of these two
         wanted = int(args[10][0]) + int(args[10][1])
         return wanted * _convolution(args[7], given, weight, made)
-    formula = flop_counter.flop_registry.get(op.overloadpacket)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result))
     name = op.overloadpacket.__name__
-    if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))
-    return 0
+    if name.startswith("_scaled_dot_product_"):
+        if name.endswith("_backward"):
+            return _attention(args[1:4], (3, 2))
+        return _attention(args[:3], (1, 1))
+    formula = flop_counter.flop_registry.get(op.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int:
+    """Two for each number of a query, or of a value, that meets a key, in so many products.
+
+    Forward these are the scores and the result. Backward computes the scores again, and then the
+    gradients of the scores, of values, queries and keys.
+
+    Args:
+        inputs: query [batch, heads, queries, width], key [batch, heads, keys, width] and value
+            [batch, heads, keys, width of a value]; the last two may have fewer heads.
+        products: how many have the width of a query, and of a value.
+    """
+    query, key, value = inputs
+    width = products[0] * query.shape[3] + products[1] * value.shape[3]
+    return 2 * query.shape[:3].numel() * key.shape[2] * width
 
 
 def _convolution(

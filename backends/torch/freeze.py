@@ -313,9 +313,10 @@ def _examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ...]]:
     if wrong or not listed:
         given = f"a list with {wrong[0]} in it" if wrong else "an empty list"
         given = given if isinstance(inputs, list) else wrong[0]
+        named = " Write freeze(model, (), kwargs=...) for inputs by keyword." * ("dict" in wrong)
         raise TypeError(
             f"freeze() takes the inputs of {type(model).__name__} as a tuple, such as (x,), or a "
-            f"list of tuples, not as {given}."
+            f"list of tuples, not as {given}.{named}"
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"freeze() takes kwargs as a dict, not as {type(kwargs).__name__}.")

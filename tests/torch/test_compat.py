@@ -588,6 +588,11 @@ def test_flops_are_known_of_the_kernels_that_have_some() -> None:
     given = out, q, q, q, out, logsumexp, 0.0, False
     made = backward(*given)
     assert compat.flops(backward.default, given, {}, made) == 5 * 2 * (2 * 3 * 3 * 4)
+    k, v = torch.ones(1, 1, 7, 4), torch.ones(1, 1, 7, 5)  # both heads of queries share them
+    scores, results = 2 * (2 * 3 * 7 * 4), 2 * (2 * 3 * 7 * 5)
+    assert compat.flops(kernel.default, (q, k, v), {}, None) == scores + results
+    given = torch.ones(1, 2, 3, 5), q, k, v
+    assert compat.flops(backward.default, given, {}, None) == 3 * scores + 2 * results
 
 
 @pytest.mark.parametrize("transposed", [False, True])

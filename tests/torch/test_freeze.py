@@ -301,6 +301,8 @@ def test_what_is_no_model_or_no_example_is_refused(x: torch.Tensor) -> None:
             "freeze() takes the inputs of Linear as a tuple, such as (x,), or a list of tuples, "
             f"not as {shown}."
         )
+    with pytest.raises(TypeError, match=r"not as dict. Write freeze\(model, \(\), kwargs=...\)"):
+        freeze(model, {"input": x})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"kwargs as a dict, not as list"):
         freeze(model, (x,), [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module and its inputs, not <function"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -257,7 +258,8 @@ def _list(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Text of others in one line, in which Markdown finds no table, link or reference."""
+    return re.sub(r"([|\[\]])", r"\\\1", " ".join(text.split()))
 
 
 def _workload(by: dict[str, dict[str, Row]]) -> list[str]:

@@ -204,10 +204,10 @@ def test_a_reason_for_what_is_not_there_is_refused(
 def test_a_bar_without_a_row_is_not_dropped(
     speed_page: ModuleType, put: Put, tmp_path: Path
 ) -> None:
-    put("some", "cpu", "2026-01-01", unmeasured={"w: a / b": 0.6}, missing={"a": "not | there"})
+    put("some", "cpu", "2026-01-01", unmeasured={"w: a / b": 0.6}, missing={"a": "not | [there]"})
     text = made(speed_page, tmp_path)
     assert "| some, w: a / b | 0.60 |  | not measured |" in text.splitlines()
-    assert "- a: not \\| there" in text.splitlines()
+    assert "- a: not \\| \\[there\\]" in text.splitlines()
     assert speed_page.without_reason(text) == [
         "- some, w: a / b: not measured, CPU: no reason is recorded."
     ]

@@ -22,6 +22,7 @@ from torch import nn
 from polymp.backends.torch import holding
 from polymp.torch import autocast, bake, hold_casts, pin, scoped
 from tests import STRICT
+from tests.torch.changes import VERSION
 from tests.torch.held_models import Net, loss_of
 from tests.torch.held_ranks import CUTS
 from tests.torch.ranks import launch
@@ -285,7 +286,9 @@ def test_models_that_torch_cuts_up(tmp_path: Path) -> None:
                 held, plain = (notes[how, late, held] for held in (True, False))
                 assert len(plain) >= 15
                 assert held == plain, (how, late)
-        assert notes["fault"] != notes["ddp", False, False], "sent buffers are held, and nobody saw"
+        # Buffers that DDP sends are held, which is wrong where it does not show that it wrote them.
+        assert (notes["fault"] != notes["ddp", False, False]) is notes["sends unseen"]
+        assert notes["sends unseen"] or VERSION < (2, 13)
 
 
 def test_torch_jit_trace_records_the_casts() -> None:

@@ -9,7 +9,7 @@ from polymp.errors import VersionWarning
 # By framework: the first version, and the first that is not tested any more.
 SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {
     "torch": ((2, 11), (2, 16)),
-    "jax": ((0, 10, 1), (0, 12)),
+    "jax": ((0, 10, 2), (0, 12)),
 }
 
 

@@ -543,11 +543,11 @@ def test_what_shows_that_a_format_is_fast():
     [
         ("2.11.0", "0.11.4", []),
         ("2.15.1+cu132", "", []),
-        ("", "0.10.1", []),
-        ("", "0.10.0", ["jax 0.10.0 is not supported: install jax 0.10.1 to 0.11."]),
+        ("", "0.10.2", []),
+        ("", "0.10.0", ["jax 0.10.0 is not supported: install jax 0.10.2 to 0.11."]),
         ("2.10.2", "0.10.2", ["torch 2.10.2 is not supported: install torch 2.11 to 2.15."]),
         ("2.16.0a0", "0.10.2", ["torch 2.16.0a0 is not supported: install torch 2.11 to 2.15."]),
-        ("2.13.0", "0.9.1", ["jax 0.9.1 is not supported: install jax 0.10.1 to 0.11."]),
+        ("2.13.0", "0.9.1", ["jax 0.9.1 is not supported: install jax 0.10.2 to 0.11."]),
         (
             "",
             "",

@@ -108,8 +108,8 @@ def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, last
 def test_the_supported_versions_in_words():
     assert versions.supported("torch") == "torch 2.11 to 2.15"
     assert versions.bounds("torch") == ">=2.11,<2.16"
-    assert versions.supported("jax") == "jax 0.10.1 to 0.11"
-    assert versions.bounds("jax") == ">=0.10.1,<0.12"
+    assert versions.supported("jax") == "jax 0.10.2 to 0.11"
+    assert versions.bounds("jax") == ">=0.10.2,<0.12"
     assert versions.is_supported("torch", "2.11.0")
     assert versions.is_supported("jax", "0.11.2")
     assert not versions.is_supported("jax", "0.10.0")

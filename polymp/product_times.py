@@ -190,11 +190,12 @@ def figures(
     for way, run in made.items():
         run(1)  # warm
         once = run(1)
-        inner[way] = max(1, round(FIGURE / max(once, 1e-6)))
+        inner[way] = max(1, round(FIGURE / 3 / max(once, 1e-6)))
         found[way] = [run(inner[way]) / inner[way] if inner[way] > 1 else once]
     turns = [way for way in made if not _hopeless(found, way)]
+    figure = min(FIGURE, max(end - now(), 0.0) / (len(turns) * (ROUNDS[0] + 1)))
     for way in turns:
-        inner[way] = max(1, round(FIGURE / max(found[way].pop(), 1e-7)))
+        inner[way] = max(1, round(figure / max(found[way].pop(), 1e-7)))
     for i in range(ROUNDS[1]):
         if i >= ROUNDS[0] and now() >= end:
             break

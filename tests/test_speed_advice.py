@@ -218,7 +218,7 @@ def test_the_budget_is_kept_and_the_rest_predicted(budget: float) -> None:
     assert len(rows) == len(sizes)
     assert any(row.measured for row in rows)
     assert any(not row.measured for row in rows) == (budget < 3)
-    assert bench.clock < budget + 0.2  # one product is measured whatever the budget
+    assert bench.clock < budget + 0.1
     for row in rows:
         low, high = row.spread[BFLOAT16]
         assert (low < row.seconds[BFLOAT16] / row.seconds[FLOAT32] < high) or row.measured

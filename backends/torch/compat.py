@@ -368,7 +368,7 @@ def proxy_mode() -> Any:
 
 
 def decompositions(mode: Any) -> dict[Any, Callable[..., Any]]:
-    """What a recording mode asks first, by op; graphs inside the graph inherit it.
+    """The table, by op, that a recording mode asks first; graphs inside the graph inherit it.
 
     Since torch 2.13 the mode has it, before that its module, in 2.12 as a context variable.
     """

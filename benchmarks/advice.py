@@ -27,7 +27,7 @@ from typing import Any
 
 from pairing import Row, machine, measure, missed, row, save, show, timed
 
-from polymp import product_times
+from polymp.speed import product_times
 
 SHAPES = (
     (1, 768, 3072), (1, 2048, 2048), (4, 1024, 4096), (16, 512, 2048),  # few rows

@@ -1,10 +1,10 @@
 """The contraction in each form in which polymp could lower it: how fast, and how exact.
 
 Shapes of a transformer: forward, and both gradients, of one operand that is an activation and of
-one that is a parameter where there is one. The forms are those of backends/jax/contraction.py,
-where `FORMS` says which one a platform gets; whether rightly, is what this shows. Beside them
-float32 operands. Programs run in turn; the ratio of the medians is what counts, and the middle half
-of the paired ratios stands beside it.
+one that is a parameter where there is one. The forms are those of
+backends/jax/autocast/contraction.py, where `FORMS` says which one a platform gets; whether rightly,
+is what this shows. Beside them float32 operands. Programs run in turn; the ratio of the medians is
+what counts, and the middle half of the paired ratios stands beside it.
 
     python benchmarks/contraction.py              # about 2 minutes on two cores
     python benchmarks/contraction.py --rounds 3 --shapes attention
@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 from pairing import Row, machine, measure, row, save, show, timed
 
-from polymp.backends.jax import contraction
+from polymp.backends.jax.autocast import contraction
 
 PLAIN = "float32 operands"
 FORMS: dict[str, Callable[..., Any]] = {

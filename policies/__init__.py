@@ -1,1 +1,1 @@
-"""The policies that come with polymp, one TOML file each. `polymp.rules.load` reads them."""
+"""The policies that come with polymp, one TOML file each. `polymp.rules.policy.load` reads them."""

@@ -6,22 +6,21 @@ of the user's own follow policies, `polymp.explain` says which op ran in which f
 """
 
 from polymp import dtypes as dtypes
-from polymp import loading as loading
-from polymp import rules as rules
-from polymp.decisions import Decisions as Decisions
-from polymp.decisions import recording as recording
+from polymp._api import explain as explain
+from polymp.diagnostics.report import Report as Report
 from polymp.errors import BackendMissingError as BackendMissingError
 from polymp.errors import ForbiddenOpError as ForbiddenOpError
 from polymp.errors import PolicyError as PolicyError
 from polymp.errors import PolympError as PolympError
-from polymp.explaining import explain as explain
-from polymp.region import Region as Region
-from polymp.registering import register_op as register_op
-from polymp.report import Report as Report
-from polymp.rules import Policy as Policy
-from polymp.scaling import ScaleRule as ScaleRule
-from polymp.scaling import ScaleState as ScaleState
+from polymp.rules import policy_files as _policy_files
+from polymp.rules.custom_ops import register_op as register_op
+from polymp.rules.decisions import Decisions as Decisions
+from polymp.rules.decisions import recording as recording
+from polymp.rules.policy import Policy as Policy
+from polymp.rules.region import Region as Region
+from polymp.scaling.scale_rule import ScaleRule as ScaleRule
+from polymp.scaling.scale_rule import ScaleState as ScaleState
 
-policy = loading.load
+policy = _policy_files.load
 
 __version__ = "0.1.0"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from polymp.auditing import Audit, Fault, Measured, Operand
-from polymp.magnitudes import BINS, SHIFT, Magnitudes
-from polymp.rules import Row, Rule
+from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
+from polymp.rules.policy import Row, Rule
 
 MATMUL = Row("class:matmul", Rule.LOWER, source="policies/amp.toml")
 

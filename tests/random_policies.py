@@ -23,8 +23,8 @@ import polymp
 from polymp import Policy, Region
 from polymp.dtypes import widest
 from polymp.errors import PolicyError
-from polymp.rules import LOW, Decision, Row, Rule
-from polymp.vocabulary import vocabulary
+from polymp.rules.policy import LOW, Decision, Row, Rule
+from polymp.rules.vocabulary import vocabulary
 
 MINE = "random_policies_mine"  # an op of the user's own, registered in both frameworks
 UNARY = ("exp", "tanh", "sigmoid", "relu", "neg", "sin", "softmax", "cumsum")
@@ -300,7 +300,7 @@ def vocabulary_put_back() -> Iterator[None]:
     words = vocabulary()
     indices = [words._aten, words._jax, words._functions]
     kept = _Kept(dict(words.ops), dict(words.kinds), [dict(index) for index in indices])
-    in_jax = sys.modules.get("polymp.backends.jax.functions")
+    in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")
     functions = dict(in_jax.FUNCTIONS.ops) if in_jax is not None else {}
     try:
         yield
@@ -310,7 +310,7 @@ def vocabulary_put_back() -> Iterator[None]:
         ):
             now.clear()
             now.update(before)
-        in_jax = sys.modules.get("polymp.backends.jax.functions")
+        in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")
         for code in set(in_jax.FUNCTIONS.ops) - set(functions) if in_jax is not None else ():
             if in_jax.FUNCTIONS.ops[code] not in words.ops:
                 del in_jax.FUNCTIONS.ops[code]

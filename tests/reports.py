@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polymp.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
-from polymp.rules import Row, Rule
+from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
+from polymp.rules.policy import Row, Rule
 
 FP32, FP16, BF16 = "float32", "float16", "bfloat16"
 MATMUL = Row("class:matmul", Rule.LOWER, source="policies/torch-cuda.toml")

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("matplotlib")
 import matplotlib
 
-from polymp import audit_plot, audit_table
+from polymp.diagnostics import audit_plot, audit_text
+from polymp.diagnostics.magnitudes import NARROW
 from polymp.dtypes import FORMATS
-from polymp.magnitudes import NARROW
 from tests import audits
 from tests.audits import gradient, magnitudes, measured
 
@@ -113,7 +113,7 @@ def test_an_audit_of_nothing_and_of_zeros() -> None:
     [(0.0, "0"), (1.0, "2**0 = 1"), (65536.0, "2**16 = 65536"), (1e-3, "2**-10.0 = 0.001")],
 )
 def test_powers(value: float, words: str) -> None:
-    assert audit_table.power(value) == words
+    assert audit_text.power(value) == words
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_powers(value: float, words: str) -> None:
     ],
 )
 def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
-    assert audit_table._percent(part) == words
+    assert audit_text._percent(part) == words
 
 
 # The picture.

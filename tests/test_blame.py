@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp import blame as module
-from polymp.blame import Blame, Node, blame
+from polymp.diagnostics import blame as module
+from polymp.diagnostics.blame import Blame, Node, blame
 
 
 def node(*inputs: int, bad: str = "", run: str = "float16", **more: Any) -> Node:

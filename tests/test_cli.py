@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from polymp import cli, doctor, loading, scopes, versions
-from polymp.doctor import Device, Engine, Facts, Framework
-from polymp.rules import LOW
-from polymp.vocabulary import vocabulary
+from polymp import cli, versions
+from polymp.cli import doctor
+from polymp.cli.doctor import Device, Engine, Facts, Framework
+from polymp.rules import policy_files, scopes
+from polymp.rules.policy import LOW
+from polymp.rules.vocabulary import vocabulary
 from tests.blocks import ROOT, read
 from tests.conftest import need
 from tests.test_package import HEAVY, loaded_after
@@ -85,12 +87,12 @@ def process(*argv, blocked=(), cwd=ROOT, **env):
 
 def test_policies_lists_all_that_are_shipped(polymp, answer):
     listed = answer("policies")["policies"]
-    assert [p["name"] for p in listed] == list(loading.shipped())
+    assert [p["name"] for p in listed] == list(policy_files.shipped())
     by_name = {p["name"]: p for p in listed}
     assert by_name["lean"] == {
         "name": "lean",
-        "summary": loading.summary("lean"),
-        "rows": len(loading.load("lean").rows),
+        "summary": policy_files.summary("lean"),
+        "rows": len(policy_files.load("lean").rows),
         "extends": "amp",
     }
     assert by_name["matmul"]["extends"] is None
@@ -109,7 +111,7 @@ def test_policies_lists_all_that_are_shipped(polymp, answer):
 @pytest.mark.parametrize("scope", ["", "model.lm_head.proj", "blocka.attn"])
 def test_show_says_what_the_policy_says(name, scope, answer):
     shown = answer("show", name, "--scope", scope) if scope else answer("show", name)
-    policy = loading.load(name)
+    policy = policy_files.load(name)
     assert sorted(e["op"] for e in shown["ops"]) == sorted(vocabulary().ops)
     for entry in shown["ops"]:
         for low in LOW:
@@ -146,7 +148,7 @@ def test_show_draws_every_op_under_its_class(polymp):
     words = set(re.findall(r"\w+", top)) | set(re.findall(r"\w+", silent))
     assert vocabulary().ops.keys() <= words
     assert "relu" in re.findall(r"\w+", silent)
-    ruled = [op for op in vocabulary().ops if loading.load("mine.toml").why(op, "float16").row]
+    ruled = [op for op in vocabulary().ops if policy_files.load("mine.toml").why(op, "float16").row]
     assert f"{len(ruled)} of {len(vocabulary().ops)} ops have a rule" in out
 
 
@@ -161,7 +163,7 @@ def test_show_of_a_class_and_of_a_format(polymp, answer):
 def test_show_of_one_op(polymp, answer):
     asked = ("show", "mine.toml", "--op", "softmax")
     shown, op = answer(*asked), vocabulary().ops["softmax"]
-    policy = loading.load("mine.toml")
+    policy = policy_files.load("mine.toml")
     assert shown["why"] == {low: str(policy.why("softmax", low)) for low in LOW}
     assert shown["rules"] == dict.fromkeys(LOW, "fp32_keep")
     assert (shown["aten"], shown["functions"]) == (list(op.aten), list(op.functions))
@@ -198,8 +200,8 @@ def test_what_looks_like_markup_is_shown_as_it_is(polymp):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_show_on_a_device_lists_the_ops_that_need_a_kernel(device, answer, polymp):
     need("torch")
-    native = importlib.import_module("polymp.backends.torch.native")
-    policy = loading.load("mine.toml")
+    native = importlib.import_module("polymp.backends.torch.autocast.torch_table")
+    policy = policy_files.load("mine.toml")
     shown = answer("show", "mine.toml", "--device", device)
     agree = {
         op
@@ -236,7 +238,9 @@ def test_torchs_own_policy_needs_no_kernel(device, polymp, answer):
 
 def test_the_devices_are_those_that_torch_has_tables_for():
     need("torch")
-    assert importlib.import_module("polymp.backends.torch.native").DEVICES == cli.DEVICES
+    assert (
+        importlib.import_module("polymp.backends.torch.autocast.torch_table").DEVICES == cli.DEVICES
+    )
 
 
 # diff
@@ -254,7 +258,7 @@ def test_diff_of_equal_policies(polymp, answer):
 @pytest.mark.parametrize(("one", "other"), [("amp", "matmul"), ("mine.toml", "torch-cpu")])
 def test_diff_lists_every_op_whose_rule_differs(one, other, answer):
     found = answer("diff", one, other, code=1)
-    a, b = loading.load(one), loading.load(other)
+    a, b = policy_files.load(one), policy_files.load(other)
     rules = {
         (op, low): [a.why(op, low).rule, b.why(op, low).rule]
         for op in vocabulary().ops
@@ -332,7 +336,7 @@ def test_a_scope_is_looked_into_by_a_path_that_it_matches(pattern):
 
 def test_check_of_a_policy_that_both_can_honour(polymp, answer):
     need("torch"), need("jax")
-    rows = len(loading.load("mine.toml").rows)
+    rows = len(policy_files.load("mine.toml").rows)
     assert polymp("check", "mine.toml") == (
         0,
         f"mine.toml: {rows} rows\ntorch: honours them all\njax: honours them all\n",
@@ -348,7 +352,7 @@ def test_check_of_a_policy_that_both_can_honour(polymp, answer):
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-@pytest.mark.parametrize("name", loading.shipped())
+@pytest.mark.parametrize("name", policy_files.shipped())
 def test_every_shipped_policy_can_be_honoured(name, backend, polymp):
     need(backend)
     code, out, err = polymp("check", name, "--backend", backend)
@@ -466,7 +470,7 @@ def test_check_refuses_what_the_backends_refuse(polymp, answer, tmp_path):
 
 def test_check_installs_no_kernel(polymp):
     need("torch")
-    kernels = importlib.import_module("polymp.backends.torch.kernels")
+    kernels = importlib.import_module("polymp.backends.torch.autocast.kernels")
     before = {device: kernels.installed(device) for device in cli.DEVICES}
     assert polymp("check", "lean", "--backend", "torch")[0] == 0
     assert {device: kernels.installed(device) for device in cli.DEVICES} == before
@@ -485,7 +489,7 @@ def test_check_of_a_file_that_is_wrong(polymp, answer, tmp_path):
 
 def test_check_without_frameworks():
     run = process("check", "amp", blocked=("torch", "jax"))
-    rows = len(loading.load("amp").rows)
+    rows = len(policy_files.load("amp").rows)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == (
         f"amp: {rows} rows\ntorch: not installed, not asked\njax: not installed, not asked\n"
@@ -627,7 +631,7 @@ def test_doctor_sees_this_machine():
         name: metadata.version(name) for name in ("torch", "jax")
     }
     assert {d["framework"] for d in found["devices"]} == {"torch", "jax"}
-    native = importlib.import_module("polymp.backends.torch.native")
+    native = importlib.import_module("polymp.backends.torch.autocast.torch_table")
     for engine in found["engines"]:
         assert engine["compiled"] == len(native.kernels(engine["device"]))
         assert [engine["new"], engine["gone"]] == list(native.drift(engine["device"]))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp import decisions
 from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError, PolicyWarning
-from polymp.rules import LOW, Rule
+from polymp.rules import decisions
+from polymp.rules.policy import LOW, Rule
 from tests import frameworks
 from tests.conftest import FRAMEWORKS, need
 
@@ -263,7 +263,8 @@ NATIVE = """
 import sys
 import polymp, torch
 from polymp.torch import autocast
-from polymp.backends.torch import compat, kernels, native
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import kernels, torch_table
 
 def ours():
     called = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.report import BACKWARD, FORWARD, Report
+from polymp.diagnostics.report import BACKWARD, FORWARD, Report
 from tests import examples, frameworks
 from tests.conftest import FRAMEWORKS, need
 

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from polymp.errors import ScalerWarning, StuckError
-from polymp.gradients import GradientReport
-from polymp.scaling import SMALLEST
+from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling.scale_rule import SMALLEST
 from tests import killed, kills
 from tests.blocks import ROOT
 from tests.conftest import need

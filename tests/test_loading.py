@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp import loading
 from polymp.errors import PolicyError
-from polymp.loading import load, to_toml
-from polymp.rules import Apply, Policy, Row, Rule
-from polymp.vocabulary import vocabulary
+from polymp.rules import policy_files
+from polymp.rules.policy import Apply, Policy, Row, Rule
+from polymp.rules.policy_files import load, to_toml
+from polymp.rules.vocabulary import vocabulary
 
 SHIPPED = ("amp", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
 RULES = "lower, fp32, fp32_keep, widest, first, keep, forbid, parts"
@@ -84,13 +84,13 @@ def test_data():
 
 
 def test_the_shipped_ones_load_under_their_names():
-    assert loading.shipped() == SHIPPED
+    assert policy_files.shipped() == SHIPPED
     for name in SHIPPED:
         policy = load(name)
         assert policy.name == name
         assert policy.rows, "an empty policy"
         assert load(name) is policy, "read twice"
-        assert loading.summary(name).endswith(".")
+        assert policy_files.summary(name).endswith(".")
         assert {row.source for row in policy.rows} <= {
             f"policies/{other}.toml" for other in SHIPPED
         }
@@ -98,7 +98,7 @@ def test_the_shipped_ones_load_under_their_names():
 
 def test_a_shipped_one_is_what_its_file_says(folder):
     copy = folder / "torch-cpu.toml"
-    copy.write_text(loading.text("torch-cpu"))
+    copy.write_text(policy_files.text("torch-cpu"))
     assert load(copy) == load("torch-cpu")
     assert load("torch-cpu").why("mm", "float16").row == Row("mm", Rule.LOWER)
     assert load("torch-cpu").halves == "raise"

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from polymp.dtypes import FORMATS
-from polymp.magnitudes import (
+from polymp.diagnostics.magnitudes import (
     BINS,
     INF,
     NARROW,
@@ -23,6 +22,7 @@ from polymp.magnitudes import (
     lower_edge,
     of_float,
 )
+from polymp.dtypes import FORMATS
 from tests.audits import magnitudes
 from tests.conftest import need
 
@@ -228,17 +228,17 @@ def test_the_backends_count_as_numpy_does(framework: str, format: str) -> None:
     if framework == "torch":
         import torch
 
-        from polymp.backends.torch.measuring import _bins_of
+        from polymp.backends.torch.diagnostics.measure import _bins_of
 
         bits = torch.from_numpy(values.view(np.int32 if format == "float32" else np.int16))
         found = _bins_of(bits.view(getattr(torch, format))).numpy()
     else:
         import jax.numpy as jnp
 
-        from polymp.backends.jax import twin
+        from polymp.backends.jax.diagnostics import instrument
 
-        chunks = np.array_split(values, range(twin.SAMPLE, values.size, twin.SAMPLE))
-        found = np.concatenate([np.asarray(twin._sample(jnp.asarray(c))) for c in chunks])
+        chunks = np.array_split(values, range(instrument.SAMPLE, values.size, instrument.SAMPLE))
+        found = np.concatenate([np.asarray(instrument._sample(jnp.asarray(c))) for c in chunks])
     real = ~np.isnan(wide)
     np.testing.assert_array_equal(found[real], expected[real])
     assert (found[~real] >= INF).all()

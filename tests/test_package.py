@@ -31,7 +31,7 @@ HEAVY = {"torch", "jax", "numpy", "ml_dtypes", "matplotlib"}
     [
         "import polymp",
         "import polymp; polymp.policy('torch-cuda')",
-        "from polymp import loading; [loading.load(name) for name in loading.shipped()]",
+        "from polymp.rules import policy_files as p; [p.load(name) for name in p.shipped()]",
         "import polymp; polymp.policy('amp').override(fp32=['gelu']).why('gelu', 'float16')",
         "import polymp.backends",
     ],

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 
 import polymp
-from polymp import Region, loading
+from polymp import Region
 from polymp.dtypes import FORMATS, widest
-from polymp.rules import LOW, Rule
-from polymp.vocabulary import vocabulary
+from polymp.rules import policy_files
+from polymp.rules.policy import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
 from tests import cases, frameworks, policies_shared
 from tests.conftest import FRAMEWORKS, need
 from tests.policies_shared import NEUTRAL
 
-POLICIES = tuple(loading.shipped())
+POLICIES = tuple(policy_files.shipped())
 # Every op has this row: what is called under it shows of which ops a shared op is made.
 KEEP = polymp.policy({"name": "keep", "rules": {"default": "keep"}})
 RAISES = "raises"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp.region import Region, Stack
-from polymp.rules import Policy, Row, Rule
+from polymp.rules.policy import Policy, Row, Rule
+from polymp.rules.region import Region, Stack
 
 
 def make(device, low):

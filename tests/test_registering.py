@@ -22,8 +22,8 @@ import polymp
 from polymp import Region
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules import LOW, Rule
-from polymp.vocabulary import vocabulary
+from polymp.rules.policy import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
 from tests import frameworks
 from tests.conftest import need
 from tests.random_policies import vocabulary_put_back
@@ -540,10 +540,10 @@ def state() -> Any:
     words = vocabulary()
     found: list[Any] = [dict(words.ops), dict(words.kinds), list(words.registered)]
     found += [dict(index) for index in (words._aten, words._jax, words._functions)]
-    if "polymp.backends.torch.kernels" in sys.modules:
-        found.append(sys.modules["polymp.backends.torch.kernels"].installed("cpu"))
-    if "polymp.backends.jax.functions" in sys.modules:
-        functions = sys.modules["polymp.backends.jax.functions"]
+    if "polymp.backends.torch.autocast.kernels" in sys.modules:
+        found.append(sys.modules["polymp.backends.torch.autocast.kernels"].installed("cpu"))
+    if "polymp.backends.jax.autocast.known_functions" in sys.modules:
+        functions = sys.modules["polymp.backends.jax.autocast.known_functions"]
         functions.FUNCTIONS.refresh()
         found.append(dict(functions.FUNCTIONS.ops))
     return found

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from polymp.report import Call, Report
-from polymp.report_diff import matched
+from polymp.diagnostics.report import Call, Report
+from polymp.diagnostics.report_diff import matched
 from tests import reports
 from tests.reports import BF16, FP16, FP32, call, linear
 

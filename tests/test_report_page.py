@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polymp.report import Call, Report
+from polymp.diagnostics.report import Call, Report
 from tests import reports
 
 VOID = {"meta", "input", "br", "link", "img"}

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from polymp import layout, report_table
-from polymp.report import Report
+from polymp.diagnostics import plain_text, report_text
+from polymp.diagnostics.report import Report
 from tests import reports
 
 PRINTED = """\
@@ -139,10 +139,10 @@ def test_widened_calls_are_named_and_counted() -> None:
         given = {"inputs": ("bfloat16", "float32"), "outputs": ("float32",), "run": "float32"}
         return reports.call("add", "", source=f"model.py:{line}", **given)
 
-    said = report_table.widening(Report([add(n) for n in range(8)]))
+    said = report_text.widening(Report([add(n) for n in range(8)]))
     assert said.count("model.py") == 5
     assert said.endswith("; and 3 more calls")
-    assert report_table.widening(reports.in_jax()) == ""
+    assert report_text.widening(reports.in_jax()) == ""
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_no_package_is_needed_to_print() -> None:
     ],
 )
 def test_formats_in_short(formats: tuple, words: str) -> None:
-    assert layout.formats(*formats) == words
+    assert plain_text.formats(*formats) == words
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_formats_in_short(formats: tuple, words: str) -> None:
     ],
 )
 def test_sizes_and_numbers_to_three_digits(count: int, bytes: str, number: str) -> None:
-    assert (layout.size(count), layout.amount(count)) == (bytes, number)
+    assert (plain_text.size(count), plain_text.amount(count)) == (bytes, number)
 
 
 @pytest.mark.parametrize(
@@ -250,4 +250,4 @@ def test_sizes_and_numbers_to_three_digits(count: int, bytes: str, number: str) 
     ],
 )  # fmt: skip
 def test_a_share_is_all_or_nothing_only_if_it_is(part: float, words: str) -> None:
-    assert layout.share(part) == words
+    assert plain_text.share(part) == words

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp import rules
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
-from polymp.loading import load
-from polymp.region import Region
-from polymp.rules import LOW, Apply, Decision, Policy, Row, Rule
-from polymp.vocabulary import Op, Vocabulary, vocabulary
+from polymp.rules import policy as rules
+from polymp.rules.policy import LOW, Apply, Decision, Policy, Row, Rule
+from polymp.rules.policy_files import load
+from polymp.rules.region import Region
+from polymp.rules.vocabulary import Op, Vocabulary, vocabulary
 from tests.test_scopes import deepest
 
 FORMAT = st.sampled_from(LOW)

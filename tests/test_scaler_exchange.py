@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling import SMALLEST, ScaleRule, ScaleState, from_state_dict, step, to_state_dict
+from polymp.scaling.scale_rule import (
+    SMALLEST,
+    ScaleRule,
+    ScaleState,
+    from_state_dict,
+    step,
+    to_state_dict,
+)
 from tests.conftest import need
 
 # What a step finds: all is finite; a gradient is not; the loss is not.
@@ -200,7 +207,7 @@ def test_both_say_the_same_of_bfloat16():
 
     import polymp.jax
     import polymp.torch
-    from polymp.gradients import NO_EFFECT
+    from polymp.scaling.gradient_report import NO_EFFECT
 
     rule = {"growth_interval": 987654}  # the warning comes once for a rule
     with warnings.catch_warnings(record=True) as caught:

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from polymp import scaling
-from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
 
 # Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
@@ -41,7 +41,7 @@ INTERVALS = (2, 1, 3, 5)
 SCALES = (2.0**16, 1.0, 3.0, 0.7, SMALLEST, LARGEST, 1e-30, 1e30, 40.0, 1 / 3)
 RULES = tuple(
     map(
-        scaling.checked,
+        scale_rule.checked,
         (
             ScaleRule(),
             ScaleRule(1.1, 0.7),
@@ -73,7 +73,7 @@ def history(rule: ScaleRule, drawn: bytes) -> History:
 
     def scale(at: int) -> float:
         bounded = min(max(SCALES[at % len(SCALES)], rule.min_scale), rule.max_scale)
-        return float(scaling.as_float32(bounded))
+        return float(scale_rule.as_float32(bounded))
 
     interval = INTERVALS[start // 16 % len(INTERVALS)]
     first, events = scale(start), []
@@ -96,7 +96,9 @@ States = list[tuple[float, ...]]  # scale, tracker, skips, spoiled, skipped
 Column = Callable[[list[History]], list[States]]
 
 
-def by_numbers(all_: list[History], step: Callable[..., ScaleState] = scaling.step) -> list[States]:
+def by_numbers(
+    all_: list[History], step: Callable[..., ScaleState] = scale_rule.step
+) -> list[States]:
     """The rule on Python numbers."""
 
     def run(it: History) -> Iterator[ScaleState]:
@@ -227,12 +229,12 @@ def cut(all_: list[History], states: Any) -> list[States]:
 def _compiled(rule: ScaleRule, backend: str) -> Any:
     import torch
 
-    from polymp.backends.torch import updating
+    from polymp.backends.torch.scaler import scale_update
 
     # The interval is a tensor here, so that a rule is compiled once.
     @torch.compile(backend=backend, fullgraph=True, dynamic=False)
     def update(interval: Any, *state_and_found: Any) -> None:
-        updating.update(rule._replace(interval=interval), *state_and_found)
+        scale_update.update(rule._replace(interval=interval), *state_and_found)
 
     return update
 
@@ -533,9 +535,9 @@ MUTATIONS = {
 
 
 def mutated(old: str, new: str) -> Callable[..., ScaleState]:
-    source = inspect.getsource(scaling.step)
+    source = inspect.getsource(scale_rule.step)
     assert source.count(old) == 1, f"the rule does not say {old!r} any more, or more than once"
-    names = {**vars(scaling), "np": np}
+    names = {**vars(scale_rule), "np": np}
     exec(compile(source.replace(old, new), "mutated", "exec"), names)
     step: Callable[..., ScaleState] = names["step"]
     return step

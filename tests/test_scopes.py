@@ -6,8 +6,8 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from polymp import scopes
 from polymp.errors import PolicyError
+from polymp.rules import scopes
 
 # A pattern as parts: what one of them stands for, by how it is written.
 ONE = {"?": "abc0.", "[ab]": "ab", "[!a]": "b0.", "[0-1]": "0"}

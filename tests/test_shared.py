@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polymp
-from polymp import rules
 from polymp.dtypes import FORMATS
-from polymp.scaling import ScaleRule, ScaleState, step, to_state_dict
-from polymp.vocabulary import vocabulary
+from polymp.rules.policy import Policy
+from polymp.rules.vocabulary import vocabulary
+from polymp.scaling.scale_rule import ScaleRule, ScaleState, step, to_state_dict
 from tests import cases, frameworks
 from tests.cases import LOW, MAIN, OFF, OPS, OTHER, RAISES, Case, Op
 from tests.conftest import FRAMEWORKS, need
@@ -362,13 +362,13 @@ def test_every_op_of_jaxs_table_is_met_or_excused(monkeypatch: pytest.MonkeyPatc
     """Of those that JAX has; the others become them in a trace, which the vocabulary says."""
     need("jax")
     fw, asked, policy = frameworks.load("jax"), set(), polymp.policy("amp")
-    decide = rules.Policy.decide
+    decide = Policy.decide
 
     def spy(policy: Any, op: str, *args: Any) -> Any:
         asked.add(op)
         return decide(policy, op, *args)
 
-    monkeypatch.setattr(rules.Policy, "decide", spy)
+    monkeypatch.setattr(Policy, "decide", spy)
     for op in OPS:
         found(fw, BY_OP[op.name][0])
     in_jax = {op.name for op in vocabulary().ops.values() if op.jax or op.functions}

@@ -17,9 +17,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from polymp import dtypes, loading
-from polymp.rules import LOW, Rule
-from polymp.vocabulary import vocabulary
+from polymp import dtypes
+from polymp.rules import policy_files
+from polymp.rules.policy import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
 from tests.blocks import ROOT
 from tests.conftest import FRAMEWORKS, need
 
@@ -224,9 +225,9 @@ def listed(page: str) -> dict[tuple[str, str], str]:
     return found
 
 
-@pytest.mark.parametrize("name", loading.shipped())
+@pytest.mark.parametrize("name", policy_files.shipped())
 def test_the_page_of_a_policy_has_the_rule_of_every_op(name: str, pages: ModuleType) -> None:
-    policy, page = loading.load(name), pages.policy_page(name)
+    policy, page = policy_files.load(name), pages.policy_page(name)
     rules = {(op, f): policy.why(op, f) for op in vocabulary().ops for f in LOW}
     wanted = {
         key: str(why.rule)
@@ -235,8 +236,8 @@ def test_the_page_of_a_policy_has_the_rule_of_every_op(name: str, pages: ModuleT
     }
     assert len(wanted) > 60
     assert listed(page) == wanted
-    assert loading.text(name).rstrip() in page
-    assert loading.summary(name) in page
+    assert policy_files.text(name).rstrip() in page
+    assert policy_files.summary(name) in page
     line = next(line for line in page.splitlines() if line.startswith("| matmul |"))
     assert listed(page.replace(line + "\n", "", 1)) != wanted, "a line that is gone is not noticed"
 
@@ -245,7 +246,7 @@ def test_a_rule_for_one_format_stands_apart(pages: ModuleType) -> None:
     rows = {"softmax": {"float16": "fp32", "bfloat16": "keep"}, "exp": "fp32"}
     found = {
         (op, formats, str(row.rule))
-        for op, formats, row in pages.rows(loading.load({"rules": rows}))
+        for op, formats, row in pages.rows(policy_files.load({"rules": rows}))
         if not vocabulary().ops[op].rule  # registered, by other tests of this process
     }
     assert found == {

@@ -8,9 +8,8 @@ from typing import Any, Self
 
 import pytest
 
-from polymp import product_times
-from polymp.product_times import Run, figures, ordered, timed
-from polymp.speed_advice import (
+from polymp.speed import product_times
+from polymp.speed.advice import (
     BFLOAT16,
     FLOAT8,
     FLOAT16,
@@ -21,7 +20,8 @@ from polymp.speed_advice import (
     advise,
     ratio,
 )
-from polymp.time_model import Model, distance
+from polymp.speed.product_times import Run, figures, ordered, timed
+from polymp.speed.time_model import Model, distance
 
 LAW = {FLOAT32: (2e-6, 1e-11), BFLOAT16: (5e-6, 2e-12), FLOAT16: (5e-6, 3e-11)}
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import polymp
-from polymp.auditing import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
+from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError
-from polymp.magnitudes import BINS, Magnitudes, of_float
-from polymp.rules import Row, Rule
-from polymp.scaling import LARGEST
-from polymp.suggesting import FIRST, Suggestion, suggest
+from polymp.rules.policy import Row, Rule
+from polymp.scaling.scale_rule import LARGEST
 from tests.conftest import need
 
 LOWER, LINEAR = Row("matmul", Rule.LOWER), Row("linear", Rule.LOWER)
@@ -323,11 +323,11 @@ def test_the_backends_take_what_is_suggested(framework: str, base: str) -> None:
     policy = suggest(audit(*rows), base=base).apply(base)
     assert {row.of for row in policy.rows if row.scope == "m"} == set(ops)
     if framework == "torch":
-        from polymp.backends.torch import checks as torch_checks
+        from polymp.backends.torch.autocast import validate as torch_checks
 
         torch_checks.check(policy, "cpu", "float16")
     else:
-        from polymp.backends.jax import checks as jax_checks
+        from polymp.backends.jax.autocast import validate as jax_checks
 
         jax_checks.check(policy)
     for op in ops:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp import testing, tolerance, trees
-from polymp.alignment import first_parted, strictly_parted
-from polymp.report import Call, Report
-from polymp.rules import Row, Rule
+from polymp import testing
+from polymp.diagnostics import rounding, trees
+from polymp.diagnostics.report import Call, Report
+from polymp.rules.policy import Row, Rule
 from polymp.testing import (
     ParityError,
     assert_casts,
@@ -22,6 +22,7 @@ from polymp.testing import (
     assert_same_formats,
 )
 from polymp.testing import fw as fw
+from polymp.testing.align import first_parted, strictly_parted
 from tests.conftest import FRAMEWORKS, need
 
 X = np.random.default_rng(0).standard_normal((5, 8))
@@ -119,17 +120,17 @@ def test_a_longer_sum_has_a_wider_tolerance_and_a_lower_format_too() -> None:
 
 
 def test_the_roundings_of_an_op() -> None:
-    u = {name: tolerance.unit_roundoff(name) for name in ("float32", "bfloat16", "float16")}
+    u = {name: rounding.unit_roundoff(name) for name in ("float32", "bfloat16", "float16")}
     assert u == {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-    assert tolerance.movement("matmul", "matmul", "bfloat16", 64) == (2.0**-8, 8 * 2.0**-24)
-    assert tolerance.movement("add", "elementwise", "float16") == (2.0**-11, 0.0)
-    assert tolerance.movement("exp", "power", "float32") == (2.0**-24, 8 * 2.0**-24)
-    assert tolerance.movement("maximum", "elementwise", "float16") == (0.0, 0.0)
+    assert rounding.movement("matmul", "matmul", "bfloat16", 64) == (2.0**-8, 8 * 2.0**-24)
+    assert rounding.movement("add", "elementwise", "float16") == (2.0**-11, 0.0)
+    assert rounding.movement("exp", "power", "float32") == (2.0**-24, 8 * 2.0**-24)
+    assert rounding.movement("maximum", "elementwise", "float16") == (0.0, 0.0)
 
 
 def test_the_factor_is_what_hoeffding_says() -> None:
     for count in (1, 1000):
-        factor = tolerance.factor(count)
+        factor = rounding.factor(count)
         assert 2 * count * np.exp(-(factor**2) / 2) == pytest.approx(1e-6)
     rng = np.random.default_rng(0)
     sums = rng.uniform(-1, 1, (100_000, 20)).sum(1)
@@ -140,15 +141,15 @@ def test_the_factor_is_what_hoeffding_says() -> None:
 
 def test_a_gap() -> None:
     one, spread = np.array([1.0, -4.0]), np.array([0.01, 0.0])
-    near = tolerance.gap("result", one, one + np.array([0.01, 0.0]), spread)
+    near = rounding.gap("result", one, one + np.array([0.01, 0.0]), spread)
     assert not near.part
     assert near.error == pytest.approx(0.0025)
-    assert near.tolerance == pytest.approx(tolerance.factor(2) * 0.0025)
-    assert tolerance.gap("result", one, one + np.array([0.0, 0.1]), spread).part
-    assert tolerance.gap("result", one, one * np.nan, spread).part
+    assert near.tolerance == pytest.approx(rounding.factor(2) * 0.0025)
+    assert rounding.gap("result", one, one + np.array([0.0, 0.1]), spread).part
+    assert rounding.gap("result", one, one * np.nan, spread).part
     infinite = np.array([np.inf, 1.0])
-    assert not tolerance.gap("result", infinite, infinite, spread).part
-    assert tolerance.gap("result", infinite, -infinite, spread).part
+    assert not rounding.gap("result", infinite, infinite, spread).part
+    assert rounding.gap("result", infinite, -infinite, spread).part
 
 
 # --- structure, formats and bad input -------------------------------------------------------------

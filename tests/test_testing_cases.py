@@ -77,7 +77,7 @@ def test_ops_agree(low: str) -> None:
 @pytest.mark.parametrize("low", LOW)
 def test_a_tolerance_is_a_few_roundings_of_the_format(low: str) -> None:
     """Of results in the low format; a looser one would hide another format's error."""
-    from polymp.tolerance import unit_roundoff
+    from polymp.diagnostics.rounding import unit_roundoff
 
     found = [
         gap.tolerance / unit_roundoff(low)

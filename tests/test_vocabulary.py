@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polymp.backends.jax import primitives
+from polymp.backends.jax.autocast import op_facts
 from tests import cases, frameworks
 from tests.conftest import need
 
@@ -35,7 +35,7 @@ VARIANTS = (
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 PACKAGES = ("jax", "flax", "optax", "equinox", "haiku", "diffrax", "lineax", "optimistix")
 # The primitives that a policy may rule; some names are there for other versions of jax.
-RULED = primitives.FREE - primitives.INDEPENDENT
+RULED = op_facts.FREE - op_facts.INDEPENDENT
 SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}
 # Ops of whose overloads torch's tables have some and lack others.
 PARTLY = {"conv1d", "conv2d", "conv3d", "convolution"}

@@ -41,7 +41,7 @@ def compare(here: Here) -> dict[str, Any]:
     theirs: Enter = partial(torch.autocast, here.device)
     torchs, again = take(theirs), take(theirs)
 
-    from polymp.backends.torch import kernels
+    from polymp.backends.torch.autocast import kernels
     from polymp.torch import autocast
 
     ours: Enter = partial(autocast, here.device)

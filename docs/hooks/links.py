@@ -28,7 +28,7 @@ PAGES = {
     "polymp/__init__.py": "api/polymp.md",
     "polymp/torch/__init__.py": "api/torch.md",
     "polymp/jax.py": "api/jax.md",
-    "polymp/testing.py": "api/testing.md",
+    "polymp/testing/__init__.py": "api/testing.md",
 }
 SOURCES = {"changelog.md": "CHANGELOG.md"}  # pages that are a file of the repository
 

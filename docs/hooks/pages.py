@@ -17,9 +17,9 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from polymp import loading
-from polymp.rules import LOW, Policy, Row, Rule
-from polymp.vocabulary import vocabulary
+from polymp.rules import policy_files
+from polymp.rules.policy import LOW, Policy, Row, Rule
+from polymp.rules.vocabulary import vocabulary
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +78,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def pages() -> Iterator[tuple[str, str]]:
     """Path and text of each page that is made."""
-    for name in loading.shipped():
+    for name in policy_files.shipped():
         yield f"tables/{name}.md", policy_page(name)
     yield "tables/vocabulary.md", vocabulary_page()
     for module in MODULES:
@@ -102,8 +102,8 @@ def _code(names: Iterable[str]) -> str:
 
 def policy_page(name: str) -> str:
     """A policy: by rule and class the ops that it is for, and the file."""
-    policy, content = loading.load(name), loading.text(name)
-    text = [f"# {name}", "", loading.summary(name), ""]
+    policy, content = policy_files.load(name), policy_files.text(name)
+    text = [f"# {name}", "", policy_files.summary(name), ""]
     found: dict[tuple[Rule, tuple[str, ...]], dict[tuple[str, str], list[str]]] = {}
     for op, format, row in rows(policy):
         kind = vocabulary().ops[op].kind

@@ -2,11 +2,12 @@
 
 import torch
 
-from polymp.backends import torch as _backend
+from polymp.backends.torch.autocast import api
+from polymp.backends.torch.scaler import grad_scaler
 from polymp.torch._spelling import deprecated
 
 
-class autocast(_backend.autocast):  # the name is torch's
+class autocast(api.autocast):  # the name is torch's
     """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the low format."""
 
     def __init__(
@@ -15,14 +16,14 @@ class autocast(_backend.autocast):  # the name is torch's
         dtype: torch.dtype = torch.bfloat16,
         cache_enabled: bool = True,
         *,
-        policy: _backend.PolicyLike | None = None,
+        policy: api.PolicyLike | None = None,
     ) -> None:
         """As `polymp.torch.autocast`, with torch.amp's warning that the spelling is old."""
         deprecated("autocast", "cpu")
         super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
 
 
-class GradScaler(_backend.GradScaler):
+class GradScaler(grad_scaler.GradScaler):
     """`polymp.torch.GradScaler("cpu", ...)`."""
 
     def __init__(

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from polymp.backends import torch as _backend
+from polymp.backends.torch.autocast import api, custom_function
+from polymp.backends.torch.scaler import grad_scaler
 from polymp.torch._spelling import deprecated
 
 
-class autocast(_backend.autocast):  # the name is torch's
+class autocast(api.autocast):  # the name is torch's
     """`polymp.torch.autocast("cuda", ...)`, with float16 as the low format."""
 
     def __init__(
@@ -18,14 +19,14 @@ class autocast(_backend.autocast):  # the name is torch's
         dtype: torch.dtype = torch.float16,
         cache_enabled: bool = True,
         *,
-        policy: _backend.PolicyLike | None = None,
+        policy: api.PolicyLike | None = None,
     ) -> None:
         """As `polymp.torch.autocast`, with torch.amp's warning that the spelling is old."""
         deprecated("autocast", "cuda")
         super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
 
 
-class GradScaler(_backend.GradScaler):
+class GradScaler(grad_scaler.GradScaler):
     """`polymp.torch.GradScaler("cuda", ...)`."""
 
     def __init__(
@@ -48,10 +49,10 @@ def custom_fwd(
 ) -> Callable[..., Any]:
     """`polymp.torch.custom_fwd(..., device_type="cuda")`."""
     deprecated("custom_fwd", "cuda")
-    return _backend.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
+    return custom_function.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Callable[..., Any]) -> Callable[..., Any]:
     """`polymp.torch.custom_bwd(..., device_type="cuda")`."""
     deprecated("custom_bwd", "cuda")
-    return _backend.custom_bwd(bwd, device_type="cuda")
+    return custom_function.custom_bwd(bwd, device_type="cuda")

@@ -21,7 +21,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax import compat, moves
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import sharded_weights
 from polymp.jax import autocast
 from tests.jax import hlo
 
@@ -144,7 +145,7 @@ def without_merging() -> Iterator[None]:
 
 @contextmanager
 def without_rounding() -> Iterator[None]:
-    with mock.patch.object(moves, "TRAVELS", frozenset()):
+    with mock.patch.object(sharded_weights, "TRAVELS", frozenset()):
         yield
 
 

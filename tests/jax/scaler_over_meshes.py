@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.scaler import GradScaler
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.jax import StuckWatch, scaled
 from tests.jax import planted
 from tests.jax.planted import RATE, cost, first_params, first_scaler, step

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from polymp.backends.jax.scaler import GradScaler
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.dtypes import FORMATS
 
 SMALL = 2.0**-24  # times 2 r / 32 with |r| <= 8: at most 2**-25, half of float16's least number

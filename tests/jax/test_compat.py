@@ -14,7 +14,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import PartitionSpec
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.contraction import contract
+from polymp.backends.jax.autocast.contraction import contract
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from polymp.backends.jax import contraction
-from polymp.backends.jax.contraction import contract
+from polymp.backends.jax.autocast import contraction
+from polymp.backends.jax.autocast.contraction import contract
 from polymp.dtypes import FORMATS
 from tests.jax import hlo
 

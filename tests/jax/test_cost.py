@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from polymp.backends.jax import compat, emit
-from polymp.backends.jax.control import planner
-from polymp.backends.jax.plan import Plan
-from polymp.backends.jax.program import given
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import evaluate
+from polymp.backends.jax.autocast.control_flow import planner
+from polymp.backends.jax.autocast.plan import Plan
+from polymp.backends.jax.autocast.planner import given
 from polymp.jax import autocast
-from polymp.region import Region
+from polymp.rules.region import Region
 
 X = jnp.linspace(-1, 1, 32).reshape(8, 4)
 REGION: Region = autocast(enabled=True).region
@@ -60,13 +61,15 @@ def calls_of(blocks: int) -> Calls:
     traced = jax.make_jaxpr(chain(blocks))(X)
     known = list(map(given, compat.binders(traced)[1]))
     plans: list[Plan] = []
-    jax.make_jaxpr(lambda x: emit.run(planned(traced, known), [x]))(X)  # jax's caches are full now
+    jax.make_jaxpr(lambda x: evaluate.run(planned(traced, known), [x]))(
+        X
+    )  # jax's caches are full now
     plan = counted(lambda: plans.append(planned(traced, known)))
     seen: list[int] = []
 
     def emission(x: Any) -> Any:
         outs: list[Any] = []
-        seen.append(counted(lambda: outs.extend(emit.run(plans[0], [x]))))
+        seen.append(counted(lambda: outs.extend(evaluate.run(plans[0], [x]))))
         return outs
 
     jax.make_jaxpr(emission)(X)

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 
-from polymp.backends.jax import expecting
+from polymp.backends.jax.scaler import expect_scaler as expecting
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
 

@@ -12,8 +12,8 @@ import pytest
 from flax import linen, nnx
 
 import polymp
+from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
 from polymp.jax import autocast, explain
-from polymp.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
 LENGTH = 5

@@ -19,9 +19,9 @@ from flax import linen, nnx
 from jax import lax
 
 import polymp
-from polymp.backends.jax import functions
+from polymp.backends.jax.autocast import known_functions
 from polymp.jax import autocast
-from polymp.vocabulary import vocabulary
+from polymp.rules.vocabulary import vocabulary
 from tests.jax.walker import equations
 
 X = jnp.linspace(-2.0, 2.0, 16, dtype=jnp.float32).reshape(4, 4)
@@ -393,14 +393,14 @@ def test_what_was_traced_outside_is_traced_again_inside() -> None:
 
 
 def test_a_library_that_is_loaded_later_is_looked_at_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = functions.Functions()
+    known = known_functions.Functions()
     with monkeypatch.context() as unloaded:
         unloaded.delitem(sys.modules, "optax")
         known.refresh()
         assert "softmax" in known.ops.values()
         assert "huber_loss" not in known.ops.values()
     known.refresh()
-    assert known.ops[id(functions.code_of(optax.losses.huber_loss))] == "huber_loss"
+    assert known.ops[id(known_functions.code_of(optax.losses.huber_loss))] == "huber_loss"
 
 
 def test_code_is_found_under_wrappers() -> None:
@@ -414,10 +414,10 @@ def test_code_is_found_under_wrappers() -> None:
         jax.custom_vjp(plain),
         jax.jit(jax.jit(plain)),
     ]
-    assert [functions.code_of(fn) for fn in (plain, *wrapped)] == [code] * 5
-    assert functions.code_of(np.sin) is None
+    assert [known_functions.code_of(fn) for fn in (plain, *wrapped)] == [code] * 5
+    assert known_functions.code_of(np.sin) is None
     with pytest.raises(TypeError, match="has no code to know it by"):
-        functions.Functions().add(np.sin, "sin")
+        known_functions.Functions().add(np.sin, "sin")
 
 
 # --- formats --------------------------------------------------------------------------------------

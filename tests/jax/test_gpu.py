@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.contraction import contract
+from polymp.backends.jax.autocast.contraction import contract
 from polymp.jax import GradScaler, autocast, call_in, lower
 from tests import cases, frameworks
 from tests.cases import OPS, RAISES, Case, Op

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from polymp.auditing import Operand
+from polymp.diagnostics.audit_records import Operand
 from polymp.jax import GradScaler, audit, autocast, locate
 
 F16 = jnp.float16

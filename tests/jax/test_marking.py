@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from polymp.errors import ScalerWarning
-from polymp.gradients import NO_EFFECT
 from polymp.jax import GradScaler, autocast
+from polymp.scaling.gradient_report import NO_EFFECT
 
 W, X = jnp.ones((3, 3)), jnp.ones((2, 3))
 

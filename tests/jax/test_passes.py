@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax import passes
-from polymp.backends.jax.passes import NARROWED, Pass, without
+from polymp.backends.jax.autocast import passes
+from polymp.backends.jax.autocast.passes import NARROWED, Pass, without
 from polymp.jax import autocast
 from tests.jax import hlo, transformer
 from tests.jax.corpus import corpus

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from polymp.backends.jax.product_bench import ProductBench
-from polymp.backends.jax.products import products_of
-from polymp.report import BACKWARD, FORWARD
-from polymp.speed_advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
+from polymp.backends.jax.speed.product_bench import ProductBench
+from polymp.backends.jax.speed.products import products_of
+from polymp.diagnostics.report import BACKWARD, FORWARD
+from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 
 PARAMS = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 4))}
 X = jnp.ones((8, 16))
@@ -106,7 +106,7 @@ def test_every_product_of_a_program_runs_in_every_way(bench: ProductBench) -> No
 
 
 def test_operands_come_as_they_do_in_the_program(bench: ProductBench) -> None:
-    from polymp.backends.jax.product_bench import _operands
+    from polymp.backends.jax.speed.product_bench import _operands
 
     kernel = bench.linear(4, 8, 16).call
 

@@ -27,8 +27,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 
 import polymp.jax
-from polymp.backends.jax import autocast as transformation
-from polymp.backends.jax import contraction, control, custom_rules, mixing, passes, regions
+from polymp.backends.jax.autocast import api as transformation
+from polymp.backends.jax.autocast import (
+    contraction,
+    control_flow,
+    custom_derivatives,
+    passes,
+    promotion,
+    regions,
+)
 from tests.jax.programs import (
     CONSTRUCTS,
     INDEX,
@@ -496,23 +503,23 @@ LARGE = _block(
 NUMBER = _block(Op("a", "dot", ("r0", "m0")), Op("b", "times", ("a",), 0.5), results=("b",))
 LOOP = WRITTEN_OUT[1][0]
 WRONG = {
-    "a carry is cast down": (control, "_join", _narrow, "results", LOOP),
+    "a carry is cast down": (control_flow, "_join", _narrow, "results", LOOP),
     "a branch is cast down": (
-        control,
+        control_flow,
         "_meet",
         _narrowest,
         "results",
         _doing("switch", LAYER, DECAY),
     ),
     "a jvp rule is dropped": (
-        custom_rules,
+        custom_derivatives,
         "_emit",
         _without_rule,
         "gradients",
         _doing("custom_jvp", HALVED),
     ),
     "a vjp rule is dropped": (
-        custom_rules,
+        custom_derivatives,
         "_emit",
         _without_rule,
         "gradients",
@@ -526,8 +533,8 @@ WRONG = {
         LAYER,
     ),
     "nothing is pulled up": (passes, "improve", lambda program: None, "results", LARGE),
-    "a bias promotes": (mixing, "_is_bias", lambda hard: False, "results", LAYER),
-    "a number promotes": (mixing, "_soft", lambda *of: False, "results", NUMBER),
+    "a bias promotes": (promotion, "_is_bias", lambda hard: False, "results", LAYER),
+    "a number promotes": (promotion, "_soft", lambda *of: False, "results", NUMBER),
     "regions are not seen": (
         regions,
         "innermost",

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp import scaling
-from polymp.backends.jax.scaler import GradScaler
-from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
 from tests.jax.scaler_tools import KINDS, kinds, numbers, values
 
@@ -298,7 +298,7 @@ def test_a_state_that_is_no_dictionary():
 )
 def test_what_was_saved_comes_back(scale, counts, hysteresis):
     rule = ScaleRule(interval=100, hysteresis=hysteresis)
-    saved = scaling.to_state_dict(rule, ScaleState(scale, *counts))
+    saved = scale_rule.to_state_dict(rule, ScaleState(scale, *counts))
     assert GradScaler().load_state_dict(saved).state_dict() == saved
 
 

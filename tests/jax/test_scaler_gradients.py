@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp.backends.jax.scaler import GradScaler
-from polymp.scaling import LARGEST, SMALLEST
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.scaling.scale_rule import LARGEST, SMALLEST
 from tests.conftest import need
 
 FLOATS = ("float16", "bfloat16", "float32", "float8_e5m2", "complex64")

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp import scaling
-from polymp.backends.jax.scaler import GradScaler
-from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32
 from tests.conftest import need
 from tests.jax.scaler_tools import numbers, values
 
@@ -85,7 +85,7 @@ def test_the_comparison_notices_a_product_in_float32():
     rule, history = ScaleRule(1.1, 0.9, 1), [True] * 64
 
     def rounded(scaler, finite):
-        state = scaling.step(rule, scaler.state, finite, jnp.where)
+        state = scale_rule.step(rule, scaler.state, finite, jnp.where)
         return jax.tree.unflatten(jax.tree.structure(scaler), state)
 
     expected = torch_history(rule, 3.0, history)

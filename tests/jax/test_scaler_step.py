@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from polymp.backends.jax.scaler import GradScaler
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from tests.jax.scaler_tools import bits, numbers, values
 
 

@@ -17,7 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
-from polymp.backends.jax.scaler import GradScaler
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.jax import autocast
 from tests import STRICT
 from tests.conftest import values_only

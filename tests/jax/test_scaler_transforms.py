@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax import export
 
-from polymp.backends.jax import stepping
+from polymp.backends.jax.scaler import optimizer_step
 from polymp.jax import GradScaler, autocast, scaled, upper
 from tests.jax.scaler_tools import KINDS, bits, flat, kinds, numbers, values, with_shape
 
@@ -224,7 +224,7 @@ def test_an_update_with_effects_is_a_conditional_everywhere() -> None:
 @pytest.fixture
 def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are selected on CPUs, as they are on GPUs."""
-    monkeypatch.setattr(stepping, "SELECTING", ("cpu", *stepping.SELECTING))
+    monkeypatch.setattr(optimizer_step, "SELECTING", ("cpu", *optimizer_step.SELECTING))
 
 
 @pytest.mark.usefixtures("selecting")

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import polymp
 import polymp.jax
+from polymp.diagnostics.rounding import gap
 from polymp.jax import explain
 from polymp.testing import ParityError, assert_parity
-from polymp.tolerance import gap
 
 torch = pytest.importorskip("torch")
 

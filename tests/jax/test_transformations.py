@@ -18,7 +18,7 @@ from jax.experimental import checkify, jet, roofline, sparse
 from jax.experimental.ode import odeint
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.contraction import contraction_p
+from polymp.backends.jax.autocast.contraction import contraction_p
 from polymp.jax import autocast
 
 X = jnp.linspace(0.5, 1, 16).reshape(4, 4)

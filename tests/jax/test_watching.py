@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp.backends.jax import compat, counting, watching
+from polymp.backends.jax import compat
+from polymp.backends.jax.scaler import gradient_stats, stuck_watch
 from polymp.errors import ScalerWarning, StuckError
-from polymp.gradients import GradientReport
 from polymp.jax import GradScaler, StuckWatch
+from polymp.scaling.gradient_report import GradientReport
 
 SICK = {"w": jnp.array([1.0, jnp.inf, jnp.nan]), "b": jnp.ones(2)}
 WELL = {"w": jnp.ones(3), "b": jnp.ones(2)}
@@ -43,13 +44,13 @@ class Late:
 def late(monkeypatch):
     """Every copy of a state arrives late; the list of them."""
     copies = []
-    packed = watching._packed
+    packed = stuck_watch._packed
 
     def later(state):
         copies.append(Late(packed(state)))
         return copies[-1]
 
-    monkeypatch.setattr(watching, "_packed", later)
+    monkeypatch.setattr(stuck_watch, "_packed", later)
     return copies
 
 
@@ -113,7 +114,7 @@ def test_this_test_notices_a_host_that_waits(late, monkeypatch):
 def test_healthy_steps_count_no_gradients(monkeypatch):
     counted = []
     monkeypatch.setattr(
-        watching, "counted", lambda *args: counted.append(1) or counting.counted(*args)
+        stuck_watch, "counted", lambda *args: counted.append(1) or gradient_stats.counted(*args)
     )
     watch = StuckWatch(stuck_after=5)
     watch.watch(GradScaler(), WELL)

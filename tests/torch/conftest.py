@@ -22,7 +22,7 @@ def state() -> tuple[Any, ...]:
     """All that a region may change in this thread, and must restore."""
     import torch
 
-    from polymp.backends.torch import regions
+    from polymp.backends.torch.autocast import regions
 
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()

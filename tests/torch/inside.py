@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from polymp import rules
-from polymp.backends.torch import kernels, regions
-from polymp.region import Region
+from polymp.backends.torch.autocast import kernels, regions
+from polymp.rules.policy import Policy
+from polymp.rules.region import Region
 
 
 @contextmanager
@@ -15,7 +15,7 @@ def inside(
     *,
     enabled: bool = True,
     cache: bool = True,
-    policy: rules.Policy | None = None,
+    policy: Policy | None = None,
 ) -> Iterator[Region]:
     region = Region("torch", device, enabled, format, cache, policy)
     kernels.prepare(region)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from polymp.backends.torch import locate as module
+from polymp.backends.torch.diagnostics import locate as module
 from polymp.torch import locate
 from tests.torch.ranks import bits
 from tests.torch.sharded_models import CUTS, Cut, cuts, data

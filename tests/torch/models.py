@@ -333,7 +333,7 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     found = {"torch": outcomes(torch.autocast)}
     assert not any(name.startswith("polymp") for name in sys.modules)
-    from polymp.backends.torch import kernels
+    from polymp.backends.torch.autocast import kernels
     from polymp.torch import autocast
 
     found["native"] = outcomes(autocast)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from polymp.backends.torch import agreement, compat
+from polymp.backends.torch import compat
+from polymp.backends.torch.scaler import distributed
 from polymp.errors import StuckError
 from polymp.torch import GradScaler
 from tests.torch.ranks import bits
@@ -190,12 +191,12 @@ def closure() -> Notes:
 @contextmanager
 def without_agreement() -> Iterator[None]:
     """The library as it would be if ranks did not talk."""
-    agree = agreement.agree
-    agreement.agree = lambda findings, groups: None
+    agree = distributed.agree
+    distributed.agree = lambda findings, groups: None
     try:
         yield
     finally:
-        agreement.agree = agree
+        distributed.agree = agree
 
 
 def defects() -> Notes:
@@ -224,7 +225,7 @@ def defects() -> Notes:
 
 
 def meshes() -> Notes:
-    """What `agreement` makes of meshes: equal ones, parts of one, one without this rank."""
+    """What `distributed` makes of meshes: equal ones, parts of one, one without this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     one, other = (init_device_mesh("cpu", (ranks,)) for _ in range(2))
 
@@ -234,11 +235,11 @@ def meshes() -> Notes:
     notes: Notes = {"same": (one is other, len(compat.meshes([on(one), on(other), on(one)])))}
     alone = DeviceMesh("cpu", [0])
     circles = {
-        "one": agreement.circle([on(one), torch.ones(2), on(other)]),
-        "of one rank": agreement.circle([on(alone)]),
-        "plain": agreement.circle([torch.ones(2)]),
-        "given": agreement.circle([torch.ones(2)], dist.group.WORLD),
-        "given and one": agreement.circle([on(one)], dist.group.WORLD),
+        "one": distributed.circle([on(one), torch.ones(2), on(other)]),
+        "of one rank": distributed.circle([on(alone)]),
+        "plain": distributed.circle([torch.ones(2)]),
+        "given": distributed.circle([torch.ones(2)], dist.group.WORLD),
+        "given and one": distributed.circle([on(one)], dist.group.WORLD),
     }
     if ranks == 4:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -246,13 +247,13 @@ def meshes() -> Notes:
         half = dist.new_group([0, 1]), dist.new_group([2, 3])
         mine = half[rank // 2]
         circles |= {
-            "grid": agreement.circle([on(grid)]),
-            "dp, tp": agreement.circle([on(dp), on(tp), on(dp)]),
-            "tp, dp": agreement.circle([on(tp), on(dp)]),
-            "tp, grid": agreement.circle([on(tp), on(grid)]),
-            "dp, given": agreement.circle([on(dp)], mine),
-            "given first": agreement.circle([on(dp)], dp.get_group()),
-            "dp, one": agreement.circle([on(dp), on(one)]),
+            "grid": distributed.circle([on(grid)]),
+            "dp, tp": distributed.circle([on(dp), on(tp), on(dp)]),
+            "tp, dp": distributed.circle([on(tp), on(dp)]),
+            "tp, grid": distributed.circle([on(tp), on(grid)]),
+            "dp, given": distributed.circle([on(dp)], mine),
+            "given first": distributed.circle([on(dp)], dp.get_group()),
+            "dp, one": distributed.circle([on(dp), on(one)]),
         }
     for name, circle in circles.items():
         notes[name] = (

@@ -183,9 +183,10 @@ def wrong_policy(device: str) -> Any:
     """torch's table with every rule changed for another one."""
     from dataclasses import replace
 
-    from polymp import loading, rules
+    from polymp.rules import policy as rules
+    from polymp.rules import policy_files
 
-    right = loading.load(f"torch-{device}")
+    right = policy_files.load(f"torch-{device}")
     other = {
         rules.Rule.LOWER: rules.Rule.FP32,
         rules.Rule.FP32: rules.Rule.LOWER,
@@ -204,7 +205,7 @@ def main(device: str, path: Path) -> None:
     records = {"torch": record(device, theirs)}
     assert "polymp" not in sys.modules, "torch's outcomes are to be torch's own"
 
-    from polymp.backends.torch import kernels
+    from polymp.backends.torch.autocast import kernels
 
     ours = {"cpu": polymp_cpu, "cuda": polymp_cuda}[device]
     records["native"] = record(device, ours)

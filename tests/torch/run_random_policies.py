@@ -20,9 +20,10 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import polymp
-from polymp import Policy, decisions
+from polymp import Policy
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules import LOW
+from polymp.rules import decisions
+from polymp.rules.policy import LOW
 from polymp.torch import autocast, scoped
 from tests import random_policies as given
 from tests.frameworks import in_torch as fw

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch import regions
+from polymp.backends.torch.autocast import regions
 from polymp.torch import autocast, cpu, cuda, is_autocast_available
 from tests.torch.changes import VERSION
 

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polymp.torch
-from polymp.backends.torch import audit as module
-from polymp.backends.torch import measuring
+from polymp.backends.torch.diagnostics import audit as module
+from polymp.backends.torch.diagnostics import measure
 from polymp.torch import autocast
 from tests.audits import magnitudes
 from tests.torch.audited import FORMATS, OPTIMIZERS, Training, same
@@ -74,7 +74,7 @@ def test_an_audit_that_disturbs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         torch.rand(1)
         return torch.aminmax(t)
 
-    monkeypatch.setattr(module, "range_of", lambda t: measuring.Range(*draws(t)))
+    monkeypatch.setattr(module, "range_of", lambda t: measure.Range(*draws(t)))
     assert not same(plain, trained(True, "convolution", "bf16")[0])
 
 
@@ -320,13 +320,13 @@ def test_numbers_without_dimensions_and_without_gradients() -> None:
 
 
 def test_of_large_tensors_extremes_are_of_all_values_and_shares_of_a_sample() -> None:
-    x = torch.ones(3 * measuring.SAMPLE + 1)
+    x = torch.ones(3 * measure.SAMPLE + 1)
     x[1] = 1e5  # not in the sample
     with audit() as found:
         x * 1
     said = found.results[0].magnitudes
     assert (said.values, said.largest) == (x.numel(), 1e5)
-    assert measuring.SAMPLE / 2 < said.counted <= measuring.SAMPLE
+    assert measure.SAMPLE / 2 < said.counted <= measure.SAMPLE
     assert said.shares("float16").overflow == 0
 
 

@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp import versions
-from polymp.backends.torch import compat, regions
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import regions
 from tests.torch.compiling import Count
 
 ROOT = Path(__file__).parents[2]

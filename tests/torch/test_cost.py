@@ -17,8 +17,8 @@ from tests.torch.changes import VERSION
 USE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from polymp import loading
-from polymp.backends.torch import kernels
+from polymp.backends.torch.autocast import kernels
+from polymp.rules import policy_files
 from polymp.torch import autocast
 
 torch.cuda.amp.common.amp_definitely_not_available = lambda: False
@@ -38,24 +38,24 @@ def wanted(low):
     return (low, low) if device == "cpu" else (torch.float32, torch.float32)
 
 
-own = loading.load(f"torch-{device}")
+own = policy_files.load(f"torch-{device}")
 """
 
 # The policy as a user would come to it.
 AS_FILE = """
 from pathlib import Path
-Path("mine.toml").write_text(loading.to_toml(own).replace(own.name, "mine"))
-mine = loading.load("mine.toml")
+Path("mine.toml").write_text(policy_files.to_toml(own).replace(own.name, "mine"))
+mine = policy_files.load("mine.toml")
 assert mine.name == "mine" and mine != own
 """
 BY_HAND = """
 rules = {row.of: str(row.rule) for row in own.rows}
 rules["binary_cross_entropy"] = {"rule": rules["binary_cross_entropy"], "instead": instead}
-mine = loading.load({"name": "mine", "halves": own.halves, "rules": rules})
+mine = policy_files.load({"name": "mine", "halves": own.halves, "rules": rules})
 assert not any(row.apply for row in mine.rows)
 """
 EXTENDED = """
-mine = loading.load({"name": "mine", "extends": own.name, "rules": {"softmax": softmax}})
+mine = policy_files.load({"name": "mine", "extends": own.name, "rules": {"softmax": softmax}})
 """
 OWN = AS_FILE, BY_HAND, EXTENDED
 INSTEAD = {"cpu": "", "cuda": "binary_cross_entropy_with_logits"}
@@ -68,9 +68,9 @@ assert use(mine.override(rules={"mm": {"float16": "fp32"}})) == ("exp", "linear"
 """
 # torch raises where float16 meets bfloat16; a policy that widens needs kernels for that.
 WIDENS = """
-from polymp.backends.torch import native
-wide = {name for name, row in native.table(own, "float16").items() if row.rule == "widest"}
-found = use(loading.load({"extends": own.name, "halves": "widen"}))
+from polymp.backends.torch.autocast import torch_table
+wide = {name for name, row in torch_table.table(own, "float16").items() if row.rule == "widest"}
+found = use(policy_files.load({"extends": own.name, "halves": "widen"}))
 assert wide and set(found) == wide | {"exp", "linear", "mm"}, found
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch import kernels
+from polymp.backends.torch.autocast import kernels
 from polymp.torch import autocast, custom_bwd, custom_fwd
 from tests.torch.changes import ASK_FOR_DRIVER
 from tests.torch.outcomes import Outcome, fake_mode, on_cuda, torch_cuda

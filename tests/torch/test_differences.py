@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import polymp.torch
-from polymp.scaling import as_float32
+from polymp.scaling.scale_rule import as_float32
 from tests.torch import programs
 from tests.torch.differences import PROGRAMS, after_a_change
 from tests.torch.training import ENTRIES

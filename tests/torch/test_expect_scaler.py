@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from polymp.backends.torch import regions
+from polymp.backends.torch.autocast import regions
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.torch import GradScaler, LossScalers, autocast, expect_scaler
 from tests.examples import ROOT

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polymp
-from polymp import decisions
-from polymp.backends.torch import compat, kernels, native
-from polymp.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import kernels, torch_table
+from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
+from polymp.rules import decisions
 from polymp.torch import autocast, explain
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -232,7 +233,7 @@ def test_other_threads_are_not_in_it(x: torch.Tensor, w: torch.Tensor) -> None:
 
 
 def installed() -> Any:
-    return {device: kernels.installed(device) for device in native.DEVICES}
+    return {device: kernels.installed(device) for device in torch_table.DEVICES}
 
 
 def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from polymp import PolicyError
-from polymp.backends.torch import freeze as freezing
-from polymp.backends.torch import trials, uses
+from polymp.backends.torch.weights import freeze as freezing
+from polymp.backends.torch.weights import freeze_trial, freeze_usage
 from polymp.torch import freeze
 from tests.torch.freezable import Uses, bits, frozen_weights, held
 
@@ -29,13 +29,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """An analysis that sees no reading: whatever is cast once is stored low."""
-    stays = uses.Group.stays
+    stays = freeze_usage.Group.stays
 
-    def blind(self: uses.Group, why: str) -> None:
+    def blind(self: freeze_usage.Group, why: str) -> None:
         if not why.startswith(("read", "its dtype")):
             stays(self, why)
 
-    monkeypatch.setattr(uses.Group, "stays", blind)
+    monkeypatch.setattr(freeze_usage.Group, "stays", blind)
 
 
 READ_TOO: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
@@ -77,11 +77,11 @@ def test_a_weight_that_is_read_in_float32_too_is_noticed(
 def test_results_alone_show_it_too(
     x: torch.Tensor, blind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials.uses, "first_difference", lambda one, other: None)
+    monkeypatch.setattr(freeze_trial.uses, "first_difference", lambda one, other: None)
     model = Uses(READ_TOO["a sum"][0])
     with pytest.raises(PolicyError, match="does not run with weights in bfloat16"):
         freeze(model, (x,))
-    monkeypatch.setattr(trials.uses, "same", lambda one, other: True)
+    monkeypatch.setattr(freeze_trial.uses, "same", lambda one, other: True)
     assert "weight" in freeze(model, (x,)).stored, "the plant is none"
 
 
@@ -117,7 +117,7 @@ def test_a_weight_that_backward_reads_stays(x: torch.Tensor) -> None:
 def test_gradients_are_compared(
     x: torch.Tensor, blind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials.uses, "first_difference", lambda one, other: None)
+    monkeypatch.setattr(freeze_trial.uses, "first_difference", lambda one, other: None)
     model = Uses(backward)
     assert freeze(model, (x,)).stored == ("weight", "other.weight", "other.bias")
     with pytest.raises(PolicyError, match="does not run with weights in bfloat16"):
@@ -189,7 +189,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(
 
     model = frozen_weights(nn.Linear(8, 8))
     before = held(model)
-    for where in ((trials.Trial, "verify"), (freezing.classes, "extend")):
+    for where in ((freeze_trial.Trial, "verify"), (freezing.classes, "extend")):
         with monkeypatch.context() as patch:
             patch.setattr(*where, interrupt)
             with pytest.raises(KeyboardInterrupt):

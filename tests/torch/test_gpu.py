@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import kernels
+from polymp.backends.torch.autocast import kernels
 from polymp.errors import StuckError
 from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
 from tests.torch.models import LOW, MODELS, outcome, seen

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32, step
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32, step
 from polymp.torch import GradScaler
 from tests.torch.training import entries, spoiled
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.backends.torch import holding, kernels
+from polymp.backends.torch.autocast import kernels, weight_cast_cache
 from polymp.errors import StaleCastError
 from polymp.torch import autocast, hold_casts
 from tests.torch.held_models import Net, loss_of
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "SMALL", 0)
+    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_threads_with_one_model_and_with_two(x: torch.Tensor) -> None:
     for ours, theirs in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert not torch.equal(results[0][0], results[0][2])
-    assert not holding.weights
+    assert not weight_cast_cache.weights
 
 
 def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None:
@@ -99,8 +99,8 @@ def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None
             assert (hold.made, inner.made) == (6, 0)
             assert inner.saved == 6
         loss_of(model, x)
-        assert hold.made == 6 == len(holding.weights)
-    assert (hold.made, hold.bytes, len(holding.weights)) == (6, 0, 0)
+        assert hold.made == 6 == len(weight_cast_cache.weights)
+    assert (hold.made, hold.bytes, len(weight_cast_cache.weights)) == (6, 0, 0)
     assert repr(hold) == "hold_casts(Net): 6 casts made, 12 saved, not open"
     with torch.no_grad(), hold:
         loss_of(model, x)
@@ -287,7 +287,7 @@ def test_entering_that_fails_leaves_nothing_behind(model: Net, x: torch.Tensor) 
         hold.__enter__()
     after = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels._loans.items()}
     assert before == after
-    assert not holding.weights
+    assert not weight_cast_cache.weights
     assert not model._load_state_dict_post_hooks
     with hold_casts(model):
         loss_of(model, x)
@@ -324,7 +324,7 @@ def test_a_scripted_module_is_refused() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match=r"Give it the module that was scripted"):
         hold_casts(scripted)
-    assert not holding.weights
+    assert not weight_cast_cache.weights
 
 
 def test_nothing_is_held_where_entering_fails(
@@ -338,7 +338,7 @@ def test_nothing_is_held_where_entering_fails(
     before = set(kernels.installed("cpu"))
     with pytest.raises(OSError, match="no hook"), hold_casts(model, other):
         pass
-    assert not holding.weights
+    assert not weight_cast_cache.weights
     assert not model._load_state_dict_post_hooks
     assert set(kernels.installed("cpu")) == before
 
@@ -369,7 +369,7 @@ def test_views_of_one_place_with_another_sign() -> None:
 def test_a_cast_kept_by_the_region_is_checked_and_dropped(
     model: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "SMALL", 0)
+    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
     weight = next(model.parameters())
     with hold_casts(model, check=True), autocast("cpu", BF16):
         model(x)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.backends.torch import casts, holding
+from polymp.backends.torch.autocast import cast_cache, weight_cast_cache
 from polymp.torch import hold_casts
 from tests.torch.held_histories import (
     DTYPES,
@@ -65,8 +65,8 @@ histories = st.lists(st.one_of(regions, regions, backwards, changes, changes), m
 @pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("small", [0, 60], ids=["nodes", "small"])
 def test_histories(monkeypatch: pytest.MonkeyPatch, small: int, together: bool) -> None:
-    monkeypatch.setattr(holding, "SMALL", small)
-    monkeypatch.setattr(holding, "TOGETHER", {"cpu"} if together else set())
+    monkeypatch.setattr(weight_cast_cache, "SMALL", small)
+    monkeypatch.setattr(weight_cast_cache, "TOGETHER", {"cpu"} if together else set())
 
     @settings(max_examples=(20 if small == 0 else 10) * TIMES)
     @given(st.sampled_from(list(OPTIMIZERS)), st.sampled_from(list(SCALERS)), histories)
@@ -141,7 +141,7 @@ def seen(name: str) -> bool:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "SMALL", 0)
+    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
 
 
 @pytest.mark.usefixtures("nodes")
@@ -152,12 +152,12 @@ def test_directed_histories(name: str) -> None:
 
 def without(*places: int) -> Any:
     """A stamp that leaves something out."""
-    stamp = holding._stamp
+    stamp = weight_cast_cache._stamp
     return lambda t: tuple(part for at, part in enumerate(stamp(t)) if at not in places)
 
 
 def sharing_nodes() -> Any:
-    cast, made = holding.cast, dict[Any, Any]()
+    cast, made = weight_cast_cache.cast, dict[Any, Any]()
 
     def shared(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         key = id(t), dtype, t._version, t.data_ptr(), t.requires_grad and torch.is_grad_enabled()
@@ -167,14 +167,14 @@ def sharing_nodes() -> Any:
 
 
 def of_one_dtype() -> Any:
-    find = holding.find
+    find = weight_cast_cache.find
     return lambda t, dtype: find(t, torch.bfloat16)
 
 
 def made_in_inference_mode() -> Any:
-    def made(weight: holding.Weight, t: torch.Tensor, key: Any) -> holding.Held:
+    def made(weight: weight_cast_cache.Weight, t: torch.Tensor, key: Any) -> weight_cast_cache.Held:
         low = t.detach().to(key[0])
-        held = holding.Held(holding._stamp(t), t.detach(), low, 0)
+        held = weight_cast_cache.Held(weight_cast_cache._stamp(t), t.detach(), low, 0)
         weight.casts[key] = held
         return held
 
@@ -183,15 +183,25 @@ def made_in_inference_mode() -> Any:
 
 # What is planted, in which module, and the histories that notice it.
 FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
-    "no versions": (holding, "_stamp", lambda: without(0), ("written", "written, frozen")),
-    "no addresses": (holding, "_stamp", lambda: without(1), ("swapped", "same address")),
-    "no strides": (holding, "_stamp", lambda: without(3), ("turned",)),
-    "no steps": (holding, "stepped", lambda: lambda _: None, ("fused steps", "a skipped step")),
-    "shared nodes": (holding, "cast", sharing_nodes, ("accumulation",)),
-    "one dtype": (holding, "find", of_one_dtype, ("two formats",)),
-    "inference": (holding, "_made_again", made_in_inference_mode, ("inference first",)),
+    "no versions": (
+        weight_cast_cache,
+        "_stamp",
+        lambda: without(0),
+        ("written", "written, frozen"),
+    ),
+    "no addresses": (weight_cast_cache, "_stamp", lambda: without(1), ("swapped", "same address")),
+    "no strides": (weight_cast_cache, "_stamp", lambda: without(3), ("turned",)),
+    "no steps": (
+        weight_cast_cache,
+        "stepped",
+        lambda: lambda _: None,
+        ("fused steps", "a skipped step"),
+    ),
+    "shared nodes": (weight_cast_cache, "cast", sharing_nodes, ("accumulation",)),
+    "one dtype": (weight_cast_cache, "find", of_one_dtype, ("two formats",)),
+    "inference": (weight_cast_cache, "_made_again", made_in_inference_mode, ("inference first",)),
     "no invalidate": (hold_casts, "invalidate", lambda: lambda _: None, ("invalidated",)),
-    "torch's map": (casts, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),
+    "torch's map": (cast_cache, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),
 }
 
 

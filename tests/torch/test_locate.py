@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import polymp.torch
-from polymp.auditing import Operand
-from polymp.backends.torch import locate as module
+from polymp.backends.torch.diagnostics import locate as module
+from polymp.diagnostics.audit_records import Operand
 from polymp.torch import autocast
 from tests.torch.audited import OPTIMIZERS, Training, same
 from tests.torch.ranks import launch

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import polymp
-from polymp import loading
-from polymp.backends.torch import kernels, native
+from polymp.backends.torch.autocast import kernels, torch_table
 from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.rules import policy_files
+from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, checkpoint
-from polymp.vocabulary import vocabulary
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -119,18 +119,18 @@ def test_an_op_left_out_still_lets_ops_inside_it_autocast():
 def test_a_policy_that_is_torchs_own_installs_nothing(tmp_path):
     """In a fresh process, as a user's file under another name."""
     code = (
-        "from polymp.rules import Policy, Row, Rule\n"
-        "from polymp import loading\n"
+        "from polymp.rules.policy import Policy, Row, Rule\n"
+        "from polymp.rules import policy_files\n"
         "from polymp.torch import autocast\n"
         "from pathlib import Path\n"
-        "from polymp.backends.torch import kernels\n"
-        "own = loading.to_toml(loading.load('torch-cpu')).replace('torch-cpu', 'mine')\n"
+        "from polymp.backends.torch.autocast import kernels\n"
+        "own = policy_files.to_toml(policy_files.load('torch-cpu')).replace('torch-cpu', 'mine')\n"
         "Path('mine.toml').write_text(own)\n"
         "with autocast('cpu', policy='mine.toml') as region: pass\n"
-        "assert loading.load('mine.toml').name == 'mine'\n"
+        "assert policy_files.load('mine.toml').name == 'mine'\n"
         "with autocast('cpu'): pass\n"
         "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
-        "other = loading.load('mine.toml').override(parts=['linear'], rules={'exp': 'keep'})\n"
+        "other = policy_files.load('mine.toml').override(parts=['linear'], rules={'exp': 'keep'})\n"
         "with autocast('cpu', policy=other): pass\n"
         "assert kernels.installed('cpu') == ('exp', 'linear'), kernels.installed('cpu')\n"
         "low = {'float16': 'fp32', 'bfloat16': 'lower'}\n"
@@ -218,7 +218,7 @@ def test_what_torch_cannot_honour_is_refused_when_the_region_is_made(rule, messa
 
 def test_the_python_engine_covers_the_whole_table():
     with kernels.all_python("cpu"):
-        assert set(kernels.installed("cpu")) >= native.kernels("cpu")
+        assert set(kernels.installed("cpu")) >= torch_table.kernels("cpu")
         with autocast("cpu"):
             assert (X @ X.t()).dtype is BF16
 
@@ -228,7 +228,7 @@ def test_an_unknown_policy_names_the_nearest():
         autocast("cpu", policy="torch-kuda")
     with pytest.raises(PolicyError, match="is not one of"):
         autocast("cpu", policy={"rules": {"mm": "low"}})
-    assert "torch-cuda" in loading.shipped()
+    assert "torch-cuda" in policy_files.shipped()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

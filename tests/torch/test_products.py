@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.product_bench import ProductBench
-from polymp.backends.torch.products import device_of, products_of
-from polymp.report import BACKWARD, FORWARD
-from polymp.speed_advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
+from polymp.backends.torch.speed.product_bench import ProductBench
+from polymp.backends.torch.speed.products import device_of, products_of
+from polymp.diagnostics.report import BACKWARD, FORWARD
+from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 from polymp.torch import explain
 from tests.torch.models import MODELS
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from polymp.backends.torch import kernels
+from polymp.backends.torch.autocast import kernels
 from polymp.torch import autocast
 from tests.torch import conftest, programs, run_programs
 from tests.torch.programs import (

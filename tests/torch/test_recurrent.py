@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from polymp import loading
-from polymp.backends.torch import compat, kernels, native, recurrent
-from polymp.rules import LOW, Rule
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import kernels, recurrent, torch_table
+from polymp.rules import policy_files
+from polymp.rules.policy import LOW, Rule
 from tests.torch.inside import inside
 from tests.torch.outcomes import fake_mode, on_cuda
 
@@ -189,27 +190,27 @@ def test_the_buffer_is_kept_or_made_anew_never_cast(
     rule: str, weights: torch.dtype, seen: str
 ) -> None:
     """A cast of it would have cuDNN's old layout, and a kernel told so would read it."""
-    policy = loading.load({"rules": {"_cudnn_rnn": rule}})
+    policy = policy_files.load({"rules": {"_cudnn_rnn": rule}})
     found = on_cuda(call_below(weights), lambda: inside("cuda", policy=policy))
     assert found.calls == (f"aten::_cudnn_rnn({seen})",)
 
 
 def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {name for name in native.BUILDS if name in native.kernels("cuda")}
-    assert here == {name for name, built in native.BUILDS.items() if built}
-    row = native.row("cuda", "_cudnn_rnn", "float16")
+    here = {name for name in torch_table.BUILDS if name in torch_table.kernels("cuda")}
+    assert here == {name for name, built in torch_table.BUILDS.items() if built}
+    row = torch_table.row("cuda", "_cudnn_rnn", "float16")
     assert row is not None
     assert row.rule is Rule.LOWER
-    added, gone = native.drift("cuda")
+    added, gone = torch_table.drift("cuda")
     for built in (True, False):
-        monkeypatch.setitem(native.BUILDS, "_cudnn_rnn", built)
+        monkeypatch.setitem(torch_table.BUILDS, "_cudnn_rnn", built)
         for has in (True, False):
-            kernels_there = native.kernels("cuda") - {"_cudnn_rnn"} | (
+            kernels_there = torch_table.kernels("cuda") - {"_cudnn_rnn"} | (
                 {"_cudnn_rnn"} if has else set()
             )
             with monkeypatch.context() as m:
-                m.setattr(native, "kernels", lambda device, there=kernels_there: there)
-                now = native.drift("cuda")
+                m.setattr(torch_table, "kernels", lambda device, there=kernels_there: there)
+                now = torch_table.drift("cuda")
             assert now[0] == sorted({*added} | ({"_cudnn_rnn"} if has and not built else set()))
             assert now[1] == sorted({*gone} | ({"_cudnn_rnn"} if built and not has else set()))
 
@@ -218,8 +219,8 @@ def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.Monkey
 def test_held_casts_and_policies_that_agree_leave_torch_its_kernel(low: str) -> None:
     assert not {"_cudnn_rnn", "miopen_rnn"} & kernels.lowered("cuda")
     for name in ("amp", "torch-cuda", "lean"):
-        assert native.agrees("cuda", loading.load(name), "_cudnn_rnn", low)
-    assert not native.agrees("cuda", loading.load({}), "_cudnn_rnn", low)
+        assert torch_table.agrees("cuda", policy_files.load(name), "_cudnn_rnn", low)
+    assert not torch_table.agrees("cuda", policy_files.load({}), "_cudnn_rnn", low)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")

@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from polymp.errors import ScalerWarning, StuckError
-from polymp.gradients import GradientReport
+from polymp.scaling.gradient_report import GradientReport
 from polymp.torch import GradScaler, autocast
 from tests.torch.changes import VERSION
 
@@ -217,15 +217,15 @@ def test_rules(options: dict[str, Any]) -> None:
 
 
 def test_a_scaler_that_backs_off_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polymp.backends.torch import updating
+    from polymp.backends.torch.scaler import scale_update
 
     eager = run(OPTIMIZERS["SGD"])
-    update = updating.update
+    update = scale_update.update
 
     def twice(rule: Any, *state: Any) -> None:
         update(rule._replace(backoff=rule.backoff**2), *state)
 
-    monkeypatch.setattr(updating, "update", twice)
+    monkeypatch.setattr(scale_update, "update", twice)
     assert run(OPTIMIZERS["SGD"], "eager").states != eager.states
 
 

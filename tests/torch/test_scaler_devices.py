@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch.scaler import _refresh_per_optimizer_state
+from polymp.backends.torch.scaler.grad_scaler import _refresh_per_optimizer_state
 from polymp.torch import GradScaler
 from tests.torch.test_scaler_rules import BOTH, ready, sgd, weight
 from tests.torch.training import entries

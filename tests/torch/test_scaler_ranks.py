@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from polymp import scaling
-from polymp.scaling import ScaleRule, ScaleState
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from tests.torch import rank_checkpoints
 from tests.torch.ranks import bits, launch
 from tests.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, ways
@@ -56,8 +56,8 @@ def states(steps: Sequence[str], rule: ScaleRule = RULE, start: Any = START) -> 
     saved = []
     for step in steps:
         finite, loss_finite = step == "good", step != "spoiled"
-        start = scaling.step(rule, start, finite, loss_finite=loss_finite)
-        saved.append(scaling.to_state_dict(rule, start))
+        start = scale_rule.step(rule, start, finite, loss_finite=loss_finite)
+        saved.append(scale_rule.to_state_dict(rule, start))
     return saved
 
 
@@ -170,7 +170,7 @@ def test_ranks_without_gradients(worlds: Any, ranks: int, way: str) -> None:
     expected = states(steps[:4])
     expected += [
         expected[-1],
-        *states(["overflow"], start=scaling.from_state_dict(expected[-1])[1]),
+        *states(["overflow"], start=scale_rule.from_state_dict(expected[-1])[1]),
     ]
     assert of_all(worlds, ranks, key, "state") == [expected] * ranks
     assert of_all(worlds, ranks, key, "skipped") == [[s != "good" for s in steps]] * ranks

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from polymp.gradients import Gradient
+from polymp.scaling.gradient_report import Gradient
 from polymp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState as TorchOptState
 
-from polymp.backends.torch.scaler import OptState, _refresh_per_optimizer_state
+from polymp.backends.torch.scaler.grad_scaler import OptState, _refresh_per_optimizer_state
 from polymp.torch import GradScaler, cpu, cuda
 from tests.torch.training import ENTRIES, entries
 

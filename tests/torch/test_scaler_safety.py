@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp import scaling
-from polymp.backends.torch import clipping
+from polymp.backends.torch.scaler import clipping
 from polymp.errors import ScalerWarning, StuckError
-from polymp.gradients import GradientReport
-from polymp.scaling import ScaleRule, ScaleState
+from polymp.scaling import scale_rule
+from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
 
 INF, NAN = float("inf"), float("nan")
@@ -80,7 +80,7 @@ def test_five_hundred_overflows_end_at_the_lower_bound_and_the_next_good_step_is
     for _ in range(500):
         run.overflow()
     assert torch.equal(run.w, before)
-    assert run.state["scale"] == scaling.SMALLEST == 2.0**-126
+    assert run.state["scale"] == scale_rule.SMALLEST == 2.0**-126
     assert (run.state["skips"], run.state["skipped"]) == (500, 500)
     run.iterate(0.5)  # torch.amp multiplies 0 by Inf here and writes NaN
     if by == "host":
@@ -106,8 +106,8 @@ def test_the_scale_stays_between_its_bounds_and_follows_the_rule(
             run.overflow()
         else:
             run.iterate(0.25)
-        state = scaling.step(rule, state, not overflow)
-        assert run.state == scaling.to_state_dict(rule, state)
+        state = scale_rule.step(rule, state, not overflow)
+        assert run.state == scale_rule.to_state_dict(rule, state)
         assert floor <= run.state["scale"] <= ceiling
 
 
@@ -501,7 +501,7 @@ def test_the_oracle_of_the_bounds_would_notice_torchs_scaler() -> None:
         scaler.scale((w * INF).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() < scaling.SMALLEST
+    assert scaler.get_scale() < scale_rule.SMALLEST
     optimizer.zero_grad()
     scaler.scale(w.sum()).backward()
     scaler.step(optimizer)

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp import scaling
-from polymp.scaling import ScaleRule, ScaleState
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -64,7 +64,7 @@ def torchs(**options: Any) -> torch.amp.GradScaler:
 histories = st.text("++-?", max_size=10)
 ours = st.fixed_dictionaries(
     {
-        "init_scale": st.sampled_from([1.0, 64.0, scaling.as_float32(3.3), 2.0**20]),
+        "init_scale": st.sampled_from([1.0, 64.0, scale_rule.as_float32(3.3), 2.0**20]),
         "growth_factor": st.sampled_from([2.0, 1.5, 8.0]),
         "backoff_factor": st.sampled_from([0.5, 0.7]),
         "growth_interval": st.integers(1, 4),
@@ -176,17 +176,17 @@ def test_a_run_goes_on_bit_for_bit(way, kind, options, history, after) -> None:
 
 @given(options=ours, history=histories)
 def test_a_state_is_that_of_the_core(options, history) -> None:
-    """`scaling` alone reads it, and writes the same: nothing of it is torch's."""
+    """`scale_rule` alone reads it, and writes the same: nothing of it is torch's."""
     run = Run(polymps(**options))
     run.play(history)
     state = run.scaler.state_dict()
-    rule, numbers = scaling.from_state_dict(state)
-    assert scaling.to_state_dict(rule, numbers) == state
+    rule, numbers = scale_rule.from_state_dict(state)
+    assert scale_rule.to_state_dict(rule, numbers) == state
     assert rule == run.scaler._rule
     for what in history:
-        numbers = scaling.step(rule, numbers, what == "+", loss_finite=what != "?")
+        numbers = scale_rule.step(rule, numbers, what == "+", loss_finite=what != "?")
     run.play(history)
-    assert scaling.to_state_dict(rule, numbers) == run.scaler.state_dict()
+    assert scale_rule.to_state_dict(rule, numbers) == run.scaler.state_dict()
 
 
 def test_a_copy_keeps_what_was_asked_for() -> None:
@@ -273,7 +273,7 @@ def test_the_state_of_a_run_that_torch_lost_is_refused_with_a_way_out() -> None:
 def test_a_state_beyond_float32_is_rounded_into_it() -> None:
     scaler = polymps()
     scaler.load_state_dict(scaler.state_dict() | {"scale": 1.1})
-    assert scaler.get_scale() == scaling.as_float32(1.1) != 1.1
+    assert scaler.get_scale() == scale_rule.as_float32(1.1) != 1.1
     scaler.scale(torch.ones(()))
     assert math.isclose(scaler._scale.item(), 1.1, rel_tol=1e-6)
     assert scaler.get_scale() == scaler._scale.item()
@@ -284,11 +284,11 @@ def test_the_first_scale_is_float32_once_it_is_used() -> None:
     scaler = polymps(init_scale=1.1)
     run = Run(scaler)
     scaler.scale(run.w.sum())
-    assert scaler.get_scale() == scaler._scale.item() == scaling.as_float32(1.1)
+    assert scaler.get_scale() == scaler._scale.item() == scale_rule.as_float32(1.1)
     (last,) = run.play("-")
     rule = ScaleRule(interval=3)
-    assert last[0] == scaling.to_state_dict(
-        rule, scaling.step(rule, ScaleState(scaling.as_float32(1.1)), False)
+    assert last[0] == scale_rule.to_state_dict(
+        rule, scale_rule.step(rule, ScaleState(scale_rule.as_float32(1.1)), False)
     )
 
 

@@ -17,9 +17,10 @@ from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp import scaling
-from polymp.backends.torch import compat, unscaling
-from polymp.scaling import ScaleRule, ScaleState
+from polymp.backends.torch import compat
+from polymp.backends.torch.scaler import unscale
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
 
 STEPS = 64
@@ -127,7 +128,7 @@ def test_nothing_is_read_after_the_first_iteration(name: str, clip: bool) -> Non
     assert scaler.skipped_steps.item() == len(BAD)
     rule, state = ScaleRule(interval=5), ScaleState(4.0)
     for step in range(STEPS):
-        state = scaling.step(rule, state, step not in BAD, loss_finite=step not in IN_LOSS)
+        state = scale_rule.step(rule, state, step not in BAD, loss_finite=step not in IN_LOSS)
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == state[:2]
 
 
@@ -211,7 +212,7 @@ def test_the_fake_gpu_notices_a_wait() -> None:
     with FakeTensorMode(), Waiting() as waiting:
         t = torch.ones((), device="cuda")
         t.cpu()
-        unscaling.moved(t, torch.device("cpu"))
+        unscale.moved(t, torch.device("cpu"))
         t.to("cpu", non_blocking=True)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             t.item()

@@ -1,7 +1,7 @@
 """The scale's rule on a device, and what the host hears of it.
 
-`updating` against `scaling.step` on Python numbers, bit for bit, by the rule's own lines on tensors
-and by torch's kernel; `Watch` against a device that is late.
+`scale_update` against `scale_rule.step` on Python numbers, bit for bit, by the rule's own lines on
+tensors and by torch's kernel; `Watch` against a device that is late.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp import scaling
-from polymp.backends.torch import updating, watching
-from polymp.backends.torch.watching import Watch
-from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
+from polymp.backends.torch.scaler import async_read, scale_update
+from polymp.backends.torch.scaler.async_read import Watch
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 
 TAME = (2.0, 4.0, 1.1, 1.5, 3.7, 1 + 2**-20)
 WILD = (4.5, 10.0, 2.0**40, 1e300)
@@ -32,7 +32,7 @@ def rules(draw: st.DrawFn, growths: tuple[float, ...], hysteresis: int) -> Scale
     low, high = sorted((draw(float32s), draw(float32s)))
     if draw(st.booleans()):
         low, high = SMALLEST, LARGEST
-    return scaling.checked(
+    return scale_rule.checked(
         ScaleRule(
             draw(st.sampled_from(growths)), draw(st.sampled_from(BACKOFFS)),
             draw(st.sampled_from((1, 2, 3, 2000, 2**31 - 1))), low, high,
@@ -55,20 +55,22 @@ def on_device(
     way: Any, rule: ScaleRule, state: ScaleState, history: list[tuple[int, int | None]]
 ) -> list[ScaleState]:
     scale, tracker = torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32)
-    counts = torch.tensor(updating.counted(state), dtype=torch.float32)
-    bars, bad = updating.new_bars(torch.device("cpu"))
+    counts = torch.tensor(scale_update.counted(state), dtype=torch.float32)
+    bars, bad = scale_update.new_bars(torch.device("cpu"))
     seen = []
     for at, (found, loss) in enumerate(history):
         if loss is not None:
             bad.fill_((1.0, math.nan)[at % 2] if loss else 0.0)
         given = [None if loss is None else bad]
-        if way is not updating._by_rule:
+        if way is not scale_update._by_rule:
             given.append(
-                bars if way is updating._by_kernel or updating.regular(rule, state) else None
+                bars
+                if way is scale_update._by_kernel or scale_update.regular(rule, state)
+                else None
             )
         way(rule, scale, tracker, counts, torch.tensor(float(found)), *given)
         bad.zero_()
-        seen.append(updating.state_of(scale.item(), tracker.item(), *counts.tolist()))
+        seen.append(scale_update.state_of(scale.item(), tracker.item(), *counts.tolist()))
     assert (scale.dtype, tracker.dtype, counts.dtype) == (
         torch.float32, torch.int32, torch.float32,
     )  # fmt: skip
@@ -80,7 +82,9 @@ def on_host(
 ) -> list[ScaleState]:
     seen = []
     for found, loss in history:
-        state = scaling.step(rule, state, not found, loss_finite=None if loss is None else not loss)
+        state = scale_rule.step(
+            rule, state, not found, loss_finite=None if loss is None else not loss
+        )
         seen.append(state)
     return seen
 
@@ -93,10 +97,10 @@ def test_the_kernel_the_rule_on_tensors_and_python_numbers_agree(data: Any, hist
     rule = data.draw(rules(TAME, 0))
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
-    assert on_device(updating._by_rule, rule, state, history) == expected
-    if updating.regular(rule, state):
-        assert on_device(updating._by_kernel, rule, state, history) == expected
-    assert on_device(updating.update, rule, state, history) == expected
+    assert on_device(scale_update._by_rule, rule, state, history) == expected
+    if scale_update.regular(rule, state):
+        assert on_device(scale_update._by_kernel, rule, state, history) == expected
+    assert on_device(scale_update.update, rule, state, history) == expected
 
 
 @given(st.data(), histories)
@@ -104,26 +108,26 @@ def test_with_hysteresis_and_wild_growth(data: Any, history: Any) -> None:
     rule = data.draw(rules(TAME + WILD, 4))
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
-    assert on_device(updating._by_rule, rule, state, history) == expected
-    assert on_device(updating.update, rule, state, history) == expected
+    assert on_device(scale_update._by_rule, rule, state, history) == expected
+    assert on_device(scale_update.update, rule, state, history) == expected
 
 
 def test_the_kernel_is_kept_from_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("_by_rule", "_by_kernel"):
-        monkeypatch.setattr(updating, name, lambda *_, name=name: calls.append(name))
+        monkeypatch.setattr(scale_update, name, lambda *_, name=name: calls.append(name))
     for rule in (ScaleRule(), ScaleRule(growth=4.0), ScaleRule(hysteresis=1), ScaleRule(growth=5)):
-        updating.update(rule, *[torch.zeros(())] * 4, None, torch.zeros(6))
-    updating.update(ScaleRule(), *[torch.zeros(())] * 4, None)
+        scale_update.update(rule, *[torch.zeros(())] * 4, None, torch.zeros(6))
+    scale_update.update(ScaleRule(), *[torch.zeros(())] * 4, None)
     assert calls == ["_by_kernel", "_by_kernel", "_by_rule", "_by_rule", "_by_rule"]
 
 
 def forgets_the_loss(rule: Any, *state: Any) -> None:
-    updating._by_kernel(rule, *state[:-2], None, state[-1])
+    scale_update._by_kernel(rule, *state[:-2], None, state[-1])
 
 
 def forgets_the_bounds(rule: ScaleRule, *state: Any) -> None:
-    updating._by_kernel(rule._replace(min_scale=SMALLEST, max_scale=LARGEST), *state)
+    scale_update._by_kernel(rule._replace(min_scale=SMALLEST, max_scale=LARGEST), *state)
 
 
 def by_equality(
@@ -135,10 +139,10 @@ def by_equality(
 def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: Any, *_: Any) -> None:
     skips, overflows, skipped = counts.unbind()
     state = ScaleState(scale, tracker, skips, skips - overflows, skipped)
-    after = scaling.step(rule, state, found == 0, torch.where)
+    after = scale_rule.step(rule, state, found == 0, torch.where)
     scale.copy_(after.scale)
     tracker.copy_(after.tracker)
-    counts.copy_(torch.stack(updating.counted(after)))
+    counts.copy_(torch.stack(scale_update.counted(after)))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: An
 )
 def test_a_wrong_update_is_seen(wrong: Any, rule: Any, state: ScaleState, found: Any) -> None:
     expected = on_host(rule, state, [found])
-    assert on_device(updating.update, rule, state, [found]) == expected
+    assert on_device(scale_update.update, rule, state, [found]) == expected
     assert on_device(wrong, rule, state, [found]) != expected
 
 
@@ -193,7 +197,7 @@ class FarAway(torch.Tensor):
 def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
     made = (
         torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32),
-        torch.tensor(updating.counted(state), dtype=torch.float32),
+        torch.tensor(scale_update.counted(state), dtype=torch.float32),
     )  # fmt: skip
     return [t.as_subclass(kind) for t in made]
 
@@ -261,16 +265,16 @@ def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> N
             self.heard.append([t.tolist() for t in state])
 
     one, two = Hears(), Hears()
-    names = [watching.listen(h.hears) for h in (one, two)]
+    names = [async_read.listen(h.hears) for h in (one, two)]
     state = tensors(ScaleState(8.0, 1, 2, 1, 5), torch.Tensor)
     for name in (names[0], names[1], names[1]):
-        watching.tell(name, *state)
+        async_read.tell(name, *state)
     assert (len(one.heard), len(two.heard)) == (1, 2)
     assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
     del two
-    watching.tell(names[1], *state)
-    assert names[1] not in watching._hear
-    assert names[0] in watching._hear
+    async_read.tell(names[1], *state)
+    assert names[1] not in async_read._hear
+    assert names[0] in async_read._hear
 
 
 def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:

@@ -1,0 +1,374 @@
+"""Functions with derivative rules of their own: rewritten, and given rewritten rules.
+
+The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
+`jax.vjp` of it is traced at the declared formats, and that program is planned like any other. A
+rule is planned when a derivative is first asked for, in the region of the call.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.evaluate import bind, cast, run
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS
+from polymp.backends.jax.autocast.plan import Plan, Step
+from polymp.backends.jax.autocast.planner import Planned, Program
+from polymp.backends.jax.autocast.values import Known
+from polymp.rules.region import Region
+
+
+def plan_jvp(program: Program, eqn: Any, region: Region) -> Planned:
+    """Plan a `jax.custom_jvp` function."""
+    return _plan(program, eqn, region, _Forward)
+
+
+def plan_vjp(program: Program, eqn: Any, region: Region) -> Planned:
+    """Plan a `jax.custom_vjp` function."""
+    return _plan(program, eqn, region, _Reverse)
+
+
+def _plan(program: Program, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
+    known = [program.known(atom)._replace(number=None) for atom in eqn.invars]
+    plan = program.planner.plan(eqn.params["call_jaxpr"], known, region)
+    outs = [Known(k.format, product=k.product, weak=k.weak) for k in plan.outs]
+    writes = [k.format for k in outs]
+    parts = plan, rules(program, eqn, plan)
+    return program.step(eqn, [None] * len(known), writes, _emit, parts=parts), outs
+
+
+def _emit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    plan, rules = step.parts
+    if plan.as_written and not plan.region.enabled:
+        return bind(step, values)
+    outs: Sequence[Any] = rules.call(values)
+    return outs
+
+
+# Makes a plan one for inputs that come in low formats; see `lower_inputs`. In: the plan, by input
+# the low format or None, the outputs that may come low, and the name of the function. Out: the
+# plan, and by output the low format or None.
+Change = Callable[
+    [Plan, Sequence[str | None], Iterable[int], str], tuple[Plan, Sequence[str | None]]
+]
+
+
+class _Rules:
+    """The derivative rules of one equation, in the formats of its plan.
+
+    Args:
+        program: that the equation is part of.
+        eqn: the equation.
+        plan: of the program that the equation calls.
+    """
+
+    def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
+        self.planner = program.planner
+        self.eqn = eqn
+        self.plan = plan
+        self.floats = [_is_float(var) for var in eqn.invars]
+        self.float_outs = [_is_float(var) for var in eqn.outvars]
+        self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
+        self.name = compat.function_name(plan.jaxpr)
+        # Not the plan's: two functions may share a body and differ in their rules.
+        self.made: dict[Any, Any] = {}
+        self.planned_as: tuple[Any, Change] | None = None
+
+    def stored(self, plan: Plan, change: "Change") -> "_Rules":
+        """These rules where some inputs come low: planned as ever, then changed.
+
+        Args:
+            plan: of the program that the equation calls, for those inputs.
+            change: what makes a plan of a rule one for low inputs.
+        """
+        rules = copy(self)
+        rules.plan, rules.made, rules.planned_as = plan, {}, (self, change)
+        return rules
+
+    def original(self, *args: Any) -> Any:
+        """The equation as a function, at its declared formats."""
+        primitive = self.eqn.primitive
+        return primitive.bind(*args, **primitive.get_bind_params(self.eqn.params))
+
+    def lows(self) -> list[str | None]:
+        """By input, the low format that it is stored in."""
+        assert self.planned_as is not None
+        pairs = zip(self.plan.known, self.planned_as[0].plan.known, strict=True)
+        return [now.format if now.format != planned.format else None for now, planned in pairs]
+
+    def trace(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The closed jaxpr of a rule, traced where the call was."""
+        with regions.AMBIENT(self.plan.region):
+            return jax.make_jaxpr(function)(*args)
+
+    def primal(self, *args: Any) -> tuple[Any, ...]:
+        return tuple(run(self.plan, args))
+
+    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+class _Half(NamedTuple):
+    """A planned rule, or half of one.
+
+    Attributes:
+        plan: of what is computed.
+        moves: which float results have a tangent, or which differentiated arguments a gradient;
+            the others have symbolic zeros.
+        tree: of the forward half, the structure of what is saved.
+        stored: of the forward half, the formats in which its results come where inputs come low.
+    """
+
+    plan: Plan
+    moves: tuple[bool, ...] = ()
+    tree: Any = None
+    stored: Sequence[str | None] = ()
+
+
+class _Forward(_Rules):
+    """The rule of a `jax.custom_jvp` function.
+
+    One that asked for symbolic zeros is told which arguments move, and gets a plan for each such
+    choice.
+    """
+
+    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+        made = self.made
+        if "function" not in made:  # one object, so that JAX's caches know it again
+            primal = _named(self.primal, self.name, self.plan.jaxpr)
+            made["function"] = function = jax.custom_jvp(primal)
+            function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
+        outs: Sequence[Any] = made["function"](*values)
+        return outs
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        moving = _moving(tangents, self.floats)
+        half = self.planned(moving)
+        given = _where(tangents, moving)
+        # The tangent of a parameter that is stored low comes low.
+        formats = [k.format for k in half.plan.known[len(primals) :]]
+        given = [cast(t, f) if f else t for t, f in zip(given, formats, strict=True)]
+        flat = run(half.plan, [*primals, *given])
+        count = len(self.plan.outs)
+        left, moves = iter(flat[count:]), iter(half.moves)
+        tangents = [
+            next(left) if is_float and next(moves) else compat.symbolic_zero(out)
+            for out, is_float in zip(flat[:count], self.float_outs, strict=True)
+        ]
+        return tuple(flat[:count]), tuple(tangents)
+
+    def planned(self, moving: tuple[bool, ...]) -> _Half:
+        """The rule, when these arguments move."""
+        made = self.made
+        if moving not in made:
+            made[moving] = self.both(moving)
+        half: _Half = made[moving]
+        return half
+
+    def both(self, moving: tuple[bool, ...]) -> _Half:
+        if self.planned_as is not None:
+            before, change = self.planned_as
+            half: _Half = before.planned(moving)
+            plan, _ = change(half.plan, [*self.lows(), *[None] * sum(moving)], (), self.name)
+            return half._replace(plan=plan)
+        avals = [var.aval for var in self.eqn.invars]
+        moves: list[bool] = []
+
+        def pair(primals: list[Any], given: list[Any]) -> Any:
+            outs, tangents = compat.jvp(self.original, primals, _filled(given, moving))
+            tangents = _where(tangents, self.float_outs)
+            moves.extend(tangent is not None for tangent in tangents)
+            return outs, _where(tangents, moves)
+
+        jaxpr = self.trace(pair, avals, _where(avals, moving))
+        known = list(self.plan.known)
+        # A parameter's tangent counts as one, so that its cotangent is not rounded either.
+        given = [k._replace(product=False) for k in _where(known, moving)]
+        outs = [k.format for k in self.plan.outs]
+        results = [*outs, *_where(_where(outs, self.float_outs), moves)]
+        plan = self.planner.plan(jaxpr, [*known, *given], self.plan.region, results)
+        return _Half(plan, tuple(moves))
+
+
+class _Reverse(_Rules):
+    """The rule of a `jax.custom_vjp` function.
+
+    Its leading constants are closed over, here as there: they are not differentiated. A rule that
+    asked for symbolic zeros is told which arguments are differentiated and which results have a
+    cotangent, and gets a plan for each such choice.
+    """
+
+    def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
+        super().__init__(program, eqn, plan)
+        self.num_consts = eqn.params.get("num_consts", 0)
+
+    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+        consts, args = values[: self.num_consts], values[self.num_consts :]
+        made = self.made
+        function = made.get("function") or self.function(consts)
+        if not consts:
+            made["function"] = function
+        outs: Sequence[Any] = function(*args)
+        return outs
+
+    def function(self, consts: Sequence[Any]) -> Any:
+        count = len(self.plan.outs)
+        floats = tuple(self.floats[self.num_consts :])
+
+        def primal(*args: Any) -> tuple[Any, ...]:
+            return self.primal(*consts, *args)
+
+        def forward(*args: Any) -> tuple[Any, Any]:
+            moving = floats
+            if self.symbolic_zeros:
+                moving = tuple(a.perturbed and f for a, f in zip(args, floats, strict=True))
+                args = tuple(a.value for a in args)
+            flat = run(self.forward(moving).plan, [*consts, *args])
+            return tuple(flat[:count]), _Residuals(moving, flat[count:])
+
+        def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            coming = _moving(cotangents, self.float_outs)
+            half = self.backward(saved.moving, coming)
+            grads = iter(run(half.plan, [*saved.values, *_where(cotangents, coming)]))
+            moves = iter(half.moves)
+            # The gradient of a parameter that is stored low leaves low.
+            formats = [k.format for k in self.plan.known[self.num_consts :]]
+            return tuple(
+                (cast(next(grads), f) if f else next(grads)) if moving and next(moves) else None
+                for moving, f in zip(saved.moving, formats, strict=True)
+            )
+
+        function = jax.custom_vjp(_named(primal, self.name, self.plan.jaxpr))
+        function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
+        return function
+
+    def forward(self, moving: tuple[bool, ...]) -> _Half:
+        """The forward half, when these arguments are differentiated."""
+        made = self.made
+        if moving not in made:
+            made[moving] = self.planned_forward(moving)
+        half: _Half = made[moving]
+        return half
+
+    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+        """The backward half, when these arguments are differentiated and these cotangents come."""
+        made = self.made
+        if (moving, coming) not in made:
+            made[moving, coming] = self.planned_backward(moving, coming)
+        half: _Half = made[moving, coming]
+        return half
+
+    def planned_forward(self, moving: tuple[bool, ...]) -> _Half:
+        count = len(self.plan.outs)
+        if self.planned_as is not None:
+            before, change = self.planned_as
+            half: _Half = before.forward(moving)
+            saved = range(count, len(half.plan.outs))
+            plan, outs = change(half.plan, self.lows(), saved, self.name)
+            return half._replace(plan=plan, stored=outs[count:])
+        skip = self.num_consts
+        trees: list[Any] = []
+
+        def forward(*args: Any) -> Any:
+            consts, args = args[:skip], args[skip:]
+
+            def of_moving(*values: Any) -> Any:
+                left = iter(values)
+                pairs = zip(args, moving, strict=True)
+                return self.original(*consts, *(next(left) if moves else a for a, moves in pairs))
+
+            outs, pull = jax.vjp(of_moving, *_where(args, moving))
+            residuals, tree = jax.tree.flatten(pull)
+            trees.append(tree)
+            return outs, residuals
+
+        jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
+        formats = [k.format for k in self.plan.outs]
+        saved_count = len(compat.opened(jaxpr)[0].outvars) - count
+        wanted = [*formats, *[None] * saved_count]
+        plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, wanted)
+        return _Half(plan, tree=trees[0])
+
+    def planned_backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+        first = self.forward(moving)
+        if self.planned_as is not None:
+            before, change = self.planned_as
+            half: _Half = before.backward(moving, coming)
+            formats = [*first.stored, *[None] * sum(coming)]
+            return half._replace(plan=change(half.plan, formats, (), self.name)[0])
+        count = len(self.plan.outs)
+        saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]
+        avals = _where([var.aval for var in self.eqn.invars[self.num_consts :]], moving)
+        results = [var.aval for var in self.eqn.outvars]
+        moves: list[bool] = []
+
+        def backward(residuals: list[Any], cotangents: list[Any]) -> Any:
+            pull = jax.tree.unflatten(first.tree, residuals)
+            grads = compat.pulled(pull, avals, results, _filled(cotangents, coming))
+            moves.extend(grad is not None for grad in grads)
+            return _where(grads, moves)
+
+        jaxpr = self.trace(backward, saved, _where(results, coming))
+        known = [k._replace(number=None) for k in first.plan.outs[count:]]
+        known += [Known(k.format) for k in _where(self.plan.outs, coming)]
+        wanted = [k.format for k in _where(self.plan.known[self.num_consts :], moving)]
+        plan = self.planner.plan(
+            jaxpr, known, self.plan.region, _where(wanted, moves), gradients=True
+        )
+        return _Half(plan, tuple(moves))
+
+
+FUNCTIONS.border(_Rules.trace)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """What the forward half hands to the backward half: arrays, and which arguments it is for."""
+
+    def __init__(self, moving: tuple[bool, ...], values: Sequence[Any]) -> None:
+        self.moving, self.values = moving, values
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple[bool, ...]]:
+        return self.values, self.moving
+
+    @classmethod
+    def tree_unflatten(cls, moving: tuple[bool, ...], values: Sequence[Any]) -> "_Residuals":
+        return cls(moving, values)
+
+
+def _moving(tangents: Sequence[Any], floats: Sequence[bool]) -> tuple[bool, ...]:
+    """Which tangents, or cotangents, of floats are no symbolic zeros."""
+    zero = jax.custom_derivatives.SymbolicZero
+    return tuple(
+        is_float and not isinstance(tangent, zero)
+        for tangent, is_float in zip(tangents, floats, strict=True)
+    )
+
+
+def _is_float(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+    return [value for value, kept in zip(values, keep, strict=True) if kept]
+
+
+def _filled(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+    """The values in their places, and None in the others."""
+    left = iter(values)
+    return [next(left) if place else None for place in places]
+
+
+def _named(function: Callable[..., Any], name: str, of: Any) -> Any:
+    """The function under a name, and traced as one that was written where a jaxpr's was."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return compat.traced_as(call, of)

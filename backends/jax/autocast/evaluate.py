@@ -1,0 +1,201 @@
+"""A planned program, run under the caller's trace: the same equations, in their planned formats.
+
+A plan and values in, values out. Run under a trace, this is what is traced; run eagerly, this
+computes. Every equation keeps its name stack, its traceback and its context, so profiles, error
+messages and meshes are those of the original.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core, source_info_util
+from jax.extend.core import Literal, Var
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
+from polymp.backends.jax.autocast.plan import Plan, Step
+from polymp.backends.jax.autocast.sharded_weights import rounded_first
+from polymp.rules import decisions
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cycle collector, off while a program is planned or traced again.
+
+    Nothing in either dies before it ends, and the collector would look through all of it again and
+    again: large programs paid more for that than for their plan.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a planned program, in the formats of `plan.outs`.
+
+    Where a trace records what runs, equations are put into it as they are. Anywhere else, and for
+    primitives that do something of their own when they are bound, they are bound.
+    """
+    env: dict[Any, Any] = {}
+    casts: dict[tuple[Any, str], Any] = {}
+    constvars, invars = compat.binders(plan.jaxpr)
+    env.update(zip(constvars, plan.consts, strict=True))
+    env.update(zip(invars, args, strict=True))
+    given = (*plan.consts, *args)
+    recorder = compat.recorder(given)
+    bind, put, whole = compat.put, compat.put, _itself
+    simple: set[Any] = {"bind", "cast"}  # what takes values that are recorded, and no more
+    if recorder is not None:
+        bind, put, whole = recorder.bind, recorder.put, recorder.tracer
+        if recorder.meshless:
+            simple.add("contract")
+
+    def read(operand: Any, put: Put) -> Any:
+        kind = type(operand)
+        if kind is Var:
+            return env[operand]
+        if kind is Literal:
+            return operand.val
+        atom, format, shared, value = operand
+        if value is not None:
+            return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
+        if not shared:
+            return cast(env[atom], format, put)
+        key = (atom, format)
+        if key not in casts:
+            casts[key] = cast(env[atom], format, put)
+        elif record is not None:
+            record.spared(step, "shared")
+        return casts[key]
+
+    record = decisions.current()
+    outer = source_info_util.current_name_stack()
+    here = compat.equation_context()
+    # Eagerly, an array is freed after its last reader. A tracer holds none.
+    traced = any(isinstance(x, jax.core.Tracer) for x in given)
+    drops = [()] * len(plan.steps) if traced else plan.drops
+    with compat.Places() as places:
+        for step, drop in zip(plan.steps, drops, strict=True):
+            eqn = step.eqn
+            places.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
+            if eqn.ctx is not here:
+                with eqn.ctx.manager:
+                    outs = _step(step, [whole(read(o, bind)) for o in step.operands], compat.put)
+            elif step.how in simple:
+                outs = _step(step, [read(o, put) for o in step.operands], put)
+            else:
+                outs = _step(step, [whole(read(o, put)) for o in step.operands], compat.put)
+            if record is not None and step.how == "cast" and _changes(eqn):
+                record.spared(step, "cancelled")
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                env[var] = out
+            for var in drop:
+                env.pop(var, None)
+                for format in _DTYPES if casts else ():
+                    casts.pop((var, format), None)
+    return [whole(read(o, put)) for o in plan.results]
+
+
+def _changes(eqn: Any) -> bool:
+    """True for a cast in the program, from one format to another."""
+    return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+# How an equation comes about: from a primitive, values and parameters to results.
+Put = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
+
+
+def cast(x: Any, format: str, put: Put = compat.put) -> Any:
+    """The array in a format; the array itself if it has that already."""
+    dtype = _DTYPES[format]
+    if compat.aval_of(x).dtype == dtype:
+        return x
+    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+    return put(lax.convert_element_type_p, (x,), params)[0]
+
+
+_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
+
+
+def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
+    eqn, how = step.eqn, step.how
+    if how == "bind":
+        outs = put(eqn.primitive, values, _params(step))
+    elif how == "cast":
+        return values
+    elif how == "round":
+        outs = rounded_first(step, values, bind, cast)
+    elif how == "contract":
+        (run_in,) = step.parts
+        (out,) = step.writes
+        assert out is not None, "a contraction has a float result"
+        if put is compat.put:  # there may be axes over which they vary
+            values = list(compat.varying_alike(*values))
+        outs = put(
+            contraction_p, values, contraction_params(eqn.primitive, eqn.params, run_in, out)
+        )
+    else:
+        outs = how(step, values)
+    if step.returns is None:
+        return outs
+    return [
+        cast(out, format, put) if format else out
+        for out, format in zip(outs, step.returns, strict=True)
+    ]
+
+
+def _params(step: Step) -> Any:
+    """The parameters of the equation's own primitive."""
+    params = step.params
+    if params is not step.eqn.params and params.get("update_jaxpr", 0) is None:
+        update = step.eqn.params["update_jaxpr"]
+        return {**params, "update_jaxpr": update_in(update, step.writes[0])}
+    return params
+
+
+def bind(step: Step, values: Sequence[Any], **replaced: Any) -> Sequence[Any]:
+    """Bind the equation's own primitive, with some parameters replaced."""
+    return compat.put(step.eqn.primitive, values, {**_params(step), **replaced})
+
+
+def closed(plan: Plan) -> Any:
+    """The rewritten program as a closed jaxpr; made once for a plan."""
+    if plan.as_written and decisions.current() is None:
+        return plan.jaxpr
+    if "closed" not in plan.made:
+        invars = compat.binders(plan.jaxpr)[1]
+        avals = [
+            var.aval.update(dtype=np.dtype(known.format), weak_type=False)
+            if known.format and var.aval.dtype != known.format
+            else var.aval
+            for var, known in zip(invars, plan.known, strict=True)
+        ]
+        evaluate: Any = lambda *args: run(plan, args)  # noqa: E731
+        if decisions.current() is not None:  # who looks wants to know whose function this is
+            evaluate = compat.traced_as(evaluate, plan.jaxpr)
+        with source_info_util.reset_name_stack():
+            plan.made["closed"] = jax.make_jaxpr(evaluate)(*avals)
+    return plan.made["closed"]
+
+
+@lru_cache(maxsize=256)
+def update_in(jaxpr: Any, format: str) -> Any:
+    """The scalar program of a scatter, in another format."""
+    evaluate = core.jaxpr_as_fun(compat.close(jaxpr))
+    scalars = [jax.ShapeDtypeStruct((), np.dtype(format)) for _ in jaxpr.invars]
+    return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]

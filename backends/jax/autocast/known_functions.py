@@ -1,0 +1,236 @@
+"""Which op of the vocabulary an equation is: by its primitive, or by the function that wrote it.
+
+    spelling(eqn)   the primitive, with the variant that its parameters show
+    Functions.of    the known functions that were running when the equation was traced
+
+A function is known by its code: every equation keeps the traceback of its trace, and a jitted call
+the place of its function. Nothing is patched, and a function need not leave a call in the trace:
+`jax.nn.softmax` leaves nine bare equations. Libraries are looked at only if they are loaded.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.extend import core
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import op_facts
+from polymp.errors import PolicyError
+from polymp.rules.custom_ops import register_op
+from polymp.rules.vocabulary import CUSTOM, vocabulary
+
+T = TypeVar("T")
+
+
+def spelling(eqn: Any) -> str:
+    """The equation's primitive as the vocabulary spells it."""
+    name: str = eqn.primitive.name
+    variant = _VARIANTS.get(name)
+    return name if variant is None else name + variant(eqn)
+
+
+def op_of(spelled: str) -> str:
+    """The op of a spelling, or of the primitive where the variant is not listed; "" if none."""
+    words = vocabulary()
+    return words.of_jax(spelled) or words.of_jax(spelled.partition(":")[0])
+
+
+def _product(eqn: Any) -> str:
+    (_, (batch, _)) = eqn.params["dimension_numbers"]
+    if batch or max(len(v.aval.shape) for v in eqn.invars) < 2:
+        return ""
+    return ":unbatched"
+
+
+def _convolution(eqn: Any) -> str:
+    params = eqn.params
+    transposed = any(d != 1 for d in params["lhs_dilation"])
+    return f":{'transpose' if transposed else ''}{len(params['window_strides'])}d"
+
+
+_VARIANTS: dict[str, Callable[[Any], str]] = {
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    "integer_pow": lambda eqn: ":negative" if eqn.params["y"] < 0 else "",
+    "div": lambda eqn: ":of_number" if isinstance(eqn.invars[0], core.Literal) else "",
+}
+
+
+class Found(NamedTuple):
+    """A known function that an equation was traced in.
+
+    Attributes:
+        op: its name in the vocabulary.
+        call: what tells a call of it in one place from those in others: the frames around it.
+        inside: what tells the equation from others of the call: frames inside, primitive, types.
+    """
+
+    op: str
+    call: Any
+    inside: Any
+
+
+class Functions:
+    """The known functions, by their code.
+
+    Attributes:
+        ops: names in the vocabulary, by the identity of a code object.
+        places: the same, by file, first line and name of a function.
+    """
+
+    def __init__(self) -> None:
+        self.ops: dict[int, str] = {}
+        self.places: dict[tuple[str | None, int | None, str], str] = {}
+        self._borders: set[int] = set()
+        self._looked: set[str] = set()
+        self._codes: list[Any] = []  # so that no other object takes their identities
+
+    def add(self, function: Any, op: str) -> None:
+        """Know a function as an op.
+
+        Raises:
+            TypeError: it has no Python code.
+        """
+        if isinstance(function, jax.numpy.ufunc):  # leaves no frame, but a call of its own
+            numbers = [1.0] * function.nin
+            for eqn in jax.make_jaxpr(function)(*numbers).eqns:
+                for closed in _calls(eqn):
+                    self.places[compat.traced_from(closed)] = op
+            return
+        code = code_of(function)
+        if code is None:
+            raise TypeError(f"{function!r} is no Python function: it has no code to know it by")
+        self._codes.append(code)
+        self.ops[id(code)] = op
+        self.places[code.co_filename, code.co_firstlineno, code.co_name] = op
+
+    def refresh(self) -> None:
+        """Look up the vocabulary's functions in the libraries that are loaded by now."""
+        for dotted, op in vocabulary().functions.items():
+            if dotted in self._looked or dotted.partition(".")[0] not in sys.modules:
+                continue
+            function = resolved(dotted)
+            if function is not None:
+                self._looked.add(dotted)
+                self.add(function, op)
+
+    def of(self, eqn: Any) -> Iterable[Found]:
+        """The known functions around an equation, from the outermost inwards."""
+        frames = compat.frames(eqn.source_info.traceback)
+        outside = self.ops.keys().isdisjoint(map(id, frames.codes))
+        if outside and eqn.primitive.name not in _CALLS:
+            return ()
+        return self._around(eqn, frames)
+
+    def _around(self, eqn: Any, frames: compat.Frames) -> Iterator[Found]:
+        if not self.ops.keys().isdisjoint(ids := list(map(id, frames.codes))):
+            end = next((at for at, one in enumerate(ids) if one in self._borders), len(ids))
+            for at in range(end - 1, -1, -1):
+                if ids[at] in self.ops:
+                    outer = tuple(ids[at:end]), tuple(frames.places[at + 1 : end])
+                    types = tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
+                    inner = tuple(ids[:at]), tuple(frames.places[: at + 1]), eqn.primitive, types
+                    yield Found(self.ops[ids[at]], outer, inner)
+        for closed in _calls(eqn):
+            if op := self.places.get(compat.traced_from(closed)):
+                yield Found(op, id(eqn), None)
+
+    def border(self, function: Any) -> None:
+        """Frames outside of this function do not count: they called the region, not an op."""
+        code = code_of(function)
+        if id(code) not in self._borders:
+            self._codes.append(code)
+            self._borders.add(id(code))
+
+
+def _calls(eqn: Any) -> Iterator[Any]:
+    """The jaxpr of a call, if the equation is one."""
+    if eqn.primitive.name in _CALLS:
+        for name in ("jaxpr", "call_jaxpr"):
+            if name in eqn.params:
+                yield eqn.params[name]
+
+
+_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call"})
+
+# Where wrappers keep what they wrap: functools, jax's custom_jvp and custom_vjp, functools.partial,
+# bound methods.
+_WRAPPED = ("__wrapped__", "fun", "func", "__func__")
+
+
+def code_of(function: Any) -> Any:
+    """The code of a function under all that may be wrapped round it, or None."""
+    while True:
+        inside = (getattr(function, name, None) for name in _WRAPPED)
+        inner = next((f for f in inside if callable(f)), None)
+        if inner is None:
+            return getattr(function, "__code__", None)
+        function = inner
+
+
+def resolved(dotted: str) -> Any:
+    """The function of a dotted name, by way of modules that are loaded; None if they are not."""
+    parts = dotted.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        found = sys.modules.get(".".join(parts[:end]))
+        if found is not None:
+            for name in parts[end:]:
+                found = getattr(found, name, None)
+            return found
+    return None
+
+
+FUNCTIONS = Functions()
+
+
+def spelled(given: Any, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What was given to be registered, as primitives and functions of an `Op`.
+
+    Raises:
+        PolicyError: a primitive or function of jax's own.
+        TypeError: neither a primitive nor a function with Python code.
+    """
+    if isinstance(given, core.Primitive):
+        if given.name in op_facts.FREE | op_facts.OPAQUE or op_of(given.name):
+            raise PolicyError(
+                f"{where}: {given.name!r} is jax's own. Give it a rule in a policy instead."
+            )
+        return (given.name,), ()
+    code = code_of(given) if callable(given) else None
+    if code is None:
+        raise TypeError(
+            f"{where}: jax={given!r} is neither a primitive nor a function with Python code"
+        )
+    FUNCTIONS.refresh()
+    if FUNCTIONS.ops.get(id(code)):
+        raise PolicyError(f"{where}: {given!r} is known already, as {FUNCTIONS.ops[id(code)]!r}.")
+    return (), (f"{given.__module__}.{code.co_qualname}",)
+
+
+def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
+    """Decorator: a function, or a primitive, follows policies as one op.
+
+        @polymp.jax.register("my_norm", "fp32")
+        @jax.custom_vjp
+        def my_norm(x): ...
+
+    Args:
+        name: for policies.
+        rule: what it does where a policy does not speak of it; see `polymp.register_op`.
+        kind: its class.
+
+    Returns:
+        A decorator that returns what it was given.
+
+    Raises:
+        PolicyError: see `polymp.register_op`.
+        TypeError: what is decorated is neither a function nor a primitive.
+    """
+
+    def decorate(given: T) -> T:
+        register_op(name, rule, jax=given, kind=kind)
+        return given
+
+    return decorate

@@ -1,0 +1,335 @@
+"""Passes: what is done to a plan so that fewer casts are left, and why the numbers stay.
+
+    bias_fold   a parameter added to a contraction's result takes its format  as adds are planned
+    sharing     a computed value is cast once for all who read it low         as reads are planned
+    pull_up     what float32 ops alone read is computed in float32            backwards, at the end
+    pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end
+
+`pull_up` and `pull_down` are one walk from the last step to the first, and none where the plan
+holds no cast. `without` switches passes off, for tests.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend import core
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.autocast.plan import Cast, Step
+from polymp.backends.jax.autocast.values import LOW, Origin, declared, fits
+
+if TYPE_CHECKING:
+    from polymp.backends.jax.autocast.planner import Program
+
+
+class Pass(StrEnum):
+    """The passes, by name."""
+
+    BIAS_FOLD = "bias_fold"
+    SHARING = "sharing"
+    PULL_UP = "pull_up"
+    PULL_DOWN = "pull_down"
+
+
+# The passes that are switched off. Part of the key of every trace, as `regions.AMBIENT` is.
+_OFF: Any = jax.make_user_context(frozenset())
+
+
+def off() -> frozenset[str]:
+    """The names of the passes that are switched off here."""
+    found: frozenset[str] = _OFF.value
+    return found
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Plan what is traced meanwhile, in this thread, without some passes: for tests and experts.
+
+    Args:
+        names: of the passes.
+
+    Raises:
+        ValueError: there is no such pass.
+    """
+    if unknown := [name for name in names if name not in list(Pass)]:
+        raise ValueError(
+            f"without({', '.join(map(repr, names))}): {', '.join(map(repr, unknown))} is no pass. "
+            f"The passes are {', '.join(Pass)}."
+        )
+    with _OFF(off().union(map(str, names))):
+        yield
+
+
+# What is computed in float32 at no more cost: single results, made element by element or chosen.
+WIDENED = op_facts.ELEMENTWISE | {
+    "broadcast_in_dim", "concatenate", "copy", "pad", "reduce_max", "reduce_min",
+    "reshape", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+
+# What a cast to a low format moves through, from the result to the operands, bit for bit.
+#
+# Forward. Each element of the result is one element of one operand, and which one it is depends on
+# shapes, integers and bools alone. Rounding maps each element by itself, infinities, NaNs and -0.0
+# too, so it may come before the choice as well as after it. An operand that is low already was
+# cast up, which is exact, and stays what it is.
+#
+# Backward. The transpose of each, but one, moves, drops or fills up with zeros the elements of the
+# cotangent, which is low, and adds none of them up; the cast back up is exact, and may again come
+# before or after. The one is `broadcast_in_dim` to more elements, whose transpose is a sum: in the
+# low format it would be rounded. It is moved through where its operand has no gradient, because
+# nothing but integers, bools, numbers and constants of the program went into it; so is the padding
+# of `pad`.
+#
+# Where the operand is cast for another reader as well the two casts become one, and their
+# cotangents meet in the low format: `sharing`, of a value and its layouts. Of parameters, neither
+# is shared.
+#
+# Not here, though rounding keeps order:
+#   max, min, clamp, abs     their derivatives compare numbers, and rounding makes ties and zeros
+#   neg                      exact; but it computes, and XLA on CPU casts it up and down again
+#   reduce_max, cummax, sort, argmax   the same, and the larger side would be cast
+#   gather, slice, split, dynamic_slice   the larger side would be cast: a table for a few rows
+#   pvary, pcast, psum, all_gather     transposes that are sums over devices
+#   optimization_barrier, name, sharding_constraint, reshard, copy   what the program asks for is
+#       that this very value be there
+NARROWED = frozenset(
+    """
+    broadcast_in_dim concatenate pad reshape rev select_n squeeze stack transpose
+    """.split()
+)
+
+_MIXED = "mixed"
+
+
+def improve(program: "Program") -> None:
+    """Pull casts up and down, where that leaves fewer or smaller ones.
+
+    What is read in one other format than its own, and in no other, is computed in that format:
+
+        low, read in float32     `pull_up`: no rounding in between
+        float32, read low        `pull_down`: where fewer casts are left, or a smaller one
+
+    That is where no operand needs a new cast: it is low, or a number, or cast for another reader
+    already, or will be, as one of its layouts is. Or where one operand needs one, and another is
+    low and need not be cast up, or the result spreads it over more elements.
+    """
+    up, down = (p not in program.planner.off for p in (Pass.PULL_UP, Pass.PULL_DOWN))
+    if program.casts and (up or down):
+        _Walk(program, up, down).run()
+
+
+class _Walk:
+    """One walk over the steps of a program, from the last to the first.
+
+    Attributes:
+        formats: in which format the steps seen so far read a variable; `_MIXED` for several.
+        cast: variables and formats that those steps share a cast to.
+        moved: True if some value has another format than it was planned in.
+    """
+
+    def __init__(self, program: "Program", up: bool, down: bool) -> None:
+        self.program = program
+        self.up, self.down = up, down
+        self.formats: dict[Any, str | None] = {}
+        self.cast: set[tuple[Any, str]] = set()
+        self.moved = False
+        self._makers: dict[Any, Any] | None = None
+        self._sources: dict[Any, Any] = {}  # what a variable is a layout of
+        self._layouts: dict[tuple[Any, str], set[Any]] | None = (
+            None  # of a source, cast to a format
+        )
+        constvars, _ = compat.binders(program.closed)
+        self._inert = {  # of float variables; a constant that is there has no gradient
+            var: not isinstance(value, jax.core.Tracer)
+            for var, value in zip(constvars, program.consts, strict=True)
+        }
+
+    def run(self) -> None:
+        program, steps = self.program, self.program.steps
+        env, formats = program.env, self.formats
+        self.results()
+        for at in range(len(steps) - 1, -1, -1):
+            step = steps[at]
+            outvars = step.eqn.outvars
+            if len(outvars) == 1 and step.returns is None:
+                (var,) = outvars
+                want, have = formats.get(var), step.writes[0]
+                if want is not None and want != have and have is not None:
+                    if want == "float32":
+                        if self.up and have in LOW and self.widens(step):
+                            step = steps[at] = self.recast(step, want)
+                    elif want in LOW and self.down and self.narrows(step, want):
+                        step = steps[at] = self.recast(step, want)
+            for operand in step.operands:
+                kind = type(operand)
+                if kind is not Cast:
+                    if kind is not core.Literal:
+                        self.reads(operand, env[operand].format)
+                elif operand.value is None:
+                    self.reads(operand.atom, operand.format)
+                    if operand.shared:
+                        self.cast.add((operand.atom, operand.format))
+        if self.moved:  # what was read with a cast may now come in that format already
+            program.steps = list(map(self.settled, steps))
+
+    def results(self) -> None:
+        """The formats in which the program's outputs are read."""
+        program = self.program
+        atoms = program.jaxpr.outvars
+        for atom, want in zip(atoms, program.wanted or [None] * len(atoms), strict=True):
+            if type(atom) is core.Literal:
+                continue
+            have = program.env[atom].format
+            if want == "float32" and have != want and not program.gradients:
+                want = None  # what hands on a low value rounds it, as its caller's plan says
+            self.reads(atom, want if want and have else have)
+
+    def reads(self, var: Any, format: str | None) -> None:
+        formats = self.formats
+        if formats.setdefault(var, format) != format:
+            formats[var] = _MIXED
+
+    def recast(self, step: Step, format: str) -> Step:
+        """The step with its result, and what it reads of floats, in a format."""
+        program, eqn = self.program, step.eqn
+        (var,) = eqn.outvars
+        program.env[var] = program.env[var]._replace(format=format, product=False)
+        self.moved = True
+        if step.how == "contract":
+            return step._replace(writes=(format,))
+        reads = [format if program.known(atom).format else None for atom in eqn.invars]
+        program.stack = step.stack
+        return program.step(eqn, reads, (format,), params=step.params)
+
+    def widens(self, step: Step) -> bool:
+        if declared(step.eqn.outvars[0]) != "float32":
+            return False
+        if step.how == "contract":
+            return self.program.gradients
+        return step.how == "bind" and step.eqn.primitive.name in WIDENED
+
+    def narrows(self, step: Step, low: str) -> bool:
+        eqn, program = step.eqn, self.program
+        name = eqn.primitive.name
+        if step.how != "bind" or name not in NARROWED or step.writes[0] != "float32":
+            return False
+        (var,) = eqn.outvars
+        if declared(var) != "float32" or not self.pays(step, low):
+            return False
+        if not program.planner.place(eqn.source_info.name_stack, program.region)[0].enabled:
+            return False  # it runs as written
+        # A parameter's casts are not shared, so neither are those of its layouts.
+        computed = program.env[var].origin is Origin.COMPUTED
+        if not (computed or self.inert(var)):
+            return False
+        if name == "pad":
+            return self.inert(eqn.invars[1])
+        grows = name == "broadcast_in_dim" and _size(var) != _size(eqn.invars[0])
+        return not grows or self.inert(eqn.invars[0])
+
+    def pays(self, step: Step, low: str) -> bool:
+        """True if what moves leaves fewer casts than there are, or smaller ones."""
+        needed, ups = set(), 0
+        for atom in step.eqn.invars:
+            known = self.program.known(atom)
+            if known.format in (None, low):
+                ups += known.format == low
+                continue
+            if known.format != "float32":
+                return False  # the other low format
+            if known.number is not None and not fits(known.number, low):
+                return False  # it would be clamped, and not rounded
+            number = known.number is not None and not atom.aval.shape
+            if type(atom) is not core.Literal and not number and (atom, low) not in self.cast:
+                needed.add(atom)
+        if len(needed) != 1:
+            return not needed
+        (atom,), (var,) = needed, step.eqn.outvars
+        if _size(atom) > _size(var):
+            return False
+        if ups or (step.eqn.primitive.name == "broadcast_in_dim" and _size(atom) < _size(var)):
+            return True
+        return self.meets(var, low)
+
+    def meets(self, var: Any, low: str) -> bool:
+        """True if what a variable is a layout of is cast in some other layout too."""
+        if self._layouts is None:
+            self._sources, self._layouts = {}, {}
+            for step in self.program.steps:
+                if _only_moves(step):
+                    (atom,), (out,) = step.eqn.invars, step.eqn.outvars
+                    self._sources[out] = self._sources.get(atom, atom)
+                for o in step.operands:
+                    if type(o) is Cast and o.value is None and o.shared and o.format in LOW:
+                        source = self._sources.get(o.atom, o.atom)
+                        self._layouts.setdefault((source, o.format), set()).add(o.atom)
+        source = self._sources.get(var, var)
+        return len(self._layouts.get((source, low), ())) > 1
+
+    def inert(self, atom: Any) -> bool:
+        """True for what has no gradient: integers, bools, numbers and constants made it."""
+        found = self._inert
+        todo = [atom]
+        while todo:
+            one = todo[-1]
+            if not self._is_open(one):
+                todo.pop()
+                continue
+            maker = self._maker(one)
+            missing = [] if maker is None else [a for a in maker.invars if self._is_open(a)]
+            if missing:
+                todo.extend(missing)
+                continue
+            found[one] = maker is not None and all(map(self._known_inert, maker.invars))
+            todo.pop()
+        return self._known_inert(atom)
+
+    def _is_open(self, atom: Any) -> bool:
+        return type(atom) is not core.Literal and atom not in self._inert and _is_float(atom)
+
+    def _known_inert(self, atom: Any) -> bool:
+        return type(atom) is core.Literal or not _is_float(atom) or self._inert[atom]
+
+    def _maker(self, var: Any) -> Any:
+        """The equation that makes a variable; None for an input or a constant."""
+        if self._makers is None:
+            self._makers = {v: step.eqn for step in self.program.steps for v in step.eqn.outvars}
+        return self._makers.get(var)
+
+    def settled(self, step: Step) -> Step:
+        if not any(map(self._is_idle, step.operands)):
+            return step
+        operands = [o.atom if self._is_idle(o) else o for o in step.operands]
+        return step._replace(operands=operands)
+
+    def _is_idle(self, operand: Any) -> bool:
+        """True for a cast of what has that format already."""
+        if type(operand) is not Cast or type(operand.atom) is core.Literal:
+            return False
+        format: str | None = self.program.env[operand.atom].format
+        return format == operand.format
+
+
+def _only_moves(step: Step) -> bool:
+    """True for a step that puts the elements of one float32 value in another order or shape."""
+    eqn = step.eqn
+    if step.how != "bind" or eqn.primitive.name not in NARROWED or len(eqn.invars) != 1:
+        return False
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    return (
+        type(atom) is not core.Literal and _size(atom) == _size(var) and declared(var) is not None
+    )
+
+
+def _size(atom: Any) -> int:
+    return prod(atom.aval.shape)
+
+
+def _is_float(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))

@@ -1,0 +1,149 @@
+"""Regions of traced code: the ambient one, and the mark that a region leaves on every equation.
+
+`AMBIENT` holds the region in which Python runs. It is part of the key of every jit cache, so a
+function that was traced outside a region is traced again inside one. A mark is a name scope; it
+survives grad, vmap, scan and remat on the equations that were traced under it, which is how the
+rewrite knows the region of each. Nothing here casts.
+"""
+
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from polymp.backends.jax import compat
+from polymp.rules.region import Region
+
+AMBIENT: Any = jax.make_user_context(None)
+
+# The number of the explanation that is being made. What is traced for one serves no other.
+EXPLAINED: Any = jax.make_user_context(None)
+
+_MARK = re.compile(r"polymp:[\w.:-]+")
+
+# The name scope of what became of an equation, with its number, where calls are followed.
+CALL = "polymp:call:"
+
+# The name scope in which a loss scaler multiplies; what is differentiated keeps it.
+SCALED = "polymp:scale"
+
+
+class _Marks:
+    """Regions by mark and marks by region, for the life of the process: a jaxpr may outlive any."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.regions: dict[str, Region] = {}
+        self.names: dict[Region, str] = {}
+        self.weak = False
+
+    def name(self, region: Region) -> str:
+        with self.lock:
+            if region not in self.names:
+                plain = f"polymp:{region.format if region.enabled else 'off'}"
+                taken = sum(name.split("-")[0] == plain for name in self.regions)
+                name = f"{plain}-{taken}" if taken else plain
+                self.names[region], self.regions[name] = name, region
+                self.weak |= region.promotion == "weak"
+            return self.names[region]
+
+
+_MARKS = _Marks()
+
+
+@contextmanager
+def entered(region: Region) -> Iterator[None]:
+    """Run Python in the region, and mark what is traced meanwhile."""
+    with AMBIENT(region), jax.named_scope(_MARKS.name(region)):
+        yield
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Run Python outside of any region: what is traced meanwhile runs as written.
+
+    Also a decorator, for arithmetic of polymp's own that no policy decides.
+    """
+    ambient = AMBIENT.value
+    if ambient is None:
+        yield
+        return
+    with entered(replace(ambient, enabled=False)):
+        yield
+
+
+class _Open(threading.local):
+    """The regions that `with` has opened in this thread, oldest first."""
+
+    def __init__(self) -> None:
+        self.stacks: list[AbstractContextManager[None]] = []
+
+
+_OPEN = _Open()
+
+
+def enter(region: Region) -> None:
+    """Open a region; `leave` closes the one that was opened last in this thread."""
+    scope = entered(region)
+    scope.__enter__()
+    _OPEN.stacks.append(scope)
+
+
+def leave() -> None:
+    """Close the region that was opened last in this thread."""
+    _OPEN.stacks.pop().__exit__(None, None, None)
+
+
+class _Latest(threading.local):
+    """The call of an autocast function that ended last in this thread."""
+
+    def __init__(self) -> None:
+        self.format: str | None = None
+        self.traces: list[weakref.ref[Any]] = []  # that it was made under
+
+
+_LATEST = _Latest()
+
+
+def note_call(region: Region) -> None:
+    """Note that an autocast function has been called."""
+    if region.enabled:
+        _LATEST.format = region.format
+        _LATEST.traces = [weakref.ref(trace) for trace in compat.traces()]
+
+
+def latest_low() -> str | None:
+    """The low format of the region here, or of the latest autocast call in this trace.
+
+    A loss is as often scaled after the call as in it. None in code that is not traced, where no
+    gradient is taken, and where there was no such call: one of another trace, such as that of an
+    evaluation, says nothing of this one.
+    """
+    ambient = AMBIENT.value
+    if ambient is not None and ambient.enabled:
+        return str(ambient.format)
+    traces = compat.traces()
+    if traces and any(trace() is traces[0] for trace in _LATEST.traces):
+        return _LATEST.format
+    return None
+
+
+def innermost(stack: Any) -> Region | None:
+    """The region of an equation: that of the last mark on its name stack; None without a mark."""
+    marks = [name for name in _MARK.findall(str(stack)) if is_mark(name)]
+    return _MARKS.regions[marks[-1]] if marks else None
+
+
+def any_weak() -> bool:
+    """True if a region that promotes weakly may have left its mark on a trace."""
+    return _MARKS.weak
+
+
+def is_mark(name: str) -> bool:
+    """True for the name of a scope that `entered` opened."""
+    return name in _MARKS.regions

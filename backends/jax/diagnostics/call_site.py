@@ -1,0 +1,128 @@
+"""Where an equation was written: the line of the user's code, and the scopes it is in."""
+
+import os
+import re
+import sysconfig
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import regions
+from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
+
+
+class Scope(NamedTuple):
+    """What the name stack of an equation says, and those of the equations around it.
+
+    Attributes:
+        names: of the scopes, outermost first, our own left out.
+        call: the name that the call was followed by, the innermost; "" without one.
+        direction: "forward", "backward" or "recompute".
+    """
+
+    names: tuple[str, ...] = ()
+    call: str = ""
+    direction: str = FORWARD
+
+    @property
+    def module(self) -> str:
+        """The scopes as a path of modules."""
+        return ".".join(self.names).replace("/", ".")
+
+
+class Scopes:
+    """Reads name stacks, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Scope, Any], Scope] = {}
+
+    def inside(self, outer: Scope, stack: Any) -> Scope:
+        """The scope of an equation in a program inside an equation of the scope `outer`."""
+        found = self._known.get((outer, stack))
+        if found is None:
+            found = self._known[outer, stack] = _inside(outer, stack)
+        return found
+
+
+def _inside(outer: Scope, stack: Any) -> Scope:
+    names, call, direction = list(outer.names), outer.call, outer.direction
+    for name in compat.scope_names(stack):
+        if name.startswith(regions.CALL):
+            call = name
+        elif name == "rematted_computation":
+            direction = RECOMPUTE
+        elif _PATH.fullmatch(name) and name != regions.SCALED and not regions.is_mark(name):
+            names.append(name)
+    if compat.in_backward(stack) and direction == FORWARD:
+        direction = BACKWARD
+    return Scope(tuple(names), call, direction)
+
+
+# What a path may be: jax.numpy opens scopes such as "ij,jk->ik", too.
+_PATH = re.compile(r"[\w./\[\]-]+")
+
+
+@cache
+def source(traceback: Any) -> str:
+    """File and line of the innermost code that is not a library's: "train.py:12"; "" if none."""
+    for code, offset in zip(*compat.frames(traceback), strict=True):
+        if not _is_library(code.co_filename):
+            return f"{Path(code.co_filename).name}:{_line(code, offset)}"
+    return ""
+
+
+@cache
+def _line(code: Any, offset: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return int(line)
+    return int(code.co_firstlineno)
+
+
+def is_library(closed: Any) -> bool:
+    """True if a jaxpr was traced from a function of a library, and not by a rewrite of ours."""
+    filename, _, _ = compat.traced_from(closed)
+    if filename is None or filename.startswith(_roots()[1]):
+        return False  # what is rewritten keeps the lines that it was written in
+    return _is_library(filename)
+
+
+@cache
+def is_update(traceback: Any) -> bool:
+    """True for what an optimizer of optax, or a loss scaler, does."""
+    return any(_updates(code.co_filename) for code in compat.frames(traceback).codes)
+
+
+@cache
+def _updates(filename: str) -> bool:
+    path = Path(filename)
+    ours = filename.startswith(_roots()[1]) and path.name in _SCALING
+    return ours or f"{os.sep}optax{os.sep}_src{os.sep}" in filename
+
+
+_SCALING = frozenset({"grad_scaler.py", "optimizer_step.py", "optax_wrapper.py", "scale_update.py"})
+
+# Whose lines say nothing of the user's program.
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
+
+
+@cache
+def _roots() -> tuple[str, ...]:
+    found = [sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[3])]
+    for name in _LIBRARIES:
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            found.append(str(Path(spec.origin).parent))
+    return tuple(root + os.sep for root in found)
+
+
+@cache
+def _is_library(filename: str) -> bool:
+    if filename.startswith("<"):
+        return not filename.startswith(("<stdin>", "<ipython", "<python-input"))
+    standard = _roots()[0]
+    if filename.startswith(standard) and "site-packages" in filename:
+        return filename.startswith(_roots()[1:])
+    return filename.startswith(_roots())

@@ -1,0 +1,272 @@
+"""A run of a function, and runs of it in which every op is moved by its rounding.
+
+See `polymp.diagnostics.rounding`, which says by how much, and why. The traced program, derivatives
+included, is evaluated equation by equation under one `jax.jit`, with a seed for the movements.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.api import PolicyLike, autocast, is_array
+from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT
+from polymp.backends.jax.diagnostics.explain import inside, traced, with_sites
+from polymp.backends.jax.diagnostics.flops import flops
+from polymp.diagnostics import trees
+from polymp.diagnostics.rounding import EXACT, Run, Step, movement
+from polymp.dtypes import FORMATS
+from polymp.rules.vocabulary import vocabulary
+
+# A probe runs a few times: compiling is most of its time. A newer XLA has no second option.
+_QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+
+_SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
+# Primitives whose results are among their operands, or these with another sign.
+_CHOOSES = (
+    EXACT
+    | LAYOUT
+    | INDEPENDENT
+    | frozenset(
+        """
+    max min select_n reduce_max reduce_min gather scatter dynamic_update_slice concatenate neg
+    abs sign argmax argmin top_k clamp iota is_finite select_and_gather_add cummax cummin
+    reduce_window_max random_bits random_wrap random_unwrap threefry2x32 while cond scan pad
+    split floor ceil round optimization_barrier
+    """.split()
+    )
+)
+
+
+class Program:
+    """A function at arguments, traced once.
+
+    Args:
+        fn: takes JAX arrays.
+        args: trees of numpy arrays.
+        kwargs: likewise.
+        dtype: the low format of autocast; None for no autocast.
+        policy: of it.
+        cotangent: the gradient of what is differentiated by a result, from its path and shape; None
+            not to differentiate.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: str | None,
+        policy: PolicyLike,
+        cotangent: Callable[[str, tuple[int, ...]], Any] | None,
+    ) -> None:
+        tree = tuple(args), dict(kwargs)
+        self._given = {path: jnp.asarray(x) for path, x in trees.arrays(tree).items()}
+        floats = [p for p, x in self._given.items() if _is_float(x)]
+        self._graded = floats if cotangent is not None else []
+        transformed = fn if dtype is None else autocast(fn, dtype=dtype, policy=policy)
+        self._paths: list[str] = []
+
+        def program(arrays: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+            def called(own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+                whole = {path: own.get(path, x) for path, x in arrays.items()}
+                args, kwargs = trees.rebuilt(tree, iter(whole.values()))
+                results = trees.results(transformed(*args, **kwargs), "jax")
+                low = {path: x for path, x in results.items() if _is_float(x)}
+                return low, {path: x for path, x in results.items() if path not in low}
+
+            own = {path: arrays[path] for path in self._graded}
+            gradients: dict[str, Any] = {}
+            if own:
+                low, pullback, others = jax.vjp(called, own, has_aux=True)
+                seeds = {
+                    p: jnp.asarray(cotangent(p, x.shape), x.dtype)  # type: ignore[misc]
+                    for p, x in low.items()
+                }
+                (gradients,) = pullback(seeds)
+            else:
+                low, others = called(own)
+            found = {**low, **others}
+            self._paths = list(found)
+            return list(found.values()), [gradients[p] for p in self._graded]
+
+        self.closed, self.record, *_ = traced(program, (self._given,), {})
+        self._flat = jax.tree.leaves(self._given)
+        self._moved: Any = None
+
+    def run(self) -> Run:
+        """The results, and the calls without their values."""
+        outs = jax.jit(core.jaxpr_as_fun(self.closed))(*self._flat)
+        steps = tuple(Step(call) for call, _ in with_sites(self.closed, self.record))
+        return self._run(outs, steps)
+
+    def probes(self, count: int, alike: bool) -> list[Run]:
+        """So many runs in which every op is moved."""
+        if self._moved is None:
+
+            def moved(seed: Any, alike: Any, *flat: Any) -> list[Any]:
+                return _Walk(seed, alike).program(self.closed, flat)
+
+            self._moved = jax.jit(moved, compiler_options=_QUICK)
+        runs = (self._moved(np.uint32(i + 1), alike, *self._flat) for i in range(count))
+        return [self._run(outs, ()) for outs in runs]
+
+    def kept(self) -> Run:
+        """The results, and the calls with their values, those in loops aside."""
+        wanted = [[_address(s) for s in sites] for _, sites in self._sites()]
+
+        def keeping(*flat: Any) -> tuple[list[Any], list[list[Any]]]:
+            walk = _Walk(None, False)
+            outs = walk.program(self.closed, flat)
+            return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
+
+        outs, values = jax.jit(keeping, compiler_options=_QUICK)(*self._flat)
+        calls = [call for call, _ in self._sites()]
+        pairs = zip(calls, values, strict=True)
+        steps = (Step(call, tuple(map(_array, v))) for call, v in pairs)
+        return self._run(outs, tuple(steps))
+
+    def _sites(self) -> Any:
+        return list(with_sites(self.closed, self.record))
+
+    def _run(self, outs: Sequence[Any], steps: tuple[Step, ...]) -> Run:
+        results = dict(zip(self._paths, outs, strict=False))
+        gradients = dict(zip(self._graded, outs[len(self._paths) :], strict=True))
+        return Run(
+            {path: _array(x) for path, x in results.items()},
+            {path: _array(x) for path, x in gradients.items()},
+            {path: x.dtype.name for path, x in results.items()},
+            steps,
+        )
+
+
+def _address(site: Any) -> tuple[Any, ...]:
+    return site.parent, id(site.eqn)
+
+
+class _Walk:
+    """Evaluates programs, equation by equation.
+
+    Attributes:
+        made: the float results of the equations that are in no loop, by place.
+    """
+
+    def __init__(self, seed: Any, alike: Any) -> None:
+        self.seed = seed
+        self.alike = alike
+        self.made: dict[Any, list[Any]] = {}
+        self._moves = 0
+
+    def program(self, closed: Any, args: Sequence[Any], parent: Any = ()) -> list[Any]:
+        """The results of a closed jaxpr."""
+        jaxpr, consts = compat.opened(closed)
+        constvars, invars = compat.binders(closed)
+        env: dict[Any, Any] = dict(zip(constvars, consts, strict=True))
+        env.update(zip(invars, args, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if hasattr(v, "val") else env[v]
+
+        for at, eqn in enumerate(jaxpr.eqns):
+            outs = self._equation(eqn, [read(v) for v in eqn.invars], parent, at)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, values: list[Any], parent: Any, at: int) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if name == "scan" and self.seed is not None:
+            return self._scan(eqn, values)
+        programs = list(inside(eqn))
+        if programs and name not in ("scan", "while", "cond"):
+            program = compat.close(programs[0][0])
+            return self.program(program, values, (*parent, at, 0))
+        outs = list(compat.put(eqn.primitive, values, eqn.params))
+        if self.seed is not None:
+            return [self._moved(eqn, values, x) for x in outs]
+        self.made[parent, id(eqn)] = [x for x in outs if _is_float(x)]
+        return outs
+
+    def _scan(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        """A scan whose body is moved, in another way each time."""
+        params = eqn.params
+        consts, carries = compat.scan_sizes(params)
+        body = params["jaxpr"]
+        fixed, first, over = values[:consts], values[consts:][:carries], values[consts + carries :]
+
+        def step(state: Any, xs: Any) -> Any:
+            number, carry = state
+            inner = _Walk(self.seed * np.uint32(7919) + number, self.alike)
+            outs = inner.program(body, [*fixed, *carry, *xs])
+            return (number + np.uint32(1), outs[:carries]), outs[carries:]
+
+        self._moves += 1
+        start = np.uint32(self._moves * 104729), list(first)
+        (_, last), stacked = lax.scan(
+            step, start, list(over), length=params["length"], reverse=params["reverse"]
+        )
+        return [*last, *stacked]
+
+    def _moved(self, eqn: Any, values: list[Any], x: Any) -> Any:
+        """One result, moved by its rounding."""
+        name = eqn.primitive.name
+        if not _is_float(x) or x.size == 0 or (name in _CHOOSES):
+            return x
+        if name == "convert_element_type":
+            (given,) = values
+            if not _is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
+                return x
+            return self._by(x, FORMATS[x.dtype.name].eps / 2 * _magnitude(x))
+        of = eqn.params["of"].name if name == "polymp_contraction" else name
+        work = flops(eqn)
+        terms = 1.0
+        if work:
+            terms = work / (2 * x.size)
+        elif of in ("reduce_sum", "scatter-add"):
+            terms = max(prod(v.aval.shape) for v in eqn.invars) / x.size
+        elif of == "cumsum":
+            terms = x.shape[eqn.params["axis"]]
+        elif of == "reduce_window_sum":
+            terms = prod(eqn.params["window_dimensions"])
+        op = op_of(spelling(eqn)) or of
+        kind = vocabulary().ops[op].kind if op in vocabulary().ops else ""
+        if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
+            op = "add"  # sums alone
+        roundoff, within = movement(op, "matmul" if work else kind, x.dtype.name, terms)
+        magnitude = _magnitude(x)
+        by = roundoff * magnitude
+        if within and terms > 1 and of in _SUMS:
+            bare = [jnp.abs(v) if _is_float(v) else v for v in values]
+            magnitude = _magnitude(compat.put(eqn.primitive, bare, eqn.params)[0])
+        return self._by(x, by + within * magnitude)
+
+    def _by(self, x: Any, by: Any) -> Any:
+        self._moves += 1
+        first = np.uint32(self._moves * 2654435 + 1)
+        at = jnp.where(self.alike, np.uint32(0), lax.iota(np.uint32, x.size)) + first
+        at = (at ^ (at >> 16)) * np.uint32(0x7FEB352D) + self.seed * np.uint32(0x9E3779B1)
+        at = (at ^ (at >> 15)) * np.uint32(0x846CA68B)
+        share = (at ^ (at >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
+        moved = (x.astype(by.dtype) + share.reshape(x.shape) * by).astype(x.dtype)
+        return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
+
+
+def _magnitude(x: Any) -> Any:
+    return jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))
+
+
+def _is_float(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _array(x: Any) -> Any:
+    made = np.asarray(x)
+    return made.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else made

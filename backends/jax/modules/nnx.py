@@ -1,0 +1,210 @@
+"""Flax nnx modules as arguments: their state goes in with the call, and what changed comes back.
+
+A module is a graph with state that a function may change in place: batch statistics, counters,
+random streams. The rewrite needs a pure function, so the modules are split into graph and state,
+the state is an argument and a result, and every variable that the function changed is written back
+in its own dtype. Flax is imported only where the caller's arguments came from it.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from polymp.backends.jax.modules.scoped import scoped
+
+
+def among(args: Any) -> bool:
+    """True if an nnx module, or anything else that keeps nnx state, is among the arguments."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    return any(map(is_node, jax.tree.leaves(args, is_leaf=is_leaf)))
+
+
+def owned(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Any]:
+    """A module or a method of one as a function, and the arguments with the module in front."""
+    if "flax.nnx" not in sys.modules:
+        return fn, args
+    if is_node(fn):
+        return type(fn).__call__, (fn, *args)
+    module = getattr(fn, "__self__", None)
+    return (fn.__func__, (module, *args)) if is_node(module) else (fn, args)  # type: ignore[attr-defined]
+
+
+def call(
+    pure: Callable[[Callable[..., Any], Any, Any], Any],
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    named: bool = False,
+) -> Any:
+    """Call a function of modules by way of a function of arrays.
+
+    Args:
+        pure: calls a function of arrays with its positional and keyword arguments.
+        fn: takes modules among its arguments.
+        args: of the call.
+        kwargs: of the call.
+        named: True if the modules are to open name scopes of their paths.
+
+    Returns:
+        What `fn` returns; the modules among the arguments hold their new state.
+    """
+    from flax import nnx
+
+    function, (state, rest), nodes = pure_of(fn, args, kwargs, named)
+    out, after = pure(function, (state, rest), {})
+    before = dict(nnx.to_flat_state(state))
+    changed = []
+    for path, variable in nnx.to_flat_state(after):
+        new, old = jax.tree.leaves(variable), jax.tree.leaves(before.get(path))
+        if any(a is not b for a, b in zip(new, old, strict=False)) or len(new) != len(old):
+            changed.append((path, jax.tree.map(_as_stored, variable, before.get(path, variable))))
+    if changed:
+        nnx.update(nodes, nnx.from_flat_state(changed))
+    return out
+
+
+def pure_of(
+    fn: Callable[..., Any], args: Any, kwargs: Any, named: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, list[Any]], tuple[Any, ...]]:
+    """A function of modules as one of arrays, its arguments, and the modules among those of `fn`.
+
+    The arguments are the state of all modules, by their numbers, and a list of everything else.
+    """
+    from flax import nnx
+
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
+    nodes = tuple(leaf for leaf in leaves if is_node(leaf))
+    rest = [leaf for leaf in leaves if not is_node(leaf)]
+    graph, state = nnx.split(nodes)
+    return _Pure(fn, graph, tree, tuple(map(is_node, leaves)), named), (state, rest), nodes
+
+
+def shape_of(args: Any) -> Any:
+    """The graphs of the modules among the arguments; a trace holds for modules of these."""
+    if not among(args):
+        return None
+    from flax import nnx
+
+    leaves = jax.tree.leaves(args, is_leaf=is_leaf)
+    return tuple(nnx.graphdef(leaf) for leaf in leaves if is_node(leaf))
+
+
+class Apart(NamedTuple):
+    """A pytree whose modules are taken apart.
+
+    Attributes:
+        parts: the state of all modules, by their numbers, and a list of everything else; or the
+            pytree itself, where it has no modules.
+        together: makes a pytree with new modules of such parts.
+        paths: of the leaves of `parts`, as the user would write them.
+        modules: how many there are.
+        others: how many leaves there are besides.
+    """
+
+    parts: Any
+    together: Callable[[Any], Any]
+    paths: list[str]
+    modules: int
+    others: int
+
+
+def apart(tree: Any) -> Apart:
+    """A pytree, its modules taken apart; they are left as they are."""
+    key = jax.tree_util.keystr
+    loaded = "flax.nnx" in sys.modules
+    leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf if loaded else None)
+    if not loaded or not any(is_node(leaf) for _, leaf in leaves):
+        paths = [key(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        return Apart(tree, lambda tree: tree, paths, 0, len(leaves))
+    from flax import nnx
+
+    places = [is_node(leaf) for _, leaf in leaves]
+    modules = [(key(path), leaf) for path, leaf in leaves if is_node(leaf)]
+    others = [(key(path), leaf) for path, leaf in leaves if not is_node(leaf)]
+    graph, state = nnx.split(tuple(leaf for _, leaf in modules))
+
+    def together(parts: Any) -> Any:
+        nodes: Any = nnx.merge(graph, parts[0])
+        nodes, rest = iter(nodes), iter(parts[1])
+        return jax.tree.unflatten(outer, [next(nodes if node else rest) for node in places])
+
+    paths = [
+        modules[path[0].key][0] + key(path[1:]).removesuffix(".value")
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    for name, leaf in others:
+        paths += [name + key(path) for path, _ in jax.tree_util.tree_leaves_with_path(leaf)]
+    parts = state, [leaf for _, leaf in others]
+    return Apart(parts, together, paths, len(modules), len(others))
+
+
+def is_pure(fn: Any) -> bool:
+    """True for what `pure_of` made."""
+    return isinstance(fn, _Pure)
+
+
+def leading(state: Any, modules: int) -> list[Any]:
+    """The leaves of the state that belong to the first modules."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [leaf for path, leaf in leaves if path[0].key < modules]
+
+
+def write_back(old: Any, new: Any) -> None:
+    """Give the modules in a pytree the state of those that stand in their places in another."""
+    if not among(old):
+        return
+    from flax import nnx
+
+    pairs = zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (old, new)), strict=True)
+    for before, after in pairs:
+        if is_node(before):
+            nnx.update(before, nnx.state(after))
+
+
+@dataclass(frozen=True)
+class _Pure:
+    """A function of modules as one of their state; equal for equal graphs, so that traces keep."""
+
+    fn: Callable[..., Any]
+    graph: Any
+    tree: Any
+    places: tuple[bool, ...]
+    named: bool
+
+    def __call__(self, state: Any, rest: list[Any]) -> Any:
+        from flax import nnx
+
+        nodes = nnx.merge(self.graph, state)
+        for node in nodes if self.named else ():
+            if isinstance(node, nnx.Module):
+                scoped(node)
+        left, others = iter(nodes), iter(rest)
+        leaves = [next(left) if node else next(others) for node in self.places]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        out = self.fn(*args, **kwargs)
+        return out, nnx.split(nodes)[1]
+
+
+def _as_stored(new: Any, old: Any) -> Any:
+    dtype = getattr(old, "dtype", None)
+    if dtype is None or new.dtype == dtype or jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        return new
+    return new.astype(dtype)
+
+
+def is_node(x: Any) -> bool:
+    """True for a module or a variable; flax is loaded."""
+    from flax import nnx
+
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def is_leaf(x: Any) -> bool:
+    """What flattening stops at: a state is plain data, whose variables nobody changes in place."""
+    from flax import nnx
+
+    return is_node(x) or isinstance(x, (nnx.State, nnx.GraphDef))

@@ -1,0 +1,159 @@
+"""Parameters that keep a format when the others are converted."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from polymp.dtypes import FORMATS
+from polymp.errors import PolicyError
+from polymp.rules import scopes
+
+P = TypeVar("P")
+
+
+class Pins:
+    """Some parameters of a tree, and the format that they keep.
+
+    Attributes:
+        format: by name.
+        paths: of the pinned leaves, sorted.
+    """
+
+    def __init__(self, format: str, paths: Iterable[str]) -> None:
+        self.format = format
+        self.paths = tuple(sorted(paths))
+
+    def to(self, params: P, dtype: Any) -> P:
+        """The parameters in another dtype, but for the pinned ones, which keep every digit.
+
+        Args:
+            params: a tree like the one that was pinned, or the nnx module, which is changed in
+                place.
+            dtype: for the float leaves that are not pinned.
+
+        Raises:
+            PolicyError: a pinned leaf is not there, or is narrower than its format: what it lost
+                cannot be brought back. Nothing is converted then.
+            TypeError: `dtype` is no float dtype.
+        """
+        target = jax.numpy.dtype(dtype)
+        if not jax.numpy.issubdtype(target, np.floating):
+            raise TypeError(f"to(params, dtype) needs a float dtype, got {dtype!r}")
+        self.check(params)
+        converted: P = _converted(
+            params, lambda path: self.format if path in self.paths else target.name
+        )
+        return converted
+
+    def check(self, params: Any) -> None:
+        """Find pinned parameters that something else has converted.
+
+        Raises:
+            PolicyError: one is not there, or narrower than its format.
+        """
+        found = dict(_leaves(params))
+        for path in self.paths:
+            if path not in found:
+                raise PolicyError(f"pinned parameter {path!r} is not in the tree")
+            have = found[path].dtype.name
+            if have not in FORMATS or not FORMATS[have].holds(FORMATS[self.format]):
+                raise PolicyError(
+                    f"parameter {path!r} is pinned to {self.format} and has become {have}: what it "
+                    "lost cannot be brought back. Convert with `pins.to(params, dtype)`."
+                )
+
+    def __repr__(self) -> str:
+        return f"Pins({self.format!r}, {len(self.paths)} parameters)"
+
+
+def pin(params: Any, format: str, paths: Sequence[str] = ("*",)) -> Pins:
+    """Keep parameters in a format when the tree is converted to another.
+
+        pins = pin(params, "float32", ["*.norm"])
+        params = pins.to(params, "bfloat16")        # all but the normalisations
+        pins.check(params)                          # an error if something else converted them
+
+    Storage only: in which format ops compute is the policy's business.
+
+    Args:
+        params: a pytree of arrays, or a flax nnx module. The path of a leaf is its keys, joined by
+            dots: "params.block.norm.scale".
+        format: "float32", "float64", "bfloat16" or "float16".
+        paths: patterns; one that matches a part of the tree holds for every leaf in it.
+
+    Returns:
+        The pins.
+
+    Raises:
+        PolicyError: a pattern matches no float leaf, a leaf is narrower than the format, or there
+            is no such format.
+    """
+    if format not in FORMATS:
+        raise PolicyError(f"pin(): no format {format!r}; known: {', '.join(FORMATS)}")
+    if isinstance(paths, str):
+        raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
+    leaves = [path for path, leaf in _leaves(params) if _is_float(leaf)]
+    pinned: set[str] = set()
+    for pattern in paths:
+        scopes.check(pattern, "pin()")
+        found = [path for path in leaves if scopes.depth(pattern, path)]
+        if not found:
+            raise PolicyError(
+                f"pin(): no float parameter at {pattern!r}. Paths are, for example, "
+                f"{', '.join(leaves[:3]) or 'none: the tree has no float leaves'}."
+            )
+        pinned.update(found)
+    pins = Pins(format, pinned)
+    pins.check(params)
+    return pins
+
+
+def _leaves(params: Any) -> list[tuple[str, Any]]:
+    return [(_path(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(_state(params))[0]]
+
+
+def _converted(params: Any, format_of: Any) -> Any:
+    def convert(keys: Any, leaf: Any) -> Any:
+        return leaf.astype(format_of(_path(keys))) if _is_float(leaf) else leaf
+
+    state = _state(params)
+    new = jax.tree_util.tree_map_with_path(convert, state)
+    if state is params:
+        return new
+    from flax import nnx
+
+    nnx.update(params, new)
+    return params
+
+
+def _state(params: Any) -> Any:
+    """The arrays of an nnx module as a tree; any other tree as it is."""
+    if "flax.nnx" in sys.modules:
+        from flax import nnx
+
+        if isinstance(params, nnx.Module):
+            return nnx.state(params)
+    return params
+
+
+def _path(keys: Sequence[Any]) -> str:
+    """The keys of a leaf, joined by dots; an nnx variable's own "value" is no part of it."""
+    names = [str(key_name(key)) for key in keys]
+    if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
+        names.pop()
+    return ".".join(names)
+
+
+def key_name(key: Any) -> Any:
+    """The name of one key on a path through a pytree."""
+    for field in ("key", "name", "idx"):
+        if hasattr(key, field):
+            return getattr(key, field)
+    return key
+
+
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, np.floating)

@@ -1,0 +1,283 @@
+"""Module paths as name scopes: what rules by module path go by in JAX.
+
+linen and haiku modules open a name scope for each module, `jax.named_scope` is there for all else.
+Modules of flax nnx and equinox open none. `scoped` gives them some, by way of subclasses; while an
+autocast function whose policy goes by paths is called, `naming` gives them to every model that is
+called in it, however it got there, for as long as that call lasts.
+"""
+
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import jax
+from jax.extend import core
+
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.plan import Planner
+from polymp.backends.jax.modules.pin import key_name
+from polymp.errors import PolicyWarning
+from polymp.rules import scopes
+from polymp.rules.policy import Policy
+from polymp.rules.region import Region
+from polymp.scaling.gradient_report import outside
+
+M = TypeVar("M")
+
+
+def scoped(model: M) -> M:
+    """Give the modules of a flax nnx or equinox model name scopes: torch's paths.
+
+        {"blocks.0.attn": ...}      the scope of model.blocks[0].attn, while it is called
+
+    An autocast function whose policy has rules by scope does this by itself for models that are
+    called in it, for all methods of equinox models, and for nnx modules among its arguments. Do it
+    by hand for an nnx module that comes in another way, if a method that is not its call runs the
+    modules inside. The scopes stay with the model, also through `nnx.split` and `nnx.merge`, and
+    through transformations. A module that is there twice has the first of its paths. Only calls of
+    the modules inside count, not their other methods.
+
+    Args:
+        model: an nnx module, whose modules get subclasses of their classes, in place; or an
+            equinox module, which is left as it is.
+
+    Returns:
+        The nnx module, or a copy of the equinox module.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not _is_module(model):
+        raise TypeError(
+            f"scoped(model) names the modules of a flax nnx or equinox model, got {model!r}. linen "
+            "and haiku modules have name scopes of their own."
+        )
+    if _is_equinox(model):
+        leaves, tree = jax.tree.flatten(model)
+        model = jax.tree.unflatten(tree, leaves)
+    _name_inside(model, anew=True)
+    return model
+
+
+def _name_inside(model: Any, anew: bool = False) -> list[tuple[Any, Any]]:
+    """Give the modules inside a model subclasses with the names of their places.
+
+    Args:
+        model: stays as it is itself.
+        anew: True to name those too that have a name.
+
+    Returns:
+        The modules that got one, with their classes before.
+    """
+    modules = {path: module for path, module in _modules(model) if callable(module)}
+    _CALLED.paths.update(".".join(map(str, path)) for path in modules)
+    were = []
+    for path, module in modules.items():
+        above = max((p for p in modules if p == path[: len(p)] and p != path), key=len, default=())
+        name = ".".join(map(str, path[len(above) :]))
+        cls = type(module)
+        if name and (anew or not _has_name(cls)):
+            were.append((module, cls))
+            plain = cls.__mro__[1] if _has_name(cls) else cls
+            object.__setattr__(module, "__class__", _named(plain, name))
+    return were
+
+
+def _modules(model: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    """The paths and modules of a model, itself with them; each module once."""
+    if not _is_equinox(model):
+        from flax import nnx
+
+        return nnx.iter_modules(model)
+    found: dict[int, tuple[tuple[Any, ...], Any]] = {}
+
+    def add(path: tuple[Any, ...], module: Any) -> None:
+        if id(module) in found:
+            return
+        found[id(module)] = path, module
+        inner, _ = jax.tree_util.tree_flatten_with_path(
+            module, is_leaf=lambda x: x is not module and _is_equinox(x)
+        )
+        for keys, leaf in inner:
+            if _is_equinox(leaf):  # a bound method is a module too, which has no name
+                names = (name for name in map(key_name, keys) if name != "__self__")
+                add((*path, *names), leaf)
+
+    add((), model)
+    return found.values()
+
+
+def _kinds() -> list[Any]:
+    """The classes of modules that open no name scopes, of libraries that are loaded."""
+    homes = (("flax.nnx", "Module"), ("equinox", "Module"))
+    loaded = [(sys.modules[home], name) for home, name in homes if home in sys.modules]
+    return [getattr(home, name) for home, name in loaded if hasattr(home, name)]
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, tuple(_kinds()))
+
+
+def _is_equinox(x: Any) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(x, equinox.Module)
+
+
+def _has_name(cls: Any) -> bool:
+    return "polymp_scope" in vars(cls)
+
+
+@functools.cache
+def _named(cls: Any, name: str) -> Any:
+    """A class as it is, but for a name scope round its calls; one for a name, for caches."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(name):
+            return cls.__call__(self, *args, **kwargs)
+
+    body = {
+        "__call__": __call__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "polymp_scope": name,
+    }
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+# Models that are called in an autocast function
+
+
+class _Called(threading.local):
+    """The models of the autocast function that is called in this thread, and their names.
+
+    Attributes:
+        ids: of the models whose calls are under way.
+        paths: of all modules in the models.
+    """
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self.paths: set[str] = set()
+
+
+class _Hooks:
+    """The classes whose calls are looked at, and how many autocast functions need that now."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.count = 0
+        self.plain: dict[Any, Any] = {}  # `__call__` by class, as it was
+
+
+_CALLED, _HOOKS = _Called(), _Hooks()
+
+
+@contextmanager
+def naming() -> Iterator[None]:
+    """Name the modules of every nnx and equinox model that is called in an autocast function.
+
+    Which models those are shows when they are called: they may come from `nnx.merge`, or from a
+    closure. So `__call__` of every such class is another one meanwhile, which does nothing more
+    outside of autocast functions.
+    """
+    _CALLED.paths.clear()
+    with _HOOKS.lock:
+        _HOOKS.count += 1
+        for cls in set(_subclasses(_kinds())) - _HOOKS.plain.keys():
+            plain = vars(cls).get("__call__")
+            if hasattr(plain, "__get__") and not _has_name(cls):
+                _HOOKS.plain[cls] = plain
+                cls.__call__ = _looked_at(plain)
+    try:
+        yield
+    finally:
+        with _HOOKS.lock:
+            _HOOKS.count -= 1
+            while not _HOOKS.count and _HOOKS.plain:
+                cls, plain = _HOOKS.plain.popitem()
+                cls.__call__ = plain
+
+
+def _subclasses(classes: Iterable[Any]) -> Iterator[Any]:
+    for cls in classes:
+        yield cls
+        yield from _subclasses(cls.__subclasses__())
+
+
+def _looked_at(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = plain.__get__(self, type(self))
+        known = _has_name(type(self)) or id(self) in _CALLED.ids
+        if known or regions.AMBIENT.value is None:
+            return bound(*args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(_HOOKS.lock)  # the model may be another thread's too
+            _CALLED.ids.add(id(self))
+            stack.callback(_CALLED.ids.discard, id(self))
+            for module, cls in _name_inside(self):
+                stack.callback(object.__setattr__, module, "__class__", cls)
+            return bound(*args, **kwargs)
+
+    return __call__
+
+
+# Patterns that match nothing
+
+
+def warn_of_unmatched(closed: Any, region: Region, fn: Any) -> None:
+    """Warn of patterns that match no module path: neither of an op nor in a model that was named.
+
+    Args:
+        closed: the program, as traced.
+        region: that holds in it where no mark says otherwise.
+        fn: that was traced.
+    """
+    planner = Planner(None)  # type: ignore[arg-type]  # it plans nothing
+    paths = {"", *_CALLED.paths}
+    policies = [region.policy]
+
+    def walk(jaxpr: Any, outer: str) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            stack = eqn.source_info.name_stack
+            inside, _ = planner.place(stack, region)
+            policies.append(inside.policy)
+            path = ".".join(filter(None, (outer, planner.stacks[id(stack)][3])))
+            paths.add(path)
+            for inner in core.jaxprs_in_params(eqn.params):
+                walk(inner, path)
+
+    walk(closed, "")
+    for policy in filter(None, dict.fromkeys(policies)):
+        matched = {p for p in policy.scopes if any(scopes.depth(p, path) for path in paths)}
+        if unmatched := [p for p in policy.scopes if p not in matched]:
+            message = _said_of(policy, unmatched, paths, getattr(fn, "__name__", repr(fn)))
+            warnings.warn(message, PolicyWarning, stacklevel=outside())
+
+
+def _said_of(policy: Policy, unmatched: list[str], found: set[str], name: str) -> str:
+    """A warning that names the patterns that match nothing, and what may have been meant."""
+    names = [path.split(".") for path in found if path]
+    paths = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
+    first = sorted(paths, key=lambda path: (path.count("."), path))[:3]
+    some = f"paths are, for example, {', '.join(map(repr, first))}."
+    said = []
+    for pattern in unmatched:
+        close = [repr(one) for one in scopes.nearest(pattern, paths)]
+        hint = f"did you mean {' or '.join(close)}?" if close else some if paths else _NONE
+        said.append(f"{pattern!r}: {hint}")
+    return (
+        f"autocast(): policy {policy.name!r} has rules for paths that no module of {name} has. "
+        f"{' '.join(said)}"
+    )
+
+
+_NONE = (
+    "it calls no module that has a name. Modules of linen and haiku have names, and so have models "
+    "of nnx and equinox that are called in it; for all else there is jax.named_scope(name)."
+)

@@ -1,0 +1,384 @@
+"""`GradScaler`: dynamic loss scaling as a value that JAX transforms.
+
+Scale the loss, unscale and check the gradients, step or skip, go on with the next scaler. Arrays
+in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_rule.step`, given
+`jax.numpy.where`; the dictionaries are torch.amp's.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polymp.backends.jax.scaler import gradient_stats, optimizer_step, scale_mark, tree_math
+from polymp.backends.jax.scaler import value_and_grad as differentiating
+from polymp.backends.jax.scaler.scale_update import advance
+from polymp.scaling import scale_rule
+from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class GradScaler:
+    """Keeps small float16 gradients from vanishing.
+
+        loss_fn = autocast(model_loss, dtype=jnp.float16)
+        scaler = GradScaler()
+
+        @jax.jit
+        def train_step(scaler, params, opt_state, batch):
+            def scaled_loss(params):
+                return scaler.scale(loss_fn(params, batch))
+
+            def update(grads, params, opt_state):
+                updates, opt_state = optimizer.update(grads, opt_state, params)
+                return optax.apply_updates(params, updates), opt_state
+
+            grads = jax.grad(scaled_loss)(params)  # come out multiplied by the scale
+            (params, opt_state), scaler, finite = scaler.step(grads, update, params, opt_state)
+            return scaler, params, opt_state
+
+    A pytree: the arrays of `state` are its leaves, the rest is static. So it goes through jit,
+    scan, vmap (a batch of scalers), shard_map and donation as it is.
+
+    Args:
+        init_scale: the first scale; any positive float32 number, or one from `min_scale` to
+            `max_scale` where these are given.
+        growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
+        backoff_factor: multiplies the scale after an overflow.
+        growth_interval: see `growth_factor`. A count already past a lowered interval grows the
+            scale at the next good step.
+        enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
+            The other arguments are then not looked at.
+        dtype: the low format of the region, if the scaler is to be disabled for all but float16.
+        min_scale: no overflow brings the scale below it; from 2**-126, the default.
+        max_scale: no growth brings the scale above it; up to 2**126, the default.
+        hysteresis: overflows in a row that do not lower the scale yet.
+
+    Attributes:
+        state: `scale`, float32 []; `tracker`, `skips`, `spoiled` and `skipped`, int32 [].
+        rule: the factors, the interval, the bounds and the hysteresis.
+        enabled: as given.
+
+    Raises:
+        TypeError: an argument is not a number, or the interval is not whole.
+        ValueError: an argument is out of its range.
+
+    Source:
+        torch.amp, "Automatic Mixed Precision package", `torch.amp.GradScaler`.
+    """
+
+    state: ScaleState
+    rule: ScaleRule
+    enabled: bool
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        dtype: Any = None,
+        min_scale: float = scale_rule.SMALLEST,
+        max_scale: float = scale_rule.LARGEST,
+        hysteresis: int = 0,
+    ) -> None:
+        if dtype is not None:
+            enabled = enabled and jnp.dtype(dtype) == jnp.float16
+        if enabled:
+            rule = scale_rule.checked(
+                ScaleRule(
+                    growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
+                )
+            )
+            init_scale = scale_rule.checked_first_scale("init_scale", init_scale, rule)
+        else:
+            rule, init_scale = ScaleRule(), 1.0
+        _set(self, _on_device(ScaleState(init_scale)), rule, bool(enabled))
+        _tell_flax()
+
+    def scale(self, tree: Any) -> Any:
+        """Multiply a loss, or every float of a pytree, by the scale.
+
+        Products are float32, or wider where the factor is: a float16 loss cannot overflow here.
+        Complex numbers are multiplied part by part. What is not a float array or number passes.
+
+        The cotangent of a float16 loss is float16, which holds no scale above 2**15: the scaler
+        backs off to it. Make the loss itself float32, and it need not.
+
+        Raises:
+            TypeError: `tree` is a function.
+
+        Warns:
+            ScalerWarning: the loss comes from a bfloat16 region, while it is traced; once.
+        """
+        if callable(tree) and jax.tree.leaves(tree) == [tree]:
+            raise TypeError(
+                f"scale takes the loss, not the function that computes it, got {tree!r}. Write "
+                "jax.grad(lambda params: scaler.scale(loss(params)))."
+            )
+        if not self.enabled:
+            return tree
+        return scale_mark.multiplied(tree, self._one_scale(), self.rule)
+
+    def unscale(
+        self, grads: Any, *, axis_names: str | Sequence[str] | None = None
+    ) -> tuple[Any, Any]:
+        """Divide gradients by the scale and say whether all of them are finite.
+
+        Args:
+            grads: a pytree, multiplied by the scale; what is not a float passes.
+            axis_names: axes of a shard_map or pmap over which one Inf or NaN counts for all. None
+                takes every axis over which the finding can differ; () takes none.
+
+        Returns:
+            The quotients, in float32 or wider, and bool []: True if all of them are finite. One
+            that overflows is found as much as one that came in as Inf. An empty tree is finite.
+        """
+        if not self.enabled:
+            return grads, jnp.asarray(True)
+        scale, grads = self._one_scale(), tree_math.settled(grads)
+        return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
+
+    def update(self, finite: Any, *, loss_finite: Any = True) -> "GradScaler":
+        """The scaler for the next step: grown after a good streak, backed off after an overflow.
+
+        Args:
+            finite: bool []; what `unscale` found. With several gradients, True if all were finite.
+            loss_finite: bool []; what `loss_finite` found. False leaves the scale as it is.
+
+        Raises:
+            TypeError: one of them is not one bool.
+        """
+        if not self.enabled:
+            return self
+        self._one_scale()
+        found = (
+            optimizer_step.one_bool("finite", finite),
+            optimizer_step.one_bool("loss_finite", loss_finite),
+        )
+        return _make(advance(self.rule, self.state, *found), self.rule, self.enabled)
+
+    def loss_finite(self, loss: Any, *, axis_names: str | Sequence[str] | None = None) -> Any:
+        """Bool []: every float of `loss`, not yet scaled, is finite. For `update`.
+
+        Args:
+            loss: a number, an array or a pytree.
+            axis_names: see `unscale`.
+        """
+        return tree_math.all_finite(loss, jnp.float32(1), axis_names)
+
+    def step(
+        self,
+        grads: Any,
+        update: Callable[..., Any],
+        *state: Any,
+        loss: Any = None,
+        axis_names: str | Sequence[str] | None = None,
+    ) -> tuple[Any, "GradScaler", Any]:
+        """Unscale and check, `update` or skip, and the scaler for the next step; in that order.
+
+        A skipped step leaves every bit of the state as it was.
+
+        Args:
+            grads: a pytree, multiplied by the scale.
+            update: called as `update(true_grads, *state)`; returns what replaces the state, with
+                the same structure, shapes and dtypes: one tree for one, a tuple for several.
+                Clipping belongs into it. Traced code calls it in a branch of `lax.cond`; on GPUs,
+                where a condition is read by the host, in every step, and selects.
+            state: pytrees, such as parameters and optimizer state. Leaves that are no arrays, such
+                as activation functions, stay as they are. Flax nnx modules among them get the new
+                state, too, as nnx has it.
+            loss: the loss as it was before scaling; the step is skipped if it is not finite, and
+                the scale stays, for it is not to blame. None if it is not to be looked at.
+            axis_names: see `unscale`.
+
+        Returns:
+            The new state (one tree, or a tuple as given), the next scaler, and bool []: False if
+            the step was skipped.
+
+        Raises:
+            TypeError: `update` is no function, or changed the structure, a shape, a dtype, or what
+                is no array.
+        """
+        return optimizer_step.step(self, grads, update, state, loss=loss, axis_names=axis_names)
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        *,
+        axis_names: str | Sequence[str] | None = None,
+        allow_int: bool = False,
+    ) -> Callable[..., tuple[tuple[Any, Any], "GradScaler", Any]]:
+        """`jax.value_and_grad` with the loss scaled on the way, and checked.
+
+            (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, batch)
+
+        The caller skips: nothing of `grads` may be used where `finite` is False. `step` divides
+        only where it steps, which is cheaper.
+
+        Args:
+            fun: returns the loss, one float, not scaled; or (loss, aux).
+            argnums: positions of the arguments to differentiate by.
+            has_aux: whether `fun` returns a pair.
+            axis_names: see `unscale`. Only what was found crosses devices: where every device has
+                its own gradients, average them afterwards.
+            allow_int: lets the arguments be integers, whose gradients are float0.
+
+        Returns:
+            A function of the arguments of `fun` that returns ((value, grads), scaler, finite).
+            Value is what `fun` returned, in its own dtype. The gradients are true, in float32 or
+            wider. The scaler is that for the next step. Finite, bool [], is True if the loss and
+            all gradients are; where the loss is not, the scale stays.
+
+        Raises:
+            TypeError: `fun` is no function; when called, it returned something else.
+        """
+        return differentiating.value_and_grad(
+            self, fun, argnums, has_aux, axis_names=axis_names, allow_int=allow_int
+        )
+
+    def report(self, grads: Any, names: Any = None, *, scaled: bool = True) -> GradientReport:
+        """What gradients hold: Inf, NaN, 0 and too small values of each, by name.
+
+        Not for traced code: one program counts, and the host waits for its numbers. Where arrays
+        are spread over processes, each has to call it.
+
+        Args:
+            grads: a pytree; what is not a float is left out.
+            names: a tree of strings of the same structure; None for the paths, as in
+                "params.Dense_0.kernel".
+            scaled: True if they are multiplied by the scale, as they come from jax.grad. False for
+                what `unscale` returned; small values are then counted as those of their products
+                with the scale, which is to be the one they were divided by.
+
+        Raises:
+            TypeError: something is traced, or `names` is no such tree.
+        """
+        return gradient_stats.report(self, grads, names, scaled)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as Python numbers, under torch.amp's names; see `scale_rule.to_state_dict`.
+
+        Scalers for torch load it, too. Empty if disabled. Not for traced code: waits for the
+        device.
+        """
+        if not self.enabled:
+            return {}
+        if isinstance(self._one_scale(), jax.core.Tracer):
+            raise TypeError(
+                "state_dict() gives Python numbers, which traced code does not have: return the "
+                "scaler from the function, and call state_dict() outside."
+            )
+        return scale_rule.to_state_dict(self.rule, self.state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> "GradScaler":
+        """The scaler that goes on from what `state_dict` here or in torch saved.
+
+        Itself if disabled.
+
+        Raises:
+            RuntimeError: the state is empty, as a disabled scaler's is.
+            KeyError: an entry is missing.
+            TypeError: an entry is not a number.
+            ValueError: an entry is out of its range.
+        """
+        if not self.enabled:
+            return self
+        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        rule, state = scale_rule.from_state_dict(state_dict, self.rule)
+        return _make(_on_device(state), rule, self.enabled)
+
+    def __repr__(self) -> str:
+        # The state is something else in trees of shardings, of markers and the like.
+        known = isinstance(self.state, ScaleState)
+        shown = self.state._asdict() if known else {"state": self.state}
+        shown |= self.rule._asdict() | {"enabled": self.enabled}
+        return f"GradScaler({', '.join(f'{k}={_shown(v)}' for k, v in shown.items())})"
+
+    def _one_scale(self) -> Any:
+        """The factor of losses and divisor of gradients: the scale, float32 [].
+
+        A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its
+        inverse, for 0.
+        """
+        scale = self.state.scale
+        if scale.shape != ():
+            raise TypeError(
+                f"this GradScaler is a batch of shape {scale.shape}; call its methods in jax.vmap."
+            )
+        return jnp.clip(scale, scale_rule.SMALLEST, scale_rule.LARGEST)
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(GradScaler))
+
+
+def _set(scaler: GradScaler, *values: Any) -> None:
+    for name, value in zip(_FIELDS, values, strict=True):
+        object.__setattr__(scaler, name, value)
+
+
+def _make(*values: Any) -> GradScaler:
+    """A scaler from its fields, unchecked: JAX puts markers in the place of arrays."""
+    scaler = object.__new__(GradScaler)
+    _set(scaler, *values)
+    return scaler
+
+
+@cache
+def _register_with(serialization: Any) -> None:
+    def to_state_dict(scaler: GradScaler) -> dict[str, Any]:
+        return {"state": serialization.to_state_dict(scaler.state)}
+
+    def from_state_dict(scaler: GradScaler, saved: Mapping[str, Any]) -> GradScaler:
+        state = serialization.from_state_dict(scaler.state, saved["state"])
+        return _make(state, scaler.rule, scaler.enabled)
+
+    serialization.register_serialization_state(GradScaler, to_state_dict, from_state_dict)
+
+
+def _tell_flax() -> None:
+    """Let flax's checkpoints hold scalers, where flax is loaded: it does not ask for leaves."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _register_with(serialization)
+
+
+def _flatten(scaler: GradScaler) -> tuple[tuple[Any], tuple[Any, ...]]:
+    first, *rest = (getattr(scaler, name) for name in _FIELDS)
+    return (first,), tuple(rest)
+
+
+def _flatten_with_keys(scaler: GradScaler) -> tuple[tuple[tuple[Any, Any]], tuple[Any, ...]]:
+    (first,), rest = _flatten(scaler)
+    return ((jax.tree_util.GetAttrKey(_FIELDS[0]), first),), rest
+
+
+jax.tree_util.register_pytree_with_keys(
+    GradScaler, _flatten_with_keys, lambda rest, first: _make(*first, *rest), _flatten
+)
+
+
+def _on_device(state: ScaleState) -> ScaleState:
+    scale, *counts = state
+    return ScaleState(jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts))
+
+
+def _shown(value: Any) -> str:
+    """An array's value, or its format where it has none yet."""
+    if isinstance(value, jax.core.Tracer):
+        return optimizer_step.shown_format(value)
+    return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)

@@ -1,0 +1,144 @@
+"""Counts of what a tree of gradients holds, and the names of its leaves.
+
+A pytree in, rows of numbers out. All leaves are counted by one program, which is compiled once for
+a tree, and the counts come to the host in one array.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polymp.backends.jax.scaler.tree_math import is_float
+from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient, GradientReport
+from polymp.scaling.scale_rule import ScaleState
+
+if TYPE_CHECKING:
+    from polymp.backends.jax.scaler.grad_scaler import GradScaler
+
+_INT32 = 2**31  # a leaf with as many values is counted in int64
+
+
+class Counts(NamedTuple):
+    """Counts on their way to the host; nobody waits for them before `rows`.
+
+    Attributes:
+        names: of the leaves.
+        shapes: of the leaves.
+        table: Inf, NaN, zero and subnormal values of each leaf; int32 [leaves, 4].
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    table: Any
+
+    def rows(self) -> tuple[Gradient, ...]:
+        """An entry for each leaf. Waits for the device."""
+        table = on_host(self.table).tolist()
+        rows = zip(self.names, self.shapes, table, strict=True)
+        return tuple(Gradient(name, shape, *numbers) for name, shape, numbers in rows)
+
+
+def report(scaler: GradScaler, grads: Any, names: Any, scaled: bool) -> GradientReport:
+    """`GradScaler.report`."""
+    if any(isinstance(x, jax.core.Tracer) for x in scaler.state):
+        raise TypeError(_TRACED)
+    scale = scaler._one_scale()
+    factor = jnp.float32(1) if scaled else on_host(scale)
+    rows = counted(grads, names, factor).rows()
+    scale, *counts = (on_host(x).item() for x in scaler.state)
+    return GradientReport(scaler.rule, ScaleState(scale, *counts), rows)
+
+
+_TRACED = (
+    "a report needs values, and traced code has none yet. Return the gradients from the jitted "
+    "function, and call scaler.report(grads) on what it returns."
+)
+
+
+def counted(grads: Any, names: Any, factor: Any) -> Counts:
+    """Count every float leaf of a tree.
+
+    Args:
+        grads: a pytree of arrays; what is not a float is left out.
+        names: a tree of strings of the same structure; None for the paths.
+        factor: float32 []; what the leaves have to be multiplied by to be the scaled gradients.
+
+    Raises:
+        TypeError: a leaf is traced, or `names` is no such tree.
+    """
+    pairs = jax.tree_util.tree_leaves_with_path(grads)
+    if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
+        raise TypeError(_TRACED)
+    paths = _paths(pairs) if names is None else _given(names, grads)
+    rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if is_float(x)]
+    shapes = tuple(tuple(np.shape(x)) for _, x in rows)
+    table = _table([x for _, x in rows], factor)
+    table.copy_to_host_async()
+    return Counts(tuple(path for path, _ in rows), shapes, table)
+
+
+def on_host(x: Any) -> np.ndarray[Any, Any]:
+    """An array's values; of one over several processes, which is the same on all, its copy here."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = x.addressable_data(0)
+    return np.asarray(x)
+
+
+def _paths(pairs: Any) -> list[str]:
+    """Names of the leaves, joined by dots. A flax nnx variable is called by its own name."""
+    paths = []
+    for path, _ in pairs:
+        shown = jax.tree_util.keystr(path, simple=True, separator=".")
+        last = path[-1] if len(path) > 1 else None
+        if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
+            shown = shown.removesuffix(".value")
+        paths.append(shown or "gradient")
+    return paths
+
+
+def _given(names: Any, grads: Any) -> list[str]:
+    leaves = jax.tree.leaves(names)
+    structure: Any = jax.tree.structure(names)
+    wanted: Any = jax.tree.structure(grads)
+    if structure != wanted or not all(isinstance(name, str) for name in leaves):
+        raise TypeError(
+            f"names must be a tree of strings of the gradients' structure, {wanted}; got {names!r}."
+        )
+    return leaves
+
+
+@jax.jit
+def _table(xs: list[Any], factor: Any) -> Any:
+    xs = list(map(jnp.asarray, xs))
+    if all(x.size < _INT32 for x in xs):
+        return _stacked(xs, factor, jnp.int32)
+    with jax.enable_x64(True):
+        return _stacked(xs, factor, jnp.int64)
+
+
+def _stacked(xs: list[Any], factor: Any, dtype: Any) -> Any:
+    if not xs:
+        return jnp.zeros((0, 4), dtype)
+    return jnp.stack([jnp.stack([kind.sum(dtype=dtype) for kind in _kinds(x, factor)]) for x in xs])
+
+
+def _kinds(x: Any, factor: Any) -> tuple[Any, ...]:
+    """Where x is Inf, NaN, zero and subnormal, no value in two kinds; bool of its shape.
+
+    What is subnormal in float32 counts as zero: XLA on CPU takes it for 0, but not in all it does.
+    """
+    parts = [x.real, x.imag] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
+    parts = [part.astype(jnp.float32) if part.dtype.itemsize < 4 else part for part in parts]
+    inf = reduce(operator.or_, map(jnp.isinf, parts))
+    nan = reduce(operator.or_, map(jnp.isnan, parts)) & ~inf
+    zero = reduce(operator.and_, (abs(part) < np.finfo(part.dtype).tiny for part in parts))
+    size = jnp.abs(lax.complex(*parts) if len(parts) == 2 else parts[0])
+    tiny = size * factor.astype(size.dtype) < SMALLEST_NORMAL
+    return inf, nan, zero, tiny & ~zero

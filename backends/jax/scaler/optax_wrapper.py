@@ -1,0 +1,140 @@
+"""`scaled`: a loss scaler around an optax optimizer.
+
+The scaler is part of the optimizer's state, so a training loop that carries that state carries the
+scaler, too: through jit, scan, checkpoints and train states. Optax is imported when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polymp.backends.jax.scaler import optimizer_step
+from polymp.backends.jax.scaler import tree_math as arithmetic
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.backends.jax.scaler.optimizer_step import ScaledState
+
+if TYPE_CHECKING:
+    import optax  # type: ignore[import-untyped]
+
+
+def scaled(
+    optimizer: optax.GradientTransformation,
+    scaler: GradScaler | None = None,
+    *,
+    axis_names: optimizer_step.Axes = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optax optimizer that takes the gradients of a scaled loss.
+
+        optimizer = scaled(optax.adam(1e-3))
+        opt_state = optimizer.init(params)
+
+        @jax.jit
+        def train_step(params, opt_state, batch):
+            def scaled_loss(params):
+                loss = loss_fn(params, batch)
+                return opt_state.scaler.scale(loss), loss
+
+            grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
+            updates, opt_state = optimizer.update(grads, opt_state, params, loss=loss)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+    Wrap the whole optimizer, so that all of it skips: `scaled(optax.chain(clip, adam))`, and
+    `scaled(optax.MultiSteps(...))`, which leaves out single microbatches. Its state then has the
+    scaler as `opt_state.scaler`; in a state of states, `optax.tree.get(state, "scaler")` finds it.
+
+    A skipped step changes no bit of the inner state and returns updates of -0.0, which leave every
+    number that they are added to as it is. A step that is taken gives the optimizer true gradients
+    in float32 or wider. For parameters narrower than that it keeps its moments in float32 as well.
+
+    Args:
+        optimizer: any optax optimizer.
+        scaler: where every run starts from; None for `GradScaler()`. Disabled, nothing is scaled,
+            checked, widened or skipped.
+        axis_names: see `GradScaler.unscale`.
+
+    Returns:
+        `init(params)`, which returns a `ScaledState`, and `update(grads, state, params=None, *,
+        loss=None, **extra)`. There `grads` are multiplied by the scale of `state.scaler`; `loss`
+        is the loss before it was scaled: where it is not finite, the step is skipped and the scale
+        stays. What else there is goes to the optimizer.
+
+    Raises:
+        TypeError: the optimizer or the scaler is something else; the optimizer changes the dtypes
+            or the structure of its own state, or is itself `scaled`; the state is another
+            optimizer's.
+    """
+    import optax
+
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
+        raise TypeError(f"scaled needs an optax optimizer, got {optimizer!r}.")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaled needs a polymp.jax.GradScaler, got {scaler!r}.")
+    inside = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> ScaledState:
+        # A copy, for the state may be donated, and the next run starts from the same scaler.
+        first = GradScaler() if scaler is None else jax.tree.map(jnp.array, scaler)
+        params = jax.tree.map(_widened, params) if first.enabled else params
+        inner = inside.init(params)
+        optimizer_step.refuse_scaled(inner, "scaled")
+        return ScaledState(first, inner, jnp.asarray(True))
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any
+    ) -> tuple[Any, ScaledState]:
+        if not isinstance(state, ScaledState):
+            raise TypeError(
+                f"a scaled optimizer needs the state that its init returned, got {type(state)}."
+            )
+
+        def take(grads: Any) -> tuple[Any, list[Any]]:
+            updates, inner = inside.update(grads, state.inner, params, **extra)
+            optimizer_step.check_replaces((state.inner,), (inner,), "the optimizer")
+            return updates, optimizer_step.arrays(inner)
+
+        def skip() -> tuple[Any, list[Any]]:
+            updates, _ = jax.eval_shape(lambda: take(arithmetic.divided(grads, scale)))
+            return _nothing(updates, grads), optimizer_step.arrays(state.inner)
+
+        scale = state.scaler.state.scale
+        (updates, inner), after, finite = optimizer_step.choose(
+            state.scaler, grads, take, skip, loss=loss, axis_names=axis_names
+        )
+        return updates, ScaledState(after, optimizer_step.with_arrays(state.inner, inner), finite)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(x: Any) -> Any:
+    """A parameter as wide as the gradients that the optimizer will see."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+        return x
+    return x.astype(jnp.float32)
+
+
+def _nothing(updates: Any, grads: Any) -> Any:
+    """What adding leaves all as it is: x + -0.0 is x, and 0.0 would turn -0.0 into 0.0."""
+    formats, structure = jax.tree.flatten(updates)
+    # Where they can, they follow the gradients: on a mesh these know where they are.
+    given: Any = jax.tree.structure(grads)
+    alike = jax.tree.leaves(grads) if given == structure else formats
+    filled = [
+        jnp.full_like(like if jnp.shape(like) == x.shape else x, _zero(x.dtype), x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.number)
+        else np.zeros(x.shape, x.dtype)  # float0
+        for like, x in zip(alike, formats, strict=True)
+    ]
+    return jax.tree.unflatten(structure, filled)
+
+
+def _zero(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return complex(-0.0, -0.0)
+    return -0.0 if jnp.issubdtype(dtype, jnp.floating) else 0

@@ -1,0 +1,131 @@
+"""Arithmetic of trees with a loss scale: multiply, divide, and see whether all is finite.
+
+A pytree and a scale, float32 [], in; a pytree or one bool out. Floats and complex numbers take
+part, in float32 or wider; integers, keys, float0 and what is no array pass as they are. All of it
+runs as written, also where an autocast function calls it.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import regions
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+def multiplied(tree: Any, scale: Any) -> Any:
+    """Every float of the tree times the scale."""
+    return _each_float(operator.mul, tree, scale)
+
+
+@regions.as_written()
+def settled(tree: Any) -> Any:
+    """The same floats, as numbers that XLA may not compute in two ways.
+
+    It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
+    check would call a gradient finite that is Inf where it is used.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    traced = [isinstance(x, jax.core.Tracer) and is_float(x) for x in leaves]
+    held = iter(lax.optimization_barrier([x for x, at in zip(leaves, traced, strict=True) if at]))
+    return jax.tree.unflatten(
+        structure, [next(held) if at else x for x, at in zip(leaves, traced, strict=True)]
+    )
+
+
+def divided(tree: Any, scale: Any) -> Any:
+    """Every float of the tree through the scale."""
+    return _each_float(_quotient, tree, scale)
+
+
+@regions.as_written()
+def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = None) -> Any:
+    """Bool []: no quotient of a float of the tree by the scale is Inf or NaN.
+
+    On all devices along `axis_names`; None for every axis along which they could find otherwise.
+    """
+    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_float(x)], scale)
+    if axis_names is None:
+        axis_names = _differing_axes(finite)
+    elif isinstance(axis_names, str):
+        axis_names = (axis_names,)
+    if not axis_names:
+        return finite
+    return lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
+
+
+def is_array(x: Any) -> bool:
+    """True for what a traced program can carry: arrays and Python numbers."""
+    return isinstance(x, (*_ARRAYS, bool, int, float, complex))
+
+
+def is_float(x: Any) -> bool:
+    """True for float and complex arrays and numbers."""
+    if isinstance(x, _ARRAYS):
+        return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return isinstance(x, (float, complex))
+
+
+def _parts(x: Any) -> list[Any]:
+    """X in at least float32; real and imaginary part apart, for Inf times a complex is NaN."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [x.real, x.imag]
+    return [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x]
+
+
+def _quotient(x: Any, scale: Any) -> Any:
+    """X times the float nearest to 1/scale, as torch computes it."""
+    return x * (1 / scale)
+
+
+@partial(jax.jit, inline=True)
+def _all_finite(xs: list[Any], scale: Any) -> Any:
+    """One pass over what is divided; nothing of its size is stored.
+
+    A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
+    product is. It has no factor that XLA could take together with one of the gradient's own: of
+    x * 64 * (1 / 64), or of x * 64 * 0, it only multiplies x by the product of the rest, and an
+    overflow of x * 64 is not seen. Nor is a maximum safe: XLA on CPU loses a NaN among 4,096
+    numbers and more.
+    """
+    finite = jnp.asarray(True)
+    for part in (part for x in xs for part in _parts(x)):
+        largest = part * jnp.maximum(1 / scale.astype(part.dtype), 1)
+        finite &= jnp.all(jnp.isfinite(largest))
+    return finite
+
+
+def _differing_axes(x: Any) -> tuple[str, ...]:
+    """The axes of the shard_maps around over which the devices may hold different x."""
+    differing = compat.varying_axes(x)
+    # Where check_vma=False has switched the types off, not even an axis's own index varies.
+    return tuple(
+        axis
+        for axis in jax.sharding.get_abstract_mesh().manual_axes
+        if axis in differing or axis not in compat.varying_axes(lax.axis_index(axis))
+    )
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -> list[Any]:
+    results = []
+    for x in xs:
+        parts = [operation(part, scale.astype(part.dtype)) for part in _parts(x)]
+        results.append(lax.complex(*parts) if len(parts) == 2 else parts[0])
+    return results
+
+
+@regions.as_written()
+def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    results = iter(_by_scale(operation, [x for x in leaves if is_float(x)], scale))
+    return jax.tree.unflatten(structure, [next(results) if is_float(x) else x for x in leaves])

@@ -1,0 +1,94 @@
+"""Gradients of a scaled loss: the function that scales it, and `value_and_grad` of that.
+
+A function of parameters in, one that also scales and checks out. The loss itself comes back beside
+the scaled one, in its own dtype: a quotient of the scaled loss would not be its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from polymp.backends.jax.scaler import tree_math
+from polymp.backends.jax.scaler.optimizer_step import Axes, look, shown_format
+
+if TYPE_CHECKING:
+    from polymp.backends.jax.scaler.grad_scaler import GradScaler
+
+
+def with_scale(
+    scaler: GradScaler, fun: Callable[..., Any], has_aux: bool, name: str
+) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
+    """The function that returns the scaled loss, and beside it the loss and what else there is.
+
+    Args:
+        scaler: gives the scale.
+        fun: returns a loss, or (loss, aux).
+        has_aux: whether it returns a pair.
+        name: of the function that `fun` was given to.
+
+    Raises:
+        TypeError: `fun` is no function; the new one: the loss is not one float.
+    """
+    if not callable(fun):
+        raise TypeError(f"{name} needs the function that computes the loss, got {fun!r}.")
+
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+        out, aux = fun(*args, **kwargs), None
+        if has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise TypeError(
+                    f"with has_aux=True, the function given to {name} must return (loss, aux), "
+                    f"got {_shown(out)}."
+                )
+            out, aux = out
+        if _shown(out) not in _LOSSES:
+            hint = " Or pass has_aux=True, if it returns (loss, aux)." if not has_aux else ""
+            raise TypeError(
+                f"the function given to {name} must return a loss that is one float, got "
+                f"{_shown(out)}. Reduce it to one, by .mean() for instance.{hint}"
+            )
+        loss = jnp.asarray(out)
+        return scaler.scale(loss), (loss, aux)
+
+    return scaled_fun
+
+
+_LOSSES = ("float16[]", "bfloat16[]", "float32[]", "float64[]")
+
+
+def _shown(x: Any) -> str:
+    return shown_format(x) if tree_math.is_array(x) else f"{type(x)}"
+
+
+def value_and_grad(
+    scaler: GradScaler,
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    *,
+    axis_names: Axes,
+    **options: Any,
+) -> Callable[..., tuple[tuple[Any, Any], GradScaler, Any]]:
+    """`GradScaler.value_and_grad`."""
+    given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
+        raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
+    differentiated = jax.value_and_grad(
+        with_scale(scaler, fun, has_aux, "value_and_grad"), argnums, has_aux=True, **options
+    )
+
+    def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], GradScaler, Any]:
+        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        value = (loss, aux) if has_aux else loss
+        if not scaler.enabled:
+            return (value, grads), scaler, jnp.asarray(True)
+        grads = tree_math.settled(grads)
+        finite, loss_finite = look(scaler, grads, loss, axis_names)
+        after = scaler.update(finite, loss_finite=loss_finite)
+        return (value, tree_math.divided(grads, scaler._one_scale())), after, finite
+
+    return call

@@ -1,0 +1,392 @@
+"""Parameters stored in the formats that a program reads them in, for serving.
+
+    serve, served = freeze(autocast(apply), params, tokens)
+    logits = jax.jit(serve)(served, tokens)       # the bits of autocast(apply)(params, tokens)
+
+A float32 parameter that the planned program reads with casts to one low format, and in no other
+way, is stored in that format: half the memory, and no cast at each call. Which those are is read
+from the plan for some arguments, and checked again for every new trace.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.api import ARRAY, Made, Traced, is_array, trace, transformed
+from polymp.backends.jax.autocast.plan import Kept
+from polymp.backends.jax.autocast.values import LOW
+from polymp.backends.jax.modules import nnx
+from polymp.backends.jax.weights.lower_inputs import Wide, store
+from polymp.errors import PolicyError
+from polymp.rules.region import Region
+
+
+def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tuple["Frozen", Any]:
+    """An autocast function for serving, and its parameters in the formats that it reads them in.
+
+        float32, every read a cast to one low format    stored in that format
+        float32, read in float32 as well, or returned   as it is
+        anything else                                   as it is
+
+    Reads are those of the planned program, also in the bodies of jit, scan, while, cond, remat,
+    shard_map and functions with derivative rules, through transposes, reshapes, slices, gathers
+    and other moves. The function sees float32 dtypes while it is traced, as before, so its results
+    are those of `fn` on the float32 parameters: the same bits, the same dtypes.
+
+    Gradients with respect to other arguments are those of `fn`, too. A gradient with respect to a
+    stored parameter comes in the format that it is stored in: to train it, use `fn`.
+
+    Args:
+        fn: what `autocast(...)` returned; or what `freeze` returned, to serve other arguments as
+            well: stored is then what both allow. Its first argument are the parameters.
+        params: a pytree of arrays, flax nnx modules among them or not; or of
+            `jax.ShapeDtypeStruct`, for an answer without arrays. It is left as it is. Arrays over
+            several devices keep their sharding.
+        args: the other arguments, or their shapes, as they will be; nothing is run.
+        kwargs: the same, by name.
+
+    Returns:
+        A function of the stored parameters and the other arguments, with a record of what is
+        stored; and those parameters, in the structure of `params`.
+
+    Raises:
+        TypeError: `fn` is no autocast function, or holds its parameters itself.
+        RuntimeError: called inside an autocast function.
+    """
+    if regions.AMBIENT.value is not None:
+        raise RuntimeError(
+            "freeze(fn, params, ...) was called inside an autocast function. Call it outside, "
+            "before serving."
+        )
+    before = fn if isinstance(fn, Frozen) else None
+    made = before.made if before else _made(fn)
+    apart = nnx.apart(params)
+    leaves, tree = jax.tree.flatten(apart.parts)
+    typed = [i for i, leaf in enumerate(leaves) if _is_typed(leaf)]
+    for i in typed if before else ():
+        low = before.stored.get(apart.paths[i]) if before else None
+        if low and _dtype(leaves[i]) == low:
+            raise TypeError(
+                f"freeze(serve, params, ...): {apart.paths[i]} is {low}, as it was stored "
+                "before. Pass the float32 parameters, from which both are made."
+            )
+    function, given = made.fn, ((params, *args), kwargs)
+    if nnx.among(given):
+        policy = made.region.policy
+        named = policy is not None and bool(policy.scopes)
+        function, parts, _ = nnx.pure_of(made.fn, *given, named)
+        given = (parts, {})
+    flat, given_tree = jax.tree.flatten(given)
+    call = _Call(function, given_tree, tuple(ARRAY if _is_typed(x) else x for x in flat))
+    arrays = [leaf for leaf in flat if _is_typed(leaf)]
+    places = dict(zip(typed, call.first(apart), strict=True))
+
+    why = {i: _reason(leaves[i]) for i in typed}
+    if before:
+        why = {i: text or before.kept.get(apart.paths[i]) for i, text in why.items()}
+    traced = trace(function, made.region, given_tree, call.statics, arrays)
+    candidates = [places[i] for i, text in why.items() if text is None]
+    found, wide = _decided(call, traced, candidates, made.region)
+
+    formats = {i: found[places[i]] for i in typed if places[i] in found}
+    made_of: dict[tuple[int, str], Any] = {}  # tied parameters stay one array
+    served = list(leaves)
+    for i, format in formats.items():
+        key = id(leaves[i]), format
+        served[i] = made_of[key] = made_of.get(key) if key in made_of else _cast(leaves[i], format)
+    stored = {apart.paths[i]: format for i, format in formats.items()}
+    kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in formats}
+    dtypes = {i: _dtype(served[i]) for i in typed}
+    expected = _Expected(tree, apart, dtypes, formats)
+    size = [sum(map(_bytes, {id(xs[i]): xs[i] for i in typed}.values())) for xs in (leaves, served)]
+    return Frozen(made, stored, kept, size, expected), apart.together(
+        jax.tree.unflatten(tree, served)
+    )
+
+
+class Frozen:
+    """A function for serving: of parameters as they are stored, and other arguments.
+
+    Attributes:
+        stored: by the path of a parameter, the format that it is stored in.
+        kept: by the path of each other array among the parameters, why it is as it was.
+        bytes_before: of the parameters as they came.
+        bytes_after: of the parameters as they are stored.
+        made: the autocast function.
+    """
+
+    def __init__(
+        self,
+        made: Made,
+        stored: Mapping[str, str],
+        kept: Mapping[str, str],
+        size: Sequence[int],
+        expected: "_Expected",
+    ) -> None:
+        functools.update_wrapper(self, made.call)
+        self.made = made
+        self.stored = stored
+        self.kept = kept
+        self.bytes_before, self.bytes_after = size
+        self._expected = expected
+        self._call = transformed(made.fn, made.region, self._traced)
+
+    def __call__(self, served: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """What the autocast function returns for the float32 parameters.
+
+        Args:
+            served: the parameters that `freeze` returned, or others of their structure and dtypes.
+            args: the other arguments.
+            kwargs: the same, by name.
+
+        Raises:
+            TypeError: `served` has another structure or other dtypes.
+            PolicyError: with these arguments, the program reads a parameter in float32 that is
+                stored in a low format.
+            RuntimeError: called inside an autocast function.
+        """
+        if regions.AMBIENT.value is not None:
+            raise RuntimeError(
+                f"{self!r} was called inside an autocast function, but its formats are settled. "
+                "Call it outside, or freeze the autocast function around it instead."
+            )
+        self._expected.check(served)
+        return self._call(served, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        name = getattr(self.made.fn, "__name__", repr(self.made.fn))
+        formats = ", ".join(sorted(set(self.stored.values()))) or "a low format"
+        return (
+            f"<frozen {name}: {len(self.stored)} of {len(self.stored) + len(self.kept)} arrays in "
+            f"{formats}, {self.bytes_before:,} bytes before, {self.bytes_after:,} after>"
+        )
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        region: Region,
+        tree: Any,
+        statics: Any,
+        arrays: list[Any],
+        kept: Kept,
+    ) -> Traced:
+        """The function traced as if its parameters were float32, and planned for what they are."""
+        call = _Call(fn, tree, statics)
+        low = self._expected.low(call)
+        wide = np.dtype("float32")
+        avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
+        traced = trace(fn, region, tree, statics, avals, kept)
+        formats = [low[i][1] if i in low else None for i in range(len(arrays))]
+        made = store(traced.plan, formats, call.passed_on(traced))
+        for i, read in made.wide.items():
+            path, format = low[i]
+            raise PolicyError(
+                f"{path} is stored in {format}, but with these arguments {read.why}. Freeze with "
+                "these arguments as well: polymp.jax.freeze(serve, params, ...), where serve is "
+                "this function and params are the float32 parameters, keeps it in float32."
+            )
+        return traced._replace(plan=made.plan)
+
+
+class _Call(NamedTuple):
+    """A call as it is traced.
+
+    Attributes:
+        fn: of arrays; where modules are among the arguments, of their state and everything else.
+        tree: of the positional and keyword arguments.
+        statics: the leaves, with `ARRAY` for each array.
+    """
+
+    fn: Any
+    tree: Any
+    statics: tuple[Any, ...]
+
+    def first(self, params: nnx.Apart) -> list[int]:
+        """The places of the parameters among all arrays, in the order of `params.parts`."""
+        leaves = jax.tree.unflatten(self.tree, range(len(self.statics)))
+        if nnx.is_pure(self.fn):
+            (state, others), _ = leaves
+            mine = nnx.leading(state, params.modules)
+            mine += jax.tree.leaves(others[: params.others])
+        else:
+            mine = jax.tree.leaves(leaves[0][0])
+        places = self.places()
+        return [places[i] for i in mine if i in places]
+
+    def places(self) -> dict[int, int]:
+        """By number of a leaf, its place among the arrays."""
+        return _places(self.statics)
+
+    def passed_on(self, traced: Traced) -> list[int]:
+        """The outputs that are the state of modules as it came in, which is nobody's result."""
+        if not nnx.is_pure(self.fn):
+            return []
+        (before, _), _ = jax.tree.unflatten(self.tree, range(len(self.statics)))
+        _, after = jax.tree.unflatten(traced.tree, range(len(traced.statics)))
+        ours: Any = jax.tree.structure(before)
+        if ours != jax.tree.structure(after):
+            return []
+        invars = compat.binders(traced.plan.jaxpr)[1]
+        outvars = compat.opened(traced.plan.jaxpr)[0].outvars
+        ins, outs = self.places(), _places(traced.statics)
+        return [
+            outs[b]
+            for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+            if a in ins and b in outs and outvars[outs[b]] is invars[ins[a]]
+        ]
+
+
+def _places(statics: Sequence[Any]) -> dict[int, int]:
+    arrays = (i for i, leaf in enumerate(statics) if leaf is ARRAY)
+    return {leaf: place for place, leaf in enumerate(arrays)}
+
+
+class _Expected:
+    """The parameters that a frozen function takes.
+
+    Args:
+        tree: of the parameters, their modules taken apart.
+        params: the ones it was frozen for.
+        dtypes: by number of a leaf, that of an array.
+        formats: by number of a leaf, the low format that it is stored in.
+    """
+
+    def __init__(
+        self, tree: Any, params: nnx.Apart, dtypes: Mapping[int, str], formats: Mapping[int, str]
+    ) -> None:
+        self.tree = tree
+        self.params = params._replace(parts=None, together=lambda parts: parts)  # holds no array
+        self.dtypes = dtypes
+        self.formats = formats
+
+    def low(self, call: _Call) -> dict[int, tuple[str, str]]:
+        """By place among all arrays, path and format of what is stored low."""
+        pairs = zip(self.dtypes, call.first(self.params), strict=True)
+        return {
+            place: (self.params.paths[i], self.formats[i])
+            for i, place in pairs
+            if i in self.formats
+        }
+
+    def check(self, served: Any) -> None:
+        """Refuse parameters that are not of this structure and these dtypes."""
+        apart = nnx.apart(served)
+        leaves, tree = jax.tree.flatten(apart.parts)
+        paths = self.params.paths
+        if tree != self.tree:
+            ours, theirs = set(paths), set(apart.paths)
+            raise TypeError(
+                "The first argument has another structure than the parameters that freeze "
+                f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
+                f"Frozen: {self.tree}. Given: {tree}."
+            )
+        have = {i: _dtype(leaves[i]) for i in self.dtypes}
+        other = [i for i, dtype in self.dtypes.items() if have[i] != dtype]
+        if other:
+            i = other[0]
+            raise TypeError(
+                f"{paths[i]} is {have[i]}, but was frozen as "
+                f"{self.dtypes[i]}; {len(other)} of {len(self.dtypes)} arrays differ. Pass the "
+                "parameters that freeze returned."
+            )
+
+
+def _some(word: str, paths: Iterable[str]) -> str:
+    first, *rest = [*sorted(paths), ""][:4] if paths else [""]
+    shown = ", ".join(filter(None, (first, *rest)))
+    return f"{word}: {shown}. " if shown else ""
+
+
+# What is stored
+
+
+def _made(fn: Any) -> Made:
+    made = getattr(fn, "polymp", None)
+    if not isinstance(made, Made) or made.call is not fn:
+        raise TypeError(
+            "freeze(fn, params, ...) needs a function that polymp.jax.autocast returned, got "
+            f"{_short(fn)}. Write freeze(autocast(fn), params, ...), and put jax.jit and other "
+            "transformations around what freeze returns."
+        )
+    if nnx.owned(made.fn, ())[1]:
+        raise TypeError(
+            "freeze(fn, params, ...) needs the parameters as first argument, but "
+            f"{_short(made.fn)} holds them itself. Write "
+            "freeze(autocast(lambda model, *args: model(*args)), model, ...)."
+        )
+    return made
+
+
+def _decided(
+    call: _Call, traced: Traced, candidates: Iterable[int], region: Region
+) -> tuple[dict[int, str], dict[int, Wide]]:
+    """By place, the format in which an array can be stored, or why it cannot."""
+    free = call.passed_on(traced)
+    left: set[int] = set(candidates)
+    found: dict[int, str] = {}
+    wide: dict[int, Wide] = {}
+    for format in (region.format, *sorted(LOW - {region.format})):
+        tried, why = set(left), {}
+        while tried:
+            formats = [format if i in tried else None for i in range(len(traced.plan.known))]
+            made = store(traced.plan, formats, free)
+            unread = tried - made.read if not made.wide else set()
+            why.update(made.wide)
+            why.update(dict.fromkeys(unread, Wide(None, "nothing reads it")))
+            tried -= made.wide.keys() | unread
+            if not made.wide and not unread:
+                break
+        found.update(dict.fromkeys(tried, format))
+        left -= tried
+        wide = {**why, **wide}
+        if not any(wide[i].format in LOW for i in left):
+            break
+    return found, wide
+
+
+def _short(x: Any) -> str:
+    """What a message calls an object: never all of its arrays."""
+    name = getattr(x, "__qualname__", None)
+    return name if isinstance(name, str) else f"an object of {type(x).__name__}"
+
+
+def _reason(leaf: Any) -> str | None:
+    """Why an array cannot be stored low, whatever reads it."""
+    if leaf.dtype != np.float32:
+        return f"it is {leaf.dtype.name}, not float32"
+    if getattr(leaf, "weak_type", False):
+        return "it is a number without a dtype of its own"
+    return None
+
+
+def _is_typed(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _dtype(leaf: Any) -> str:
+    """The name of an array's dtype as jax has it, without float64 say; of others, their type's."""
+    if not _is_typed(leaf):
+        return type(leaf).__name__
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return str(jax.dtypes.canonicalize_dtype(leaf.dtype).name)
+    return str(leaf.dtype.name)
+
+
+def _bytes(x: Any) -> int:
+    return prod(map(int, x.shape)) * int(x.dtype.itemsize)
+
+
+def _cast(x: Any, format: str) -> Any:
+    """The array, or what stands for one, in a format, on the same devices."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, np.dtype(format), sharding=x.sharding)
+    cast = functools.partial(jax.lax.convert_element_type, new_dtype=np.dtype(format))
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
+        return cast(x)
+    return jax.jit(cast, out_shardings=x.sharding)(x)

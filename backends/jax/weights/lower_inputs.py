@@ -1,0 +1,347 @@
+"""A plan whose inputs come in a low format already: casts fall away, nothing else changes.
+
+    planned     w float32 -> reshape -> cast to bfloat16 -> product
+    stored      w bfloat16 -> reshape -> product
+
+Every step stays the one that was planned. A low value goes where its float32 original went, as long
+as numbers are only moved, until it is read with a cast to its own format, which is then nothing to
+do. That the numbers are the same needs no comparison of two plans: rounding commutes with moving.
+Anything else that reads the value, reads it wide, and is told with the row that makes it so.
+
+Plans in, plans out; no array is made here.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.autocast.control_flow import planner
+from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.autocast.plan import Cast, Plan, Step
+from polymp.backends.jax.autocast.sections import SECTION
+from polymp.backends.jax.autocast.values import declared
+from polymp.errors import PolicyError
+from polymp.rules.policy import Rule, Why
+
+
+class Low(NamedTuple):
+    """A value that is low where the plan has float32.
+
+    Attributes:
+        format: its own.
+        inputs: numbers of the program's inputs that it is made of.
+    """
+
+    format: str
+    inputs: frozenset[int]
+
+
+class Wide(NamedTuple):
+    """Why an input cannot come in a low format.
+
+    Attributes:
+        format: in which it is read; None for no read.
+        why: who reads it, as a clause.
+    """
+
+    format: str | None
+    why: str
+
+
+class Stored(NamedTuple):
+    """A plan with low inputs.
+
+    Attributes:
+        plan: sound if nothing is read wide.
+        outs: the outputs that are low.
+        wide: by input, the first read that is not in its low format.
+        read: inputs that are read in it.
+    """
+
+    plan: Plan
+    outs: tuple[Low | None, ...]
+    wide: dict[int, Wide]
+    read: frozenset[int]
+
+
+def store(plan: Plan, formats: Sequence[str | None], free: Iterable[int] = ()) -> Stored:
+    """A planned program, with everything inside it, for inputs in these formats.
+
+    Args:
+        plan: of float32 inputs; keeps what is made of it.
+        formats: by input, the low format that it comes in; None for as planned.
+        free: the outputs that may come low, where they only move inputs.
+    """
+    key = store, tuple(formats), frozenset(free)
+    if key not in plan.made:
+        plan.made[key] = _Program(plan, key[1], key[2]).stored()
+    stored: Stored = plan.made[key]
+    return stored
+
+
+# These move numbers and change none of them, in any format.
+_MOVES = op_facts.LAYOUT | {"concatenate", "gather", "split", "stack", "unstack"}
+# These too, each operand to the result in its place.
+_EACH = frozenset(
+    """
+    all_gather all_gather_invariant all_to_all device_put optimization_barrier pbroadcast pcast
+    ppermute pvary
+    """.split()
+)
+_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2", "shard_map"})
+_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+Held = list[Low | None]
+
+
+class _Program:
+    """One plan, as its steps take low values."""
+
+    def __init__(self, plan: Plan, formats: tuple[str | None, ...], free: frozenset[int]) -> None:
+        self.plan = plan
+        self.formats = formats
+        self.free = free
+        self.env: dict[Any, Low] = {}
+        self.wide: dict[int, Wide] = {}
+        self.read: set[int] = set()
+
+    def stored(self) -> Stored:
+        plan, env = self.plan, self.env
+        for i, (var, format) in enumerate(
+            zip(compat.binders(plan.jaxpr)[1], self.formats, strict=True)
+        ):
+            if format is not None:
+                env[var] = Low(format, frozenset({i}))
+        steps = [self.step(step) for step in plan.steps]
+        lows = []
+        for i, operand in enumerate(plan.results):
+            low = self.held(operand)
+            if low is not None and i not in self.free:
+                self.refuse(low, Wide("float32", "it is handed on in float32, as a result"))
+                low = None
+            lows.append(low)
+        known = tuple(
+            k._replace(format=f) if f else k for k, f in zip(plan.known, self.formats, strict=True)
+        )
+        outs = tuple(
+            k._replace(format=low.format) if low else k
+            for k, low in zip(plan.outs, lows, strict=True)
+        )
+        made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, made={})
+        return Stored(made, tuple(lows), self.wide, frozenset(self.read))
+
+    def held(self, operand: Any) -> Low | None:
+        """The low value that an operand hands on; one that is cast to its own format is read."""
+        if type(operand) is Literal:
+            return None
+        if type(operand) is not Cast:
+            return self.env.get(operand)
+        low = None if type(operand.atom) is Literal else self.env.get(operand.atom)
+        if low is not None and low.format == operand.format:
+            self.read |= low.inputs
+        elif low is not None:
+            self.refuse(low, Wide(operand.format, f"it is read in {operand.format}"))
+        return None
+
+    def refuse(self, low: Low | None, wide: Wide) -> None:
+        for i in low.inputs if low else ():
+            self.wide.setdefault(i, wide)
+
+    def step(self, step: Step) -> Step:
+        before = dict(self.wide)
+        lows = [self.held(operand) for operand in step.operands]
+        if len(self.wide) > len(before):  # by a cast, of which the step can say more
+            for i in self.wide.keys() - before.keys():
+                format = self.wide[i].format
+                self.wide[i] = Wide(format, self.reader(step, format))
+        if not any(lows):
+            return step
+        made, outs = self.through(step, lows)
+        for var, low in zip(step.eqn.outvars, outs, strict=True):
+            if low is not None:
+                self.env[var] = low
+        return made
+
+    def through(self, step: Step, lows: Held) -> tuple[Step, Held]:
+        """The step for low operands, and which of its results are low."""
+        eqn, name = step.eqn, step.eqn.primitive.name
+        none: Held = [None] * len(eqn.outvars)
+        if step.how == "contract":
+            for at, low in enumerate(lows):
+                if low is not None and at < 2 and step.parts == (low.format,):
+                    self.read |= low.inputs
+                    lows[at] = None
+        elif step.how == "cast":
+            return self.moved(step, lows)
+        elif step.how == "bind" and name == "convert_element_type":
+            (low,) = lows
+            if low is not None and eqn.params["new_dtype"] == low.format:  # as written by the user
+                self.read |= low.inputs
+                return step, none
+        elif step.how in ("bind", "round") and step.returns is None:
+            # A number that fills up is rounded only afterwards.
+            filled = eqn.params.get("fill_value") is not None
+            if name in _EACH:
+                return self.moved(step, lows)
+            if name in _MOVES and not filled and (low := _joined(eqn, lows)):
+                return self.moved(step, [low] * len(eqn.outvars))
+        elif step.parts and isinstance(step.parts[0], Plan):
+            inside = self.inside(step, lows)
+            if inside is not None:
+                return inside
+        format = step.parts[0] if step.how == "contract" else "float32"
+        for low in lows:
+            if low is not None and not low.inputs <= self.wide.keys():  # the first read is told
+                self.refuse(low, Wide(format, self.reader(step, format)))
+        return step, none
+
+    def moved(self, step: Step, outs: Held) -> tuple[Step, Held]:
+        writes = tuple(low.format if low else f for low, f in zip(outs, step.writes, strict=True))
+        return step._replace(writes=writes), outs
+
+    # Programs inside
+
+    def inside(self, step: Step, lows: Held) -> tuple[Step, Held] | None:
+        name = step.eqn.primitive.name
+        if name in _CALLS or name in _RULES:
+            return self.call(step, lows)
+        if name == "scan":
+            return self.scan(step, lows)
+        if name == "while":
+            return self.loop(step, lows)
+        if name == "cond":
+            return self.cond(step, lows)
+        return self.section(step, lows) if name == SECTION else None
+
+    def enter(self, plan: Plan, lows: Held, free: Iterable[int]) -> Stored:
+        """The plan of a body whose inputs these are; what it reads, this program reads."""
+        made = store(plan, [low and low.format for low in lows], free)
+        for i, wide in made.wide.items():
+            self.refuse(lows[i], wide)
+        for i in made.read:
+            self.read |= _inputs(lows[i])
+        outs = [
+            low and Low(low.format, frozenset().union(*(_inputs(lows[i]) for i in low.inputs)))
+            for low in made.outs
+        ]
+        return made._replace(outs=tuple(outs))
+
+    def call(self, step: Step, lows: Held) -> tuple[Step, Held]:
+        plan, *rest = step.parts
+        # The rule of a custom function hands on what its function does, in the same formats.
+        free = range(len(plan.outs)) if not rest else ()
+        made = self.enter(plan, lows, free)
+        rules = [rule.stored(made.plan, self.of_rule) for rule in rest]
+        moved, outs = self.moved(step, list(made.outs))
+        return moved._replace(parts=(made.plan, *rules)), outs
+
+    def of_rule(
+        self, plan: Plan, formats: Sequence[str | None], free: Iterable[int], name: str
+    ) -> tuple[Plan, list[str | None]]:
+        """The plan of a derivative rule, which is asked for when something is differentiated."""
+        made = store(plan, formats, free)
+        for at, wide in made.wide.items():
+            raise PolicyError(
+                f"The derivative rule of {name!r} cannot take a parameter that is stored in "
+                f"{formats[at]}: {wide.why}. Freeze the function that computes the gradient, "
+                "polymp.jax.freeze(autocast(gradient), params, ...), which keeps it in float32."
+            )
+        return made.plan, [low and low.format for low in made.outs]
+
+    def scan(self, step: Step, lows: Held) -> tuple[Step, Held]:
+        consts, carry = compat.scan_sizes(step.eqn.params)
+        self.carried(step, lows, range(consts, consts + carry))
+        (plan,) = step.parts
+        made = self.enter(plan, lows, range(carry, len(plan.outs)))
+        moved, outs = self.moved(step, list(made.outs))
+        return moved._replace(parts=(made.plan,)), outs
+
+    def loop(self, step: Step, lows: Held) -> tuple[Step, Held]:
+        body, test = step.parts
+        params = step.eqn.params
+        of_test = params["cond_nconsts"]
+        first = of_test + params["body_nconsts"]
+        self.carried(step, lows, range(first, len(lows)))
+        made = self.enter(body, lows[of_test:], ())
+        tested = self.enter(test, [*lows[:of_test], *lows[first:]], ())
+        return step._replace(parts=(made.plan, tested.plan)), list(made.outs)
+
+    def carried(self, step: Step, lows: Held, places: Iterable[int]) -> None:
+        name, where = step.eqn.primitive.name, compat.where_written(step.eqn)
+        for at in places:
+            self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
+            lows[at] = None
+
+    def cond(self, step: Step, lows: Held) -> tuple[Step, Held]:
+        free = range(len(step.eqn.outvars))
+        made = [store(p, _formats(lows[1:]), free) for p in step.parts]
+        alike = zip(*([low and low.format for low in m.outs] for m in made), strict=True)
+        free_in_all = [i for i, formats in enumerate(alike) if len(set(formats)) == 1]
+        made = [self.enter(plan, lows[1:], free_in_all) for plan in step.parts]
+        outs: Held = []
+        for several in zip(*(m.outs for m in made), strict=True):
+            low = several[0]
+            inputs = [_inputs(low) for low in several]
+            outs.append(low and Low(low.format, frozenset().union(*inputs)))
+        moved, outs = self.moved(step, outs)
+        return moved._replace(parts=tuple(m.plan for m in made)), outs
+
+    def section(self, step: Step, lows: Held) -> tuple[Step, Held]:
+        plan, reads, returns = step.parts
+        before = self.wide.keys() | set()
+        free = [i for i in range(len(plan.outs)) if returns is None or returns[i] is None]
+        made = self.enter(plan, lows, free)
+        for i in self.wide.keys() - before:  # inside, nothing is asked: the op decides
+            self.wide[i] = Wide(self.wide[i].format, self.reader(step, self.wide[i].format))
+        reads = tuple(low.format if low else f for low, f in zip(lows, reads, strict=True))
+        moved, outs = self.moved(step, list(made.outs))
+        return moved._replace(parts=(made.plan, reads, returns)), outs
+
+    # Who reads a value wide
+
+    def reader(self, step: Step, format: str | None) -> str:
+        """Who reads, in which format, by which row, and where it is written; as a clause."""
+        eqn, name = step.eqn, step.eqn.primitive.name
+        region, _ = planner(self.plan.region).place(eqn.source_info.name_stack, self.plan.region)
+        if name == SECTION:
+            op, region, spelled = eqn.op, eqn.region, ""
+            name = op
+        else:
+            spelled = spelling(eqn)
+            op, spelled = op_of(spelled), f"jax:{spelled}"
+        where = compat.where_written(eqn)
+        policy = region.policy
+        if not region.enabled:
+            row = "autocast is off there"
+        elif name == "convert_element_type":
+            return f"a cast to {eqn.params['new_dtype'].name} reads it ({where})"
+        elif policy is None or eqn.primitive.name not in op_facts.FREE | {SECTION}:
+            row = "it runs as written"
+        else:
+            winner = policy.at(region.scope).winner(op, region.format, spelled)
+            row = str(Why(op or name, region.format, region.scope, winner, policy.name))
+            if winner is not None and winner.rule is Rule.LOWER and format == "float32":
+                row = "it runs as written, for that is what it asks for"
+        return f"{name!r} reads it in {format}: {row} ({where})"
+
+
+def _joined(eqn: Any, lows: Held) -> Low | None:
+    """What an equation moves, if all its float operands are low in one format."""
+    floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
+    formats = {low and low.format for low in floats}
+    (format, *more) = formats
+    if format is None or more:
+        return None
+    return Low(format, frozenset().union(*map(_inputs, floats)))
+
+
+def _inputs(low: Low | None) -> frozenset[int]:
+    return low.inputs if low else frozenset()
+
+
+def _formats(lows: Held) -> list[str | None]:
+    return [low and low.format for low in lows]

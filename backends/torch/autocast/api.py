@@ -1,0 +1,296 @@
+"""`autocast`: regions in which every op runs in the format that suits it.
+
+The drop-in for `torch.autocast`. Arguments are checked here, in torch.amp's words; what a region
+does is in `regions`, which ops it changes in `policies/`.
+"""
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, Literal, Self
+
+import torch
+from torch._C import _is_torch_function_mode_enabled
+from torch.compiler import is_dynamo_compiling
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.errors import PolicyError
+from polymp.rules import policy_files
+from polymp.rules.policy import Policy
+from polymp.rules.region import Region
+
+PolicyLike = policy_files.Source
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """True if torch knows autocast on the device type, whether or not such a device is here.
+
+    Args:
+        device_type: "cpu", "cuda", "xpu", "mps", ...; what `tensor.device.type` says.
+    """
+    return bool(torch._C._is_autocast_available(device_type))
+
+
+class autocast:  # the name is torch's
+    """A region of mixed precision, as a context manager or a decorator.
+
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_fn(model(x), y)          # each op in the format that the policy names
+        loss.backward()                          # outside: backward runs in the forward's formats
+
+    As a decorator it wraps functions, generators, coroutines and async generators; a generator
+    or coroutine is in the region while it runs and out of it while it is suspended.
+
+    One object may be entered any number of times: again inside itself, recursively, and by
+    several threads at once. State is per thread; a new thread starts outside.
+
+    Args:
+        device_type: whose ops: "cpu", "cuda", "xpu", "mps", ...
+        dtype: the low format; None takes torch's default for the device (cpu bfloat16, cuda
+            float16), or that of the region the object is made in.
+        enabled: False makes a subregion in which ops run in the formats of their inputs.
+        cache_enabled: keep the casts of parameters until the region ends; None means yes.
+        policy: which ops run in which format: a `Policy`, a shipped policy's name, the path of a
+            TOML file, or plain data. None is torch's own table for the device, at native speed.
+
+    Raises:
+        ValueError: `device_type` is not a string.
+        RuntimeError: torch has no autocast for `device_type`, or the GPU cannot do bfloat16.
+        PolicyError: the policy cannot be read or honoured.
+
+    Warns:
+        UserWarning: CUDA is asked for and absent, or `dtype` is not supported; the region is then
+            disabled, as in torch.amp.
+
+    Source:
+        torch.amp, "Automatic Mixed Precision package", `torch.autocast`.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: PolicyLike | None = None,
+    ) -> None:
+        """Check the arguments; see the class."""
+        if not isinstance(device_type, str):
+            raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+        self.device = device_type
+        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        if cache_enabled is None:
+            traced = is_dynamo_compiling()
+            cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()
+        self._cache_enabled = cache_enabled
+        self._ticket, self._enabled = _prepare(
+            device_type, self.fast_dtype, enabled, self._cache_enabled, policy
+        )
+        self._traced: Any = None  # open entries in code that torch.compile traces
+
+    @compat.no_frame
+    def __enter__(self) -> Self:
+        if is_dynamo_compiling():
+            self._traced = (self._again(), self._traced)
+            self._traced[0].__enter__()
+        else:
+            if _is_torch_function_mode_enabled():
+                regions.tell_export(self._ticket)
+            regions.enter(self._ticket)
+        return self
+
+    @compat.no_frame
+    def __exit__(self, *exc: object) -> Literal[False]:
+        if self._traced is not None:
+            traced, self._traced = self._traced
+            traced.__exit__()
+        else:
+            regions.leave(self._ticket)
+            if _is_torch_function_mode_enabled():
+                regions.tell_export(None)
+        return False
+
+    def _again(self) -> regions.Traced:
+        """The region once more, for code that torch.compile traces."""
+        return regions.Traced(
+            self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
+        )
+
+    def __repr__(self) -> str:
+        policy = regions.known[self._ticket][0].policy
+        shown = [repr(self.device), f"dtype={self.fast_dtype}", f"enabled={self._enabled}"]
+        shown += [] if policy is None else [f"policy={policy.name!r}"]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}
+        del state["_ticket"]  # a name of this process
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        policy = state["_policy"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "_policy"})
+        cache = bool(self._cache_enabled)
+        self._ticket, _ = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `func` so that its body runs in the region.
+
+        Raises:
+            TypeError: `func` is not callable.
+        """
+        if not callable(func):
+            raise TypeError(
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. "
+                f"Did you mean to use autocast as a context manager? For example:\n"
+                f"    with torch.autocast(device_type=...):\n"
+                f"        output = model(input)"
+            )
+        if inspect.isasyncgenfunction(func):
+            wrapper = _async_generator(self, func)
+        elif inspect.iscoroutinefunction(func):
+            wrapper = _coroutine(self, func)
+        elif inspect.isgeneratorfunction(func):
+            wrapper = _generator(self, func)
+        else:
+            wrapper = _function(self, func)
+        # What torch.jit reads; written as an attribute it would be mangled to the class's name.
+        reason = "@autocast() decorator is not supported in script mode"
+        setattr(wrapper, "__script_unsupported", reason)
+        return wrapper
+
+
+@compat.at_trace_time
+def _prepare(
+    device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
+) -> tuple[str, bool]:
+    """Make the arguments a region, ready to be entered: its ticket, and if it is enabled."""
+    if not is_autocast_available(device):
+        raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"autocast's dtype must be a torch.dtype, got {dtype!r}")
+    loaded = None if policy is None else policy_files.load(policy)
+    if loaded is not None and loaded.scopes:
+        raise PolicyError(
+            f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
+            "paths a region does not see. Give it to polymp.torch.scoped(model, policy), and to "
+            "the region, for what runs outside of the model, policy.at('') or none."
+        )
+    enabled = _supported(device, dtype, bool(enabled))
+    return _ready(device, dtype, enabled, bool(cache), loaded)
+
+
+@functools.cache
+def _ready(
+    device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
+) -> tuple[str, bool]:
+    kind = device.partition(":")[0]  # "cuda:0" speaks for all of cuda
+    region = Region("torch", kind, enabled, regions.FORMATS[dtype], cache, policy)
+    kernels.prepare(region)
+    return regions.ticket(region), enabled
+
+
+def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
+    """`enabled`, or False, with torch.amp's warning, if a region of that dtype cannot be."""
+    dtypes, name = [torch.bfloat16, torch.float16], device.upper()
+    if device not in torch_table.DEVICES and device == torch._C._get_privateuse1_backend_name():
+        dtypes, name = compat.private_dtypes(device), device
+    if not enabled:
+        return False
+    if device == "cuda":
+        if compat.cuda_missing():
+            warnings.warn(
+                "CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=4
+            )
+            return False
+        if dtype is torch.bfloat16 and compat.cuda_lacks_bfloat16():
+            raise RuntimeError(
+                "Current CUDA Device does not support bfloat16. Please switch dtype to float16."
+            )
+    elif dtype not in dtypes:
+        warnings.warn(
+            f"In {name} autocast, but the target dtype is not supported. Disabling autocast.\n"
+            f"{name} Autocast only supports dtypes of {', '.join(map(str, dtypes))} currently.",
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def _function(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            with region._again():
+                return func(*args, **kwargs)
+        with region:
+            return func(*args, **kwargs)
+
+    return function
+
+
+def _steps(region: autocast, inner: Any) -> Generator[Any, Any, Any]:
+    """Run a generator or coroutine to its end, each step in the region."""
+    step = functools.partial(inner.send, None)
+    while True:
+        try:
+            with region:
+                value = step()
+        except StopIteration as end:
+            return end.value
+        try:
+            sent = yield value
+        except GeneratorExit:
+            with region:
+                inner.close()
+            raise
+        except BaseException as error:
+            step = functools.partial(inner.throw, error)
+        else:
+            step = functools.partial(inner.send, sent)
+
+
+_awaitable_steps = types.coroutine(_steps)
+
+
+def _generator(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        return (yield from _steps(region, func(*args, **kwargs)))
+
+    return generator
+
+
+def _coroutine(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        return await _awaitable_steps(region, func(*args, **kwargs))
+
+    return coroutine
+
+
+def _async_generator(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
+    async def async_generator(*args: Any, **kwargs: Any) -> Any:
+        inner = func(*args, **kwargs)
+        step = inner.asend(None)
+        while True:
+            try:
+                value = await _awaitable_steps(region, step)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+            except GeneratorExit:
+                await _awaitable_steps(region, inner.aclose())
+                raise
+            except BaseException as error:
+                step = inner.athrow(error)
+            else:
+                step = inner.asend(sent)
+
+    return async_generator

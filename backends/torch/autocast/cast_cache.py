@@ -1,0 +1,277 @@
+"""The kept casts of parameters: whose they are, and when they are dropped.
+
+torch's compiled kernels keep a cast of every float32 parameter until the outermost region ends, in
+one map for the whole process, keyed by the parameter alone. That is sound for one thread, one low
+format and constant weights. This module makes it sound for all:
+
+    another low format on the device   drop                       `keep`
+    a parameter is written in place    drop                       kernels on the writing ops
+    an optimizer steps                 drop                       torch's optimizer hook
+    a second thread enters a region    it keeps no casts          `keep`, `end`
+
+Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch. Weights
+whose casts outlive regions are `weight_cast_cache`'s.
+What is not seen is listed in docs/differences.md.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import clear_autocast_cache
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import torch_table, weight_cast_cache
+
+# In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
+# Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
+WRITERS = (
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ square_ exp_ sign_ round_ floor_ trunc_ lerp_ "
+    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ "
+    "set_ put_ nan_to_num_ normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ "
+    "masked_scatter_ index_add_ index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ "
+    "triu_ fill_diagonal_ renorm_ "
+    "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_addcmul_ "
+    "_foreach_addcdiv_ _foreach_copy_ _foreach_zero_ _foreach_neg_ _foreach_pow_ _foreach_sqrt_ "
+    "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_ "
+    "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
+).split()
+
+_library = torch.library.Library("aten", "IMPL")
+_watched: set[str] = set()
+
+
+class _Thread:
+    """What one thread has kept by our own kernels; it lives as long as its thread.
+
+    Attributes:
+        reference: to this.
+        open: True in a region of ours that keeps casts. The ends of torch's own are not seen.
+        epoch: up to which drop `casts` are sound.
+        casts: by identity of the parameter and dtype.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self.reference = weakref.ref(self)
+        self.epoch = 0
+        self.casts: dict[
+            tuple[int, torch.dtype], tuple[weakref.ref[Any], tuple[int, int], torch.Tensor]
+        ] = {}
+
+
+class _Mine(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+class _Map:
+    """What is known of torch's map of casts, which is one for the process.
+
+    Attributes:
+        owner: under "thread", a reference to the thread whose casts it holds; dead when that is.
+            A dict, for `setdefault` claims it in one step, without a lock.
+        formats: the low format of the casts that are in it, by device.
+        epoch: raised by every drop; casts of our own kernels from before it are stale.
+        lock: held to take the map over from a dead thread.
+    """
+
+    def __init__(self) -> None:
+        self.owner: dict[str, weakref.ref[_Thread]] = {}
+        self.formats: dict[str, torch.dtype] = {}
+        self.epoch = 0
+        self.lock = threading.Lock()
+
+
+_map = _Map()
+_mine = _Mine()
+
+
+def drop() -> None:
+    """Forget every kept cast, of every thread."""
+    _map.epoch += 1
+    clear_autocast_cache()
+
+
+def drop_unknown() -> None:
+    """Forget every kept cast, and that the format of those to come is known."""
+    drop()
+    _map.formats.clear()
+
+
+@compat.no_frame
+def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
+    """May this thread keep casts in torch's map from now on, `depth` regions deep?
+
+    True makes the map this thread's; if it will be `casting` to `dtype` on the device, casts to
+    another format, or to an unknown one, are dropped. False while the map belongs to another
+    living thread.
+    """
+    thread = _mine.thread
+    thread.open = True
+    mine = thread.reference
+    if _map.owner.setdefault("thread", mine) is not mine and not _take_over(mine):
+        return False
+    formats = _map.formats
+    if casting and formats.get(device) is not dtype:
+        if depth > 1:  # else there is none yet
+            drop()
+        formats[device] = dtype
+    return True
+
+
+def _take_over(mine: "weakref.ref[_Thread]") -> bool:
+    """Make the map this thread's if its owner died in a region."""
+    with _map.lock:
+        owner = _map.owner.get("thread")
+        if owner is not None and owner() is not None:
+            return False
+        drop_unknown()
+        _map.owner["thread"] = mine
+        return True
+
+
+@compat.no_frame
+def mine() -> bool:
+    """True if torch's map is this thread's."""
+    return _map.owner.get("thread") is _mine.thread.reference
+
+
+@compat.no_frame
+def end() -> None:
+    """This thread left its last region."""
+    thread = _mine.thread
+    thread.open = False
+    if thread.casts:
+        thread.casts.clear()
+    if _map.owner.get("thread") is thread.reference:
+        _map.epoch += 1
+        clear_autocast_cache()
+        _map.formats.clear()
+        del _map.owner["thread"]
+
+
+def watch(device: str) -> None:
+    """Have writes to parameters noticed in regions of the device; once for each device."""
+    key = compat.autocast_key(device)
+    if key is None or device in _watched:
+        return
+    torch_table.kernels(device)  # what is compiled must be read before ours stand beside it
+    if not _watched:
+        register_optimizer_step_post_hook(_after_step)
+    for name in WRITERS:
+        packet = getattr(torch.ops.aten, name)
+        for variant in packet.overloads():
+            op = getattr(packet, variant)
+            compat.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
+    _watched.add(device)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
+        drop()
+        weight_cast_cache.stepped(optimizer)
+    elif weight_cast_cache.weights:  # what fused kernels write shows nowhere: this breaks the graph
+        _stepped(optimizer)
+
+
+@compat.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
+def _stepped(optimizer: torch.optim.Optimizer) -> None:
+    weight_cast_cache.stepped(optimizer)
+
+
+def _writer(op: torch._ops.OpOverload, key: str) -> Any:
+    pass_on = compat.passing_on(op, key)
+
+    def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        writing(args[0])
+        return pass_on(keys, args, kwargs)
+
+    return writer
+
+
+def writing(into: Any) -> None:
+    """A tensor, or a list of them, is about to be written in place: casts of it are dropped."""
+    one = isinstance(into, torch.Tensor)
+    if _is_parameter(into) if one else any(map(_is_parameter, into)):
+        drop()
+
+
+def _is_parameter(t: torch.Tensor) -> bool:
+    """True for a leaf that wants gradients and for a view of one: what torch keeps casts of."""
+    base = t._base if t._is_view() else t
+    return base is not None and base.requires_grad and base.is_leaf
+
+
+def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    """`t` in `dtype`, for our kernels; a parameter's cast to the low format is kept.
+
+    Args:
+        t: any float tensor.
+        dtype: target.
+        low: the region's format.
+
+    Returns:
+        A tensor of `dtype` with the shape of `t`; `t` itself if it has that dtype.
+
+    Source:
+        When a cast may be kept: torch v2.13 aten/src/ATen/autocast_mode.cpp, `cached_cast`.
+    """
+    if t.dtype is dtype:
+        return t
+    make = weight_cast_cache.cast if weight_cast_cache.weights else torch.Tensor.to
+    if weight_cast_cache.weights and not (t.requires_grad and torch.is_grad_enabled()):
+        return make(t, dtype)
+    may_keep = (
+        dtype is low
+        and t.dtype is torch.float32
+        and type(t) in (torch.Tensor, torch.nn.Parameter)  # a fake tensor has no address,
+        and t.layout is torch.strided  # nor has a sparse one
+        and t.requires_grad
+        and t.is_leaf
+        and not t._is_view()
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+    )
+    if not may_keep:
+        return make(t, dtype)
+    mine = _mine.thread
+    if mine.epoch != _map.epoch:
+        mine.casts.clear()
+        mine.epoch = _map.epoch
+    stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
+    found = mine.casts.get(key)
+    if found is not None and found[0]() is t and found[1] == stamp:
+        if weight_cast_cache.weights and weight_cast_cache.is_checked(t):
+            weight_cast_cache.find(t, dtype)
+        return found[2]
+    with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
+        made = make(t, dtype)
+    mine.casts[key] = (weakref.ref(t), stamp, made)
+    return made
+
+
+def kept_by_torch(args: Iterable[Any]) -> bool:
+    """True if the cast of one of the arguments has to be kept in torch's map.
+
+    In a region of torch's own, that is, whose end is not seen here: until then one cast, one node
+    in the graph, serves all uses of a parameter.
+    """
+    if _mine.thread.open or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
+        return False
+    return any(
+        kept_by_torch(arg)
+        if isinstance(arg, (list, tuple))
+        else isinstance(arg, torch.Tensor) and arg.requires_grad and arg.is_leaf
+        for arg in args
+    )
+
+
+def forget_mine() -> None:
+    """Drop this thread's casts, where a region ends in a graph."""
+    _mine.thread.casts.clear()
+    clear_autocast_cache()

@@ -1,0 +1,217 @@
+"""Ops of the user's own in torch: those of torch.library, and decorated Python functions.
+
+An op of `torch.library` gets our kernel on the autocast keys, as torch's own have it. An
+`autograd.Function` and a plain function are no ops of the dispatcher: the decorator puts the same
+decision in front of the call.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import kernels, regions, torch_table, validate
+from polymp.backends.torch.autocast.api import autocast
+from polymp.backends.torch.autocast.custom_function import cast_inside
+from polymp.backends.torch.autocast.run_op import forbid
+from polymp.errors import PolicyError
+from polymp.rules import decisions
+from polymp.rules.custom_ops import register_function, register_op
+from polymp.rules.policy import Rule
+from polymp.rules.vocabulary import CUSTOM, vocabulary
+
+T = TypeVar("T")
+
+
+def overloads(given: Any, where: str) -> tuple[str, ...]:
+    """The names "mylib::my_op" of what was given to be registered.
+
+    Raises:
+        PolicyError: torch has no such op, or it cannot follow a policy.
+        TypeError: it is no op.
+    """
+    several = given if isinstance(given, (list, tuple)) else [given]
+    return tuple(_overload(one, where) for one in several)
+
+
+def _overload(given: Any, where: str) -> str:
+    name = compat.qualified_name(given)
+    if name is None:
+        raise TypeError(
+            f"{where}: torch={given!r} is no op. Give its name, such as 'mylib::my_op', or what "
+            "torch.library.custom_op returned; decorate other functions with "
+            "polymp.torch.register."
+        )
+    if "::" not in name:
+        raise PolicyError(f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.")
+    op = compat.overload(name)
+    if op is None:
+        raise PolicyError(f"{where}: torch has no op {name!r}. Define it first.")
+    if op.namespace == "aten":
+        raise PolicyError(f"{where}: {name!r} is torch's own. Give it a rule in a policy instead.")
+    fault = validate.schema_fault(op, name)
+    if fault:
+        raise PolicyError(f"{where}: {name!r} is an op {fault}")
+    for device in torch_table.DEVICES:
+        key = compat.autocast_key(device)
+        known = vocabulary().of_aten(name)  # which says that it is registered
+        if key and not known and compat.has_kernel(name, key):
+            raise PolicyError(
+                f"{where}: {name!r} has an autocast kernel already, on {device}. Leave out its "
+                "torch.library.register_autocast."
+            )
+    return name
+
+
+def install(names: Sequence[str]) -> None:
+    """Put our kernel on the autocast keys of ops that `overloads` has checked."""
+    for device in torch_table.DEVICES:
+        kernels.put(device, names)
+
+
+def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
+    """Decorator: the op of `torch.library`, `autograd.Function` or function follows policies.
+
+        @polymp.torch.register("my_norm", "fp32")
+        class MyNorm(torch.autograd.Function): ...
+
+        MyNorm.apply(x)         # in float32, forward and backward, in any enabled region
+
+    Inside, autocast is off: the code sees the formats that the rule named. Where a policy says
+    "parts", the code runs in the region as if it were not registered.
+
+    Args:
+        name: for policies.
+        rule: what it does where a policy does not speak of it; see `polymp.register_op`.
+        kind: its class.
+
+    Returns:
+        A decorator. An op comes back as it is; a class as one whose `apply` decides, a function as
+        one that decides.
+
+    Raises:
+        PolicyError: see `polymp.register_op`.
+        TypeError: what is decorated is not callable.
+    """
+
+    def decorate(given: Any) -> Any:
+        if compat.qualified_name(given) is not None:
+            register_op(name, rule, torch=given, kind=kind)
+            return given
+        if not callable(given):
+            raise TypeError(f"polymp.torch.register({name!r}): {given!r} is not callable")
+        spelled = f"python::{given.__module__}.{given.__qualname__}"
+        register_function(name, rule, kind, f"polymp.torch.register({name!r})", spelled)
+        if isinstance(given, type) and issubclass(given, torch.autograd.Function):
+            return _Decided(given, name)
+        return functools.wraps(given)(functools.partial(_decided, name, given, given))
+
+    return decorate
+
+
+class _Decided:
+    """An `autograd.Function` whose `apply` does what the region's policy says.
+
+    Attributes:
+        function: the class that was decorated; its other attributes are reached through this.
+    """
+
+    def __init__(self, function: Any, name: str) -> None:
+        self.function = function
+        self.name = name
+        backward = function.backward
+
+        def off(ctx: Any, *grads: Any) -> Any:
+            with _off():
+                return backward(ctx, *grads)
+
+        inside: Any = type(function.__name__, (function,), {"backward": staticmethod(off)})
+        self._ruled = inside
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own `apply`, in the format that the rule names."""
+        return _decided(self.name, self.function.apply, self._ruled.apply, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "function":  # not there yet: being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+    def __repr__(self) -> str:
+        return f"{self.function!r} as op {self.name!r}"
+
+
+def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `ruled` as the policy in force says, or `plain` where it says nothing."""
+    tensors = list(_tensors((args, kwargs)))
+    device = next((t.device.type for t in tensors), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return plain(*args, **kwargs)
+    floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
+    formats = ",".join([regions.FORMATS[t.dtype] for t in floats])
+    low = regions.FORMATS[torch.get_autocast_dtype(device)]
+    rule, run, out = _decision(name, device, low, formats, *regions.code_in_force())
+    if rule == "parts":
+        return plain(*args, **kwargs)
+    if run:
+        dtype = regions.DTYPES[run]
+        args = tuple([cast_inside(arg, device, dtype) for arg in args])
+        kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
+    with _off():
+        result = ruled(*args, **kwargs)
+    return cast_inside(result, device, regions.DTYPES[out]) if out else result
+
+
+@compat.at_trace_time
+def _decision(
+    name: str, device: str, low: str, formats: str, *code: torch.dtype
+) -> tuple[str, str, str]:
+    """Rule, format of the inputs and format of the results; "" leaves them. Plain values only."""
+    policy = regions.policy_at(device, *code) or torch_table.policy(device)
+    row = policy.winner(name, low)
+    if row is None:
+        return "parts", "", ""
+    asked = formats.split(",") if formats else []
+    decision = policy.apply(row, asked, low)
+    if (found := decisions.current()) is not None:
+        (spelled,) = vocabulary().ops[name].aten
+        found.note(
+            decisions.Entry(
+                "torch",
+                name,
+                f"aten:{spelled}",
+                low,
+                "",
+                row,
+                tuple(asked),
+                decision,
+                policy.name,
+            )
+        )
+    if decision.rule is Rule.FORBID:
+        forbid(policy, row, name, asked)
+    return decision.rule.value, decision.run or "", decision.out or ""
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    """Autocast off on every device that it is on for."""
+    with ExitStack() as stack:
+        for device in torch_table.DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(autocast(device, enabled=False))
+        yield
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)

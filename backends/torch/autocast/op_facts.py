@@ -1,0 +1,65 @@
+"""What torch's ops can do with float formats: facts about torch, no rules."""
+
+from polymp.rules.vocabulary import vocabulary
+
+# Given low inputs, these compute in float32 and round once, on every device: for fp32_keep they
+# take the inputs as they are, and nothing in float32 is made or saved for backward; without a row
+# they do what fp32_keep asks. The others are cast before and after.
+# Source: acc_type and opmath_type in torch v2.13 aten/src/ATen/native (SoftMax, layer_norm,
+# group_norm, SumKernel, ReduceOps, Normalization, LinearAlgebra: vector_norm).
+ACCUMULATES = frozenset(
+    """
+    batch_norm cumsum exp2 group_norm instance_norm layer_norm linalg_vector_norm logaddexp
+    logaddexp2 logcumsumexp mean mean.dim
+    native_batch_norm native_group_norm native_layer_norm norm.Scalar norm.ScalarOpt_dim prod
+    prod.dim_int rms_norm softmax.int std std.correction std.dim sum sum.dim_IntList var
+    var.correction var.dim
+    """.split()
+)
+
+# Classes of which the same holds: one kernel that computes each element in float32.
+ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
+
+# No kernel of ours: what a Python kernel returns is a Python object already, and nn.Parameter makes
+# itself of what `detach` returns.
+UNTOUCHED = frozenset({"detach"})
+
+# Lowered by torch's own kernels alone, also where every other op is on ours. They cast to float16,
+# in bfloat16 regions too, and bring the weights into the one buffer that cuDNN asks for.
+# Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
+COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
+
+# Ops that pick numbers and change none. To run one low is to round what it picked, not what it
+# picked from: that is less work, and the gradients of what it picked from add up unrounded.
+PICKS = frozenset(
+    "embedding gather index.Tensor index_select masked_select take take_along_dim".split()
+)
+
+
+def in_float32(overload: str) -> bool:
+    """True if the op's own kernel computes in float32 on low inputs, and rounds once."""
+    if overload in ACCUMULATES:
+        return True
+    op = vocabulary().ops.get(vocabulary().of_aten(overload))
+    return op is not None and op.kind in ELEMENT_BY_ELEMENT
+
+
+# These of the class are put together from ops that have low kernels.
+_HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
+
+
+def has_low(overload: str, device: str, format: str) -> bool:
+    """True unless torch is known to have no kernel of the op for a low format on the device.
+
+    Linear algebra has none anywhere, Fourier transforms none but in float16 on GPUs.
+
+    Source:
+        torch v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp,
+        `promote_type_fft`.
+    """
+    op = vocabulary().ops.get(vocabulary().of_aten(overload))
+    if op is None or overload in _HAVE_LOW:
+        return True
+    if op.kind == "fft":
+        return device in ("cuda", "xpu") and format == "float16"
+    return op.kind != "linear_algebra"

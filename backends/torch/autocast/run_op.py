@@ -1,0 +1,229 @@
+"""One op, run as a row says: what was decided, and the casts that bring it about.
+
+A `Ruling` is what a region's policy says of an op, worked out once; `runner` makes the function
+that does it. When and where ops are run is `kernels`' part.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import op_facts, recurrent, regions, torch_table
+from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
+from polymp.errors import ForbiddenOpError
+from polymp.rules.policy import LOW, Apply, Decision, Policy, Row, Rule
+from polymp.rules.region import Region
+from polymp.rules.vocabulary import vocabulary
+
+Call = Callable[..., Any]
+Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What holds for one op in one region.
+
+    Attributes:
+        region: the region.
+        policy: its own, or torch's of the device.
+        row: that won; None if the op has no rule.
+        agrees: True if torch's compiled kernel does the same.
+        how: the way in which fp32 is brought about.
+        decision: where it is the same whatever comes in; else None.
+    """
+
+    region: Region
+    policy: Policy
+    row: Row | None
+    agrees: bool
+    how: Apply
+    decision: Decision | None
+
+
+class Rulings:
+    """The rulings of one op on one device, by region: a kernel asks at every call.
+
+    Regions that are in force are kept for the life of the process, so each is known by its
+    identity.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name = name
+        self.device = device
+        self.known: dict[int, Ruling] = {}
+
+    def of(self, region: Region) -> Ruling:
+        """The ruling in a region."""
+        found = self.known.get(id(region))
+        if found is None or found.region is not region:
+            found = self.known[id(region)] = self._made(region)
+        return found
+
+    def _made(self, region: Region) -> Ruling:
+        name, device, format = self.name, self.device, region.format
+        if region.policy is None:
+            policy, row = torch_table.policy(device), torch_table.row(device, name, format)
+            agrees = "::" not in name
+        else:
+            policy, row = region.policy, torch_table.table(region.policy, format).get(name)
+            agrees = torch_table.agrees(device, policy, name, format)
+        how, decision = Apply.CAST, None
+        if row is not None:
+            how = _way(row, device, name, format)
+            if row.rule in (Rule.LOWER, Rule.FP32, Rule.KEEP):
+                decision = policy.apply(row, (), format)
+        return Ruling(region, policy, row, agrees, how, decision)
+
+
+def _way(row: Row, device: str, name: str, format: str) -> Apply:
+    """How a row is brought about: as it says, as the device's own table does, or as is usual."""
+    if row.rule is not Rule.FP32:
+        return Apply.CAST
+    own = torch_table.row(device, name, format)
+    if own is not None and own.rule is Rule.FP32:
+        return row.apply or own.apply or Apply.CAST
+    op = vocabulary().ops.get(vocabulary().of_aten(name))
+    return row.apply or Apply(op.fp32 if op and op.fp32 else "cast")
+
+
+@cache
+def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
+    """Which arguments a rule asks: tensors that may not be left out, as torch's `prioritize`."""
+    return tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments)
+
+
+def formats(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
+    """The formats that a rule asks for, in order."""
+    return [
+        regions.FORMATS[t.dtype]
+        for arg, ask in zip(args, _consulted(op), strict=False)
+        if ask
+        for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
+        if isinstance(t, torch.Tensor) and t.device.type == device and t.is_floating_point()
+    ]
+
+
+@cache
+def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
+    """A function that runs `op` as a ruling says, on the device, with autocast excluded.
+
+    It takes the ruling, a cast, what to call, and the arguments.
+    """
+    schema = op._schema.arguments
+    in_float32, picks = op_facts.in_float32(name), name in op_facts.PICKS
+    # Batch norm writes its running statistics, though its schema does not say so: a cast of them
+    # would take the write. Its kernels take a low input beside float32 weights and statistics.
+    written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
+    with_low_input = set(range(1, len(schema))) if written else set()
+    prepare = recurrent.prepare(name, device)
+
+    def run(ruling: Ruling, cast: Cast, call: Call, args: Any, kwargs: Any) -> Any:
+        if ruling.how is not Apply.CAST:
+            return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
+        decision = ruling.decision
+        if decision is None:
+            row, asked = ruling.row, formats(op, device, args)
+            assert row is not None, "an op without a row is not run by one"
+            decision = ruling.policy.apply(row, asked, ruling.region.format)
+            if decision.rule is Rule.FORBID:
+                forbid(ruling.policy, row, name, asked)
+            if in_float32 and decision.out in LOW:
+                decision = Decision(decision.rule, decision.out)
+        if picks and decision.rule is Rule.LOWER:
+            dtype = regions.DTYPES[decision.run or ""]
+            return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
+        if decision.run is not None:
+            dtype, low = regions.DTYPES[decision.run], regions.DTYPES[ruling.region.format]
+            uncast = written if dtype is torch.float32 else with_low_input
+            if prepare is not None:
+                args = prepare(args, dtype)
+            # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
+            # the order in which the casts were made.
+            if kwargs:
+                pairs = reversed(kwargs.items())
+                kwargs = {key: _cast(value, device, dtype, low, cast) for key, value in pairs}
+            made = None
+            for at in range(len(args) - 1, -1, -1):
+                value = args[at]
+                if isinstance(value, torch.Tensor):
+                    if value.dtype is dtype:
+                        continue
+                elif not isinstance(value, (list, tuple)):
+                    continue
+                if at not in uncast:
+                    made = made or list(args)
+                    made[at] = _cast(value, device, dtype, low, cast)
+            args = made or args
+        result = call(*args, **kwargs)
+        return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
+
+    return run
+
+
+def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    """A cast that is not kept."""
+    return t.to(dtype)
+
+
+def _cast(value: Any, device: str, dtype: torch.dtype, low: torch.dtype, cast: Cast) -> Any:
+    """An argument with its eligible tensors cast."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not _eligible(value, device):
+            return value
+        return cast(value, dtype, low)
+    if isinstance(value, (list, tuple)):
+        return [_cast(inner, device, dtype, low, cast) for inner in value]
+    return value
+
+
+def _eligible(t: torch.Tensor, device: str) -> bool:
+    return t.is_floating_point() and t.dtype is not torch.float64 and t.device.type == device
+
+
+def _by_dtype(
+    op: torch._ops.OpOverload,
+    name: str,
+    device: str,
+    how: Apply,
+    call: Call,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run an op in float32 by its dtype argument, or by the overload that has one."""
+    schema = op._schema.arguments
+    ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
+    if how is Apply.APPEND_DTYPE:
+        longer = compat.overload(APPENDED[name])
+        dtype = torch.float32 if ok else args[0].dtype
+        rest = schema[len(args) :]  # defaults are left out of a call; this one has none
+        filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
+        return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
+    at = dtype_at(op)
+    assert at is not None, "a policy is checked for it"
+    given = kwargs.get("dtype") if at >= len(args) else args[at]
+    if ok and given is None:
+        args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
+    return call(*args, **kwargs)
+
+
+def _back(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, (list, tuple)):
+        return type(result)(_back(r, dtype) for r in result)
+    if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+        return result.to(dtype)
+    return result
+
+
+def forbid(policy: Policy, row: Row, name: str, asked: Sequence[str]) -> NoReturn:
+    """Raise what a forbidden op raises."""
+    if row.rule is Rule.WIDEST:  # torch's message, from its own check
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    use = f"Use {row.instead}, or give it" if row.instead else "Give it"
+    raise ForbiddenOpError(
+        f"policy {policy.name!r} forbids {name!r}, called here with ({', '.join(asked)}). "
+        f"{use} another rule in the policy."
+    )

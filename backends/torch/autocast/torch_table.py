@@ -1,0 +1,114 @@
+"""What torch registers on its own autocast keys, as policies.
+
+For each device that has one, the shipped table `torch-<device>` describes torch's compiled
+kernels: the rows of all supported versions, of which those count whose op the installed torch has.
+The engine leaves an op to its compiled kernel where a policy agrees with that table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from polymp import versions
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast.op_facts import UNTOUCHED, has_low, in_float32
+from polymp.rules import policy_files
+from polymp.rules.policy import Policy, Row, Rule
+from polymp.rules.vocabulary import vocabulary
+
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+# Ops that torch registers in builds for one vendor's GPUs alone: whether this is such a build.
+# Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
+BUILDS = {
+    "_cudnn_rnn": torch.version.cuda is not None,
+    "miopen_rnn": torch.version.hip is not None,
+}
+
+# Ops that torch has and did not register yet in its first supported versions: the version that did.
+# Source: torch v2.12 aten/src/ATen/autocast_mode.h.
+SINCE = {"rms_norm": (2, 12)}
+
+
+@cache
+def policy(device: str) -> Policy:
+    """This torch's own table of the device; an empty one for a device without."""
+    name = f"torch-{device}"
+    if device not in DEVICES:
+        return Policy(name, ())
+    shipped, here = policy_files.load(name), versions.parts(torch.__version__)
+    return replace(shipped, rows=tuple(r for r in shipped.rows if SINCE.get(r.of, here) <= here))
+
+
+@cache
+def kernels(device: str) -> frozenset[str]:
+    """Ops that this torch has a compiled autocast kernel for on the device.
+
+    Read before polymp registers a kernel of its own on that device's key. Without the overloads
+    that take named dimensions, until torch 2.12: no policy has rules for them.
+    """
+    key = compat.autocast_key(device)
+    found = frozenset() if key is None else compat.registered(key)
+    return frozenset(op for op in found if not compat.takes_names(op))
+
+
+def table(policy: Policy, format: str) -> Mapping[str, Row]:
+    """The overloads of this torch that a policy rules in regions of a format, with their rows."""
+    return _table(policy, format, len(vocabulary().registered))
+
+
+@cache
+def _table(policy: Policy, format: str, registered: int) -> Mapping[str, Row]:
+    words = vocabulary()
+    spelled = {overload: op.name for op in words.ops.values() for overload in op.aten}
+    own = (row.of.removeprefix("aten:") for row in policy.rows if row.of.startswith("aten:"))
+    found: dict[str, Row] = {}
+    for overload, op in (dict.fromkeys(own, "") | spelled).items():
+        row = policy.winner(op, format, f"aten:{overload}")
+        if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
+            continue
+        if compat.overload(overload) is None:  # this torch is too old or too new for it
+            continue
+        # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
+        general = row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST)
+        if not general or has_low(overload, "cpu", format):
+            found[overload] = row
+    return found
+
+
+def row(device: str, op: str, format: str) -> Row | None:
+    """What torch does with the op: its row, or None where it has no kernel or we no row.
+
+    A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
+    this build of torch leaves out is never called, and has the row that other builds give it.
+    """
+    if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
+        return table(policy(device), format).get(op)
+    return None
+
+
+@cache
+def agrees(device: str, other: Policy, op: str, format: str) -> bool:
+    """True if torch's compiled kernel, or the lack of one, is what `other` asks for the op."""
+    ours, theirs = row(device, op, format), table(other, format).get(op)
+    if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
+        return in_float32(op)
+    if ours is None or theirs is None:
+        return ours is theirs
+    if "::" in op or ours.rule is not theirs.rule:
+        return False
+    if theirs.rule is Rule.WIDEST and other.halves != policy(device).halves:
+        return False
+    return (theirs.apply or ours.apply) == ours.apply and theirs.instead in ("", ours.instead)
+
+
+def drift(device: str) -> tuple[list[str], list[str]]:
+    """Ops that this torch registers and our table lacks, and the other way round; sorted.
+
+    What this build of torch leaves out counts as no op of the table.
+    """
+    ours = table(policy(device), "float16")
+    known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}
+    return sorted(kernels(device) - known), sorted(known - kernels(device))

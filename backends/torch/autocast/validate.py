@@ -1,0 +1,128 @@
+"""What a policy may ask of torch: rows that it cannot honour are found before anything runs."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import op_facts, torch_table
+from polymp.errors import PolicyError
+from polymp.rules import policy_files
+from polymp.rules.policy import LOW, Apply, Policy, Row, Rule
+from polymp.rules.vocabulary import vocabulary
+
+
+def check(policy: Policy, device: str, format: str = "") -> None:
+    """Refuse a policy with a row that torch cannot honour.
+
+    Args:
+        policy: all its rows are looked at, also those that wait for a scope.
+        device: the device type whose kernels are asked for.
+        format: of the region; "" asks for no kernels.
+
+    Raises:
+        PolicyError: for the first such row.
+    """
+    for why in refusals(policy).values():
+        raise PolicyError(why)
+    for name, row in torch_table.table(policy, format).items() if format else ():
+        if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, format):
+            raise PolicyError(
+                f"policy {policy.name!r}: torch has no {format} kernel of {name!r} on {device}, "
+                f"which the row {row.of} = {row.rule} asks for. Leave the row out, or say fp32."
+            )
+
+
+@cache
+def refusals(policy: Policy) -> Mapping[Row, str]:
+    """The rows that torch cannot honour on any device, each with the reason."""
+    refused: dict[Row, str] = {}
+    words, shipped = vocabulary(), policy_files.shipped_rows()
+    for row in policy.rows:
+        spelled = row.of.removeprefix("aten:")
+        if spelled != row.of and compat.overload(spelled) is None:
+            why = f"has a rule for {spelled!r}, which is no op of torch{_hint(spelled)}."
+            refused[row] = f"policy {policy.name!r} {why}"
+        if spelled in op_facts.UNTOUCHED:
+            refused[row] = (
+                f"policy {policy.name!r} has a rule for {spelled!r}, which can have none."
+            )
+        op = words.ops.get(row.of)
+        if (
+            op is not None
+            and not op.aten
+            and not op.rule
+            and replace(row, format="") not in shipped
+        ):
+            why = f"has a rule for {row.of!r}, which torch lacks. {op.note}"
+            refused[row] = f"policy {policy.name!r} {why}"
+    for scope in {row.scope for row in policy.rows}:
+        rows = {replace(row, scope=""): row for row in policy.rows if row.scope == scope}
+        alone = Policy(policy.name, tuple(rows), policy.halves)
+        for low in LOW:
+            for name, row in torch_table.table(alone, low).items():
+                for why in _faults(row, name):
+                    refused.setdefault(rows.get(row, row), f"policy {policy.name!r} {why}")
+    return refused
+
+
+def _faults(row: Row, name: str) -> Iterator[str]:
+    op = compat.overload(name)
+    assert op is not None, "a table holds what torch has"
+    fault = schema_fault(op, name, row.rule)
+    if fault:
+        yield f"has a rule for {name!r}, {fault}"
+    if row.apply is Apply.DTYPE_ARGUMENT and dtype_at(op) is None:
+        schema = op._schema
+        yield f"applies fp32 to {name!r} by its dtype argument, which it does not have: {schema}"
+    if row.apply is Apply.APPEND_DTYPE and name not in APPENDED:
+        only = ", ".join(APPENDED)
+        yield f"applies fp32 to {name!r} by an appended dtype, which only {only} can have."
+
+
+def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
+    """Why no policy may give an op a rule: the end of a sentence, or nothing."""
+    if op._schema.is_mutable and not (rule == Rule.FIRST and _writes_its_first(op)):
+        return (
+            "which writes into an argument: the format of its result is given. Give the rule to "
+            "the op without '_' or out=."
+        )
+    if not any("Tensor" in str(a.type) for a in op._schema.arguments):
+        return f"which takes no tensor{_hint(name)}."
+    return ""
+
+
+def _writes_its_first(op: torch._ops.OpOverload) -> bool:
+    """True if an op writes into its first argument, a tensor, and into no other."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    return written[0] and not any(written[1:]) and str(op._schema.arguments[0].type) == "Tensor"
+
+
+def _hint(name: str) -> str:
+    """What may have been meant by an op's name."""
+    base = name.partition(".")[0]
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is not None:
+        names = [base if o == "default" else f"{base}.{o}" for o in packet.overloads()]
+        return f"; its overloads are {', '.join(names)}"
+    known = (o for op in vocabulary().ops.values() for o in op.aten if "::" not in o)
+    close = difflib.get_close_matches(base.removeprefix("aten::"), sorted(known), n=3)
+    return f"; did you mean {', '.join(close)}" if close else ""
+
+
+# Overloads with the same meaning and a dtype at the end, for Apply.APPEND_DTYPE.
+APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+
+
+def dtype_at(op: torch._ops.OpOverload) -> int | None:
+    """The place of an op's dtype argument, None if it has none."""
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.name == "dtype":
+            return at
+    return None

@@ -1,0 +1,125 @@
+"""Where code runs: the module whose call it is in, and the line of the user's code.
+
+Both are read off the Python stack, so nothing is hooked and no module is changed.
+"""
+
+import os
+import sysconfig
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from polymp.backends.torch import compat
+
+
+class Place(NamedTuple):
+    """Where an op was called.
+
+    Attributes:
+        module: path of the innermost module whose call runs; "" outside of all.
+        source: "file.py:12", of the innermost code that is not a library's; "" in backward code of
+            torch's own.
+        recomputed: True inside the recomputation of a checkpoint.
+        updating: True inside an optimizer's step or a loss scaler.
+    """
+
+    module: str
+    source: str
+    recomputed: bool
+    updating: bool = False
+
+
+class Places:
+    """Finds places; keeps what it learns of modules.
+
+    Args:
+        model: whose modules are called by their paths in it; None to call each by its path in the
+            outermost module that ran when it was met first.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._paths: dict[int, str] = {}
+        self._roots: list[nn.Module] = []  # kept alive, for paths go by identity
+        if model is not None:
+            self._learn(model)
+        self._settled = model is not None
+
+    def _learn(self, root: nn.Module) -> None:
+        self._roots.append(root)
+        for name, module in root.named_modules():
+            self._paths.setdefault(id(module), name)
+
+    def here(self, frame: Any) -> Place:
+        """The place of a frame and of those that called it."""
+        running: list[nn.Module] = []
+        source, recomputed, updating = "", False, False
+        while frame is not None:
+            code = frame.f_code
+            if code is compat.MODULE_CALL:
+                running.append(frame.f_locals["self"])
+            else:
+                kind = _kind(code.co_filename)
+                if kind == "user":
+                    source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
+                elif kind == "checkpoint":
+                    recomputed |= code.co_name in _RECOMPUTES
+                elif kind == "update":
+                    updating |= not source  # else it calls a closure of the user's
+                elif kind == "engine":
+                    break  # who called backward() is not where its ops are
+            frame = frame.f_back
+        return Place(self._path(running), source, recomputed, updating)
+
+    def _path(self, running: list[nn.Module]) -> str:
+        for again in (False, True):
+            for module in running:
+                if id(module) in self._paths:
+                    return self._paths[id(module)]
+            if self._settled or again or not running:
+                break
+            self._learn(running[-1])
+        return ""
+
+
+# The functions of torch.utils.checkpoint that run a forward again.
+_RECOMPUTES = frozenset({"recompute_fn", "unpack_hook", "backward"})
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[3]) + os.sep
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_TYPED = ("<stdin>", "<ipython", "<python-input")  # at a prompt
+
+
+@cache
+def _name(filename: str) -> str:
+    return Path(filename).name
+
+
+@cache
+def _kind(filename: str) -> str:
+    """Whose code a file is: "user", "engine", "checkpoint", "update" or "library"."""
+    if filename.startswith(_TORCH):
+        end = filename.removeprefix(_TORCH)
+        if end.startswith(_OPTIM):
+            return "update"
+        return _TORCH_S.get(end, "library")
+    if filename.startswith(_OURS):
+        return "update" if Path(filename).name in _SCALING else "library"
+    if filename.startswith("<"):
+        return "user" if filename.startswith(_TYPED) else "library"
+    standard = filename.startswith(_STANDARD) and "site-packages" not in filename
+    return "library" if standard else "user"
+
+
+_TORCH_S = {
+    str(Path("autograd", "graph.py")): "engine",
+    str(Path("utils", "checkpoint.py")): "checkpoint",
+    str(Path("amp", "grad_scaler.py")): "update",
+}
+_OPTIM = "optim" + os.sep
+_SCALING = frozenset(
+    {"grad_scaler.py", "loss_scalers.py", "unscale.py", "scale_update.py", "fused_step.py"}
+)

@@ -1,0 +1,269 @@
+"""`explain`: which op ran in which format, and why.
+
+report = polymp.torch.explain(model, x, dtype=torch.bfloat16)
+with polymp.torch.explain() as report: ...      # forward, backward, whatever runs
+"""
+
+import copy
+import reprlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
+from polymp.backends.torch.modules.scoped import scoped_anew
+from polymp.diagnostics.report import Call, Report
+from polymp.dtypes import FORMATS, widest
+from polymp.rules import policy_files
+from polymp.rules.policy import Policy
+
+
+class _Calls(Watch):
+    """A watch that also counts what is kept for backward."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(model)
+        self._saved: dict[int, tuple[Any, int, int]] = {}  # storage: reference, node, bytes
+        self._leaves: set[int] = set()
+
+    def before(self, ran: Ran) -> None:
+        for t in ran.reads:
+            if t.is_leaf and t.requires_grad:
+                self._leaves.add(compat.storage_key(t))
+
+    def __enter__(self) -> "_Calls":
+        super().__enter__()
+        self._stack.enter_context(compat.saved_tensors_shown(self._save))
+        return self
+
+    def _save(self, t: torch.Tensor) -> None:
+        base = t if t._base is None else t._base
+        if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+            return
+        key = compat.storage_key(t)
+        if t.dtype is torch.float32 and key and key not in self._saved:
+            reference = compat.storage_reference(t)  # so that the key is not another's meanwhile
+            self._saved[key] = reference, compat.latest_node(), t.untyped_storage().nbytes()
+
+    def finished(self) -> list[Call]:
+        """The calls, once all has run."""
+        for key, (_, node, size) in self._saved.items():
+            if key not in self._leaves and node in self._of_node:
+                self._of_node[node].kept += size
+        return [call_of(running) for running in self.calls]
+
+
+def call_of(running: Running) -> Call:
+    """What is reported of a call."""
+    known = [f for f in running.run if f in FORMATS]
+    return Call(
+        "torch",
+        running.op,
+        running.spelling,
+        running.place.module,
+        running.place.source,
+        running.direction,
+        running.region,
+        running.row,
+        running.inputs or (),
+        widest(known) if known else "",
+        running.outputs,
+        running.casts,
+        running.cast_bytes,
+        tuple(running.saved.items()),
+        running.flops,
+        running.kept,
+    )
+
+
+@contextmanager
+def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Report]:
+    """`with explain() as report:`; see `explain`."""
+    report = Report(title=title)
+    watch = _Calls(model)
+    try:
+        with watch:
+            yield report
+    finally:
+        report.fill(watch.finished(), *watch.region)
+
+
+def explain(
+    fn: Any = None,
+    *args: Any,
+    dtype: torch.dtype | str | None = None,
+    policy: PolicyLike | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What runs in which format, and why: a report with a row for each op call site.
+
+        report = explain(model, x, dtype=torch.bfloat16)
+        with explain() as report:                 # any code: forward, backward, a step
+            loss_fn(model(x), y).backward()
+        report = explain(model, x, dtype="float16", device="cuda")     # on a machine without
+
+    The program runs, once, and its results are what they are without. Ops are seen below autograd:
+    what is reported is what ran, casts and backward included. What torch.compile compiled runs as
+    it is written.
+
+    Args:
+        fn: a module or a function; None for a context manager. With `model=` as the only argument
+            by name, the context manager calls modules by their paths in it.
+        args: of the call; modules and tensors among them in any nesting.
+        dtype: the low format of a region that is opened around the call, bfloat16 or float16;
+            None to open none, unless a policy is given.
+        policy: of that region, and of the modules in the call, in place of what `scoped` gave them;
+            it may have rules by module path. None for torch's own table of the device, and for the
+            scopes that the modules have.
+        device: a device type such as "cuda": the call runs on fake tensors of that device, which
+            have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
+            is built without that device, no backward pass can run.
+        kwargs: of the call.
+
+    Returns:
+        The report, or a context manager that yields it; it is filled when the block ends.
+
+    Raises:
+        TypeError: `fn` is not callable, or `dtype` no dtype.
+        ValueError: `device` is given for code that holds tensors where they cannot be found.
+        RuntimeError: what the call raises.
+    """
+    if fn is None:
+        if args or {dtype, policy, device} != {None} or set(kwargs) - {"model"}:
+            raise TypeError(
+                "explain() without a function is a context manager: open the region inside it. "
+                f"Got args={args!r}, dtype={dtype!r}, policy={policy!r}, device={device!r}, "
+                f"{kwargs!r}."
+            )
+        return explaining(kwargs.get("model"))
+    if not callable(fn):
+        raise TypeError(
+            f"explain(fn, *args) needs a module or a function, got {reprlib.repr(fn)}. Give the "
+            "function and its arguments, not what it returned."
+        )
+    if isinstance(fn, nn.Module) and not args and not kwargs:
+        raise TypeError(
+            f"explain({type(fn).__name__}) calls the module, and has no arguments for it. For a "
+            "block, write `with explain(model=...) as report:`."
+        )
+    model = fn if isinstance(fn, nn.Module) else None
+    title = type(fn).__name__ if model is not None else getattr(fn, "__name__", str(fn))
+    with ExitStack() as stack:
+        if device is not None:
+            fn, args, kwargs = _on_fakes(device, (fn, args, kwargs), stack)
+            model = fn if isinstance(fn, nn.Module) else None
+        if dtype is not None or policy is not None:
+            kind = device or _device(fn, (args, kwargs))
+            if policy is not None:
+                policy = _asked_for(policy, _models((fn, args, kwargs)), stack)
+            stack.enter_context(_region(kind, dtype, policy))
+        report: Report = stack.enter_context(explaining(model, title))
+        try:
+            fn(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            if device is not None and any(words in str(error) for words in _NOT_THERE):
+                raise ValueError(
+                    f"explain({title}, device={device!r}): this torch is built without the device, "
+                    "and something in the call needs more of it than fake tensors, such as a "
+                    f"backward pass. policy='torch-{device}' applies the device's table to tensors "
+                    "on the CPU, backward included."
+                ) from error
+            if device is None or "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise ValueError(
+                f"explain({title}, device={device!r}): the call reads tensors that are not among "
+                "its arguments, and they are not on fake tensors. Give the module, or a function "
+                "with its modules and tensors as arguments."
+            ) from error
+    return report
+
+
+def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
+    """Put a policy's scopes on the models of a call; what of it is for the region."""
+    loaded = policy_files.load(policy)
+    if loaded.scopes and not models:
+        return loaded  # which a region refuses, and says where it can be given
+    stack.enter_context(scoped_anew(models, loaded))
+    return loaded.at("") if loaded.scopes else loaded
+
+
+def _models(tree: Any) -> list[nn.Module]:
+    """The modules among the leaves of a call that are not inside others of them."""
+    leaves = (getattr(leaf, "__self__", leaf) for leaf in tree_leaves(tree))
+    found = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
+    inside = {id(m) for one in found for m in one.modules() if m is not one}
+    return [one for one in found if id(one) not in inside]
+
+
+# What torch says of a device that it is built without.
+_NOT_THERE = (
+    "Cannot access accelerator device",
+    "not compiled with CUDA enabled",
+    "not linked with support for",
+)
+
+
+def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
+    if isinstance(dtype, str):
+        if dtype not in regions.DTYPES:
+            raise TypeError(f"explain(dtype={dtype!r}): use 'bfloat16' or 'float16'.")
+        dtype = regions.DTYPES[dtype]
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"explain(dtype={dtype}): the low format of a region is bfloat16 or float16."
+        )
+    return autocast(device, dtype, policy=policy)
+
+
+def _device(fn: Any, given: Any) -> str:
+    """The device type of the tensors in a call; "cpu" if there are none."""
+    own = list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    for t in (*_tensors(given), *own):
+        if t.device.type != "cpu":
+            return t.device.type
+    return "cpu"
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, nn.Module):
+            yield from leaf.parameters()
+
+
+def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
+    """A call with its tensors, and copies of its modules, on fake tensors of a device."""
+    mode = FakeTensorMode()
+    known: dict[int, torch.Tensor] = {}
+    differentiable = stack.enter_context(compat.stand_in(device))
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in known:
+            with mode:
+                made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            wants = t.requires_grad and differentiable
+            made.requires_grad_(wants)
+            known[id(t)] = nn.Parameter(made, wants) if isinstance(t, nn.Parameter) else made
+        return known[id(t)]
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return fake(leaf)
+        if isinstance(leaf, nn.Module):
+            own = {id(t): fake(t) for t in (*leaf.parameters(), *leaf.buffers())}
+            return copy.deepcopy(leaf, own)
+        return leaf
+
+    made = tree_map(moved, call)
+    stack.enter_context(mode)
+    return made

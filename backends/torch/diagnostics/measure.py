@@ -1,0 +1,169 @@
+"""How large the values of tensors are: measured on their device, without waiting for it.
+
+A measurement is a few small tensors; what they say is read when a run is over, all at once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import regions
+from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
+from polymp.dtypes import FORMATS
+
+# Of a larger tensor, every n-th value is put in a bin, about as many as these.
+SAMPLE = 4096
+
+
+class Range(NamedTuple):
+    """The smallest and the largest value of a tensor; NaN if it holds one. 0-dim tensors."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def measurable(t: Any) -> bool:
+    """True for a float tensor that has values in memory."""
+    return (
+        isinstance(t, torch.Tensor)
+        and t.is_floating_point()
+        and t.layout is torch.strided
+        and regions.FORMATS[t.dtype] in FORMATS
+        and t.numel() > 0
+        and t.device.type != "meta"
+        and compat.is_plain(t)
+    )
+
+
+def range_of(t: torch.Tensor) -> Range:
+    """The range of a tensor's values."""
+    return Range(*torch.aminmax(comparable(t)))
+
+
+def comparable(t: torch.Tensor) -> torch.Tensor:
+    """A tensor, in float32 if it is of one of the formats that torch cannot compare."""
+    return t if t.element_size() > 1 else t.to(torch.float32)
+
+
+def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
+    """0-dim tensors as numbers, by one transfer for each device and format."""
+    groups: dict[Any, list[int]] = {}
+    for at, x in enumerate(ends):
+        groups.setdefault((x.device, x.dtype), []).append(at)
+    found = [0.0] * len(ends)
+    for places in groups.values():
+        values = torch.stack([ends[at] for at in places]).tolist()
+        for at, value in zip(places, values, strict=True):
+            found[at] = value
+    return found
+
+
+class Lost(NamedTuple):
+    """What float16 did to the values of a tensor that float32 holds.
+
+    Attributes:
+        wide: the range of the values in float32.
+        both: int64 [2], how many of those looked at became Inf, and how many zero.
+        looked_at: how many were.
+        values: how many there are.
+    """
+
+    wide: Range
+    both: torch.Tensor
+    looked_at: int
+    values: int
+
+    @classmethod
+    def of(cls, wide: torch.Tensor, low: torch.Tensor) -> "Lost":
+        """What was lost between two tensors of one shape."""
+        some, few = sample(wide), sample(low)
+        burst = (few.isinf() & some.isfinite()).sum()
+        vanished = ((few == 0) & (some != 0)).sum()
+        return cls(range_of(wide), torch.stack((burst, vanished)), few.numel(), low.numel())
+
+    @staticmethod
+    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float]]":
+        """Of each: True if all was finite in float32, and the share that became zero."""
+        if not many:
+            return
+        ranges = iter(numbers([x for lost in many for x in lost.wide]))
+        counts = torch.stack([lost.both.cpu() for lost in many]).tolist()
+        for lost, (_, vanished) in zip(many, counts, strict=True):
+            finite = math.isfinite(next(ranges)) & math.isfinite(next(ranges))
+            yield finite, vanished / lost.looked_at
+
+
+def sample(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's values in one row, of a large one about `SAMPLE` of them, evenly."""
+    flat = t.reshape(-1)
+    return flat if flat.numel() <= SAMPLE else flat[:: -(-flat.numel() // SAMPLE)]
+
+
+class Bins:
+    """Counts of magnitudes, and what float16 did to the values; added up over tensors.
+
+    Attributes:
+        values: how many values there were.
+        counted: how many of them are in the bins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = 0
+        self.counted = 0
+        self.ranges: list[Range] = []
+        self._bins = torch.zeros(BINS, dtype=torch.int32, device=device)
+        self.lost: list[Lost] = []
+
+    def add(self, t: torch.Tensor, found: Range) -> None:
+        """Count a tensor's values.
+
+        Args:
+            t: a measurable tensor.
+            found: its range.
+        """
+        self.ranges.append(found)
+        some = sample(t)
+        self.values += t.numel()
+        self.counted += some.numel()
+        places = _bins_of(some)
+        self._bins.index_add_(0, places, _ones(t.device)[: len(places)])  # bincount would wait
+
+    def magnitudes(self) -> Magnitudes:
+        """What was counted. Waits for the device."""
+        ranges = numbers([x for pair in self.ranges for x in pair])
+        finite = [abs(x) for x in ranges if math.isfinite(x)]
+        bins = tuple(self._bins.tolist())
+        largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
+        if len(finite) < len(ranges):  # the range of such a tensor says no more; its bins do
+            largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
+        lost = [x.both for x in self.lost]
+        burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
+        total = max(sum(x.looked_at for x in self.lost), 1)
+        return Magnitudes(
+            self.values,
+            self.counted,
+            bins,
+            largest,
+            any(map(math.isinf, ranges)) or (nan and bins[INF] > 0),
+            nan,
+            burst / total,
+            vanished / total,
+        )
+
+
+def _bins_of(t: torch.Tensor) -> torch.Tensor:
+    """The bin of each value; int32 of the shape of t."""
+    if t.dtype is torch.bfloat16:  # the upper half of a float32
+        places = t.view(torch.int16).to(torch.int32).bitwise_right_shift_(SHIFT - 16)
+    else:
+        places = t.to(torch.float32).view(torch.int32).bitwise_right_shift(SHIFT)
+    return places.bitwise_and_(BINS - 1)  # without the sign
+
+
+@cache
+def _ones(device: torch.device) -> torch.Tensor:
+    return torch.ones(SAMPLE, dtype=torch.int32, device=device)

@@ -1,0 +1,298 @@
+"""A run of a function, and runs of it in which every op is moved by its rounding.
+
+See `polymp.diagnostics.rounding`, which says by how much, and why. Ops are seen, and moved, below
+autograd, so that the backward pass is the one of the moved run, and is moved itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.diagnostics.explain import call_of
+from polymp.backends.torch.diagnostics.op_tracer import (
+    Ran,
+    Running,
+    Watch,
+    float_tensors,
+    is_cast,
+    kind_of,
+    name_of,
+)
+from polymp.diagnostics import trees
+from polymp.diagnostics.rounding import Run, Step, movement
+from polymp.rules.vocabulary import vocabulary
+
+# Kernels that add up, of whose operands the magnitudes can be put in their place.
+_SUMS = frozenset(
+    "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
+)
+# Classes whose kernels add up along an axis, too.
+_ALONG = frozenset(
+    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
+)
+
+
+class Chance:
+    """Moves numbers by a share of their rounding.
+
+    Args:
+        seed: of the shares.
+        alike: True if all numbers of one result go the same way.
+    """
+
+    def __init__(self, seed: int, alike: bool) -> None:
+        self._numbers = torch.Generator().manual_seed(seed)
+        self._alike = alike
+
+    def op(self, func: Any, args: Any, kwargs: Any, reads: Any, result: Any, made: Any) -> None:
+        """An op has run, with these float tensors in its result."""
+        for t in made:
+            self._move(t, _movement(func, args, kwargs, reads, result, t))
+
+    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """A cast has run."""
+        if result.element_size() < source.element_size():
+            self._move(result, torch.finfo(result.dtype).eps / 2 * result.double().abs())
+
+    def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
+        if t.numel():
+            shape = (1,) * t.ndim if self._alike else t.shape
+            share = torch.rand(shape, generator=self._numbers, dtype=torch.float64) * 2 - 1
+            # An Inf stays what it is, such as that of a mask: Inf - Inf would be NaN.
+            t.copy_(torch.where(t.isfinite(), t.double() + share * by, t.double()))
+
+
+class _Probe(TorchDispatchMode):
+    """Moves what runs, and notes nothing."""
+
+    def __init__(self, chance: Chance) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._chance = chance
+        self.looks_away = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        if (
+            self.looks_away
+            or not isinstance(func, torch._ops.OpOverload)
+            or kind_of(func) != "computes"
+        ):
+            return result
+        if func is torch.ops.aten._to_copy.default and is_cast(args[0], kwargs):
+            self._chance.cast(args[0], result)
+        elif reads := float_tensors((args, kwargs)):
+            self._chance.op(func, args, kwargs, reads, result, float_tensors(result))
+        return result
+
+
+class Moved(Watch):
+    """Follows run after run; moves every op's results by its rounding, and keeps them, if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start()
+
+    def start(self, seed: int | None = None, alike: bool = False, keep: bool = False) -> None:
+        """Forget the run before; one more begins.
+
+        Args:
+            seed: of the movements; None to move nothing.
+            alike: True if all numbers of one result go the same way.
+            keep: True to keep results.
+        """
+        self.looks_away = False
+        self.calls.clear()
+        self._of_node.clear()
+        self._chance = None if seed is None else Chance(seed, alike)
+        self._keep = keep
+        self._values: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._reads: dict[int, set[int]] = {}
+        self._maker: dict[int, int] = {}  # storage: the running whose result it holds
+        self._alive: list[Any] = []
+
+    def before(self, ran: Ran) -> None:
+        if self._keep:
+            self._note_reads(ran.running, (ran.args, ran.kwargs))
+
+    def _note_reads(self, running: Running, tree: Any) -> None:
+        reads = self._reads.setdefault(id(running), set())
+        for t in tree_leaves(tree):
+            if isinstance(t, torch.Tensor):
+                maker = self._maker.get(compat.storage_key(t))
+                if maker not in (None, id(running)):
+                    reads.add(maker)
+
+    def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
+        if self._chance is not None:
+            self._chance.op(ran.func, ran.args, ran.kwargs, ran.reads, result, made)
+        if self._keep and made:
+            self._values[id(ran.running)] = tuple(t.detach().double().clone() for t in made)
+            for t in made:
+                self._made(t, id(ran.running))
+
+    def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
+        if self._chance is not None:
+            self._chance.cast(source, result)
+        if self._keep:
+            self._note_reads(running, source)
+            maker = self._maker.get(compat.storage_key(source))
+            self._made(result, id(running) if maker is None else maker)
+
+    def _made(self, t: torch.Tensor, maker: int) -> None:
+        self._maker[compat.storage_key(t)] = maker
+        self._alive.append(compat.storage_reference(t))
+
+    def steps(self) -> tuple[Step, ...]:
+        """The calls, in order."""
+        at = {id(running): number for number, running in enumerate(self.calls)}
+        return tuple(
+            Step(
+                call_of(running),
+                tuple(v.numpy() for v in self._values.get(id(running), ())),
+                frozenset(at[r] for r in self._reads.get(id(running), ()) if r in at),
+            )
+            for running in self.calls
+        )
+
+
+def _is_float(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout is torch.strided
+
+
+@cache
+def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
+    """The name of an op in the vocabulary, or torch's own, and its class there."""
+    words, name = vocabulary(), func.overloadpacket.__name__
+    op = name_of(func.name().removeprefix("aten::"), name)
+    return op, words.ops[op].kind if op in words.ops else ""
+
+
+def _movement(
+    func: Any, args: Any, kwargs: Any, reads: Sequence[torch.Tensor], result: Any, t: torch.Tensor
+) -> torch.Tensor:
+    """How far one result of an op may be from the exact one, number by number."""
+    (of, kind), name = _op(func), func.overloadpacket.__name__
+    format = regions.FORMATS[t.dtype]
+    flops = compat.flops(func, args, kwargs, result)
+    size = max(x.numel() for x in reads)
+    terms = 1.0
+    if flops:
+        terms = flops / (2 * max(t.numel(), 1))
+    elif name in _SUMS or kind in _ALONG:
+        terms = size / max(t.numel(), 1)
+        if terms <= 1 and name not in _SUMS:
+            terms = max(t.shape, default=1)
+        elif name == "cumsum":
+            terms = t.shape[args[1]] if t.ndim else 1
+    roundoff, inside = movement(of, "matmul" if flops else kind, format, terms)
+    magnitude = t.double().abs()
+    by = roundoff * magnitude
+    if inside and terms > 1 and name in _SUMS:
+        bare = [x.abs() if _is_float(x) else x for x in args]
+        magnitude = func(*bare, **kwargs).double()
+    elif inside and terms > 1 and magnitude.numel():
+        magnitude = magnitude.max()
+    return by + inside * magnitude
+
+
+class Program:
+    """A function at arguments, to be run while its watch follows: `with program.watch:`.
+
+    Args:
+        fn: takes tensors.
+        args: trees of numpy arrays.
+        kwargs: likewise.
+        dtype: the low format of a region on the CPU; None for no region.
+        policy: of the region.
+        cotangent: the gradient of what is differentiated by a result, from its path and shape; None
+            not to differentiate.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: str | None,
+        policy: PolicyLike,
+        cotangent: Callable[[str, tuple[int, ...]], Any] | None,
+    ) -> None:
+        self.watch = Moved()
+        self.watch.looks_away = True  # between runs
+        self._fn = fn
+        self._tree = tuple(args), dict(kwargs)
+        self._dtype = dtype
+        self._policy = policy
+        self._cotangent = cotangent
+
+    def probe(self, seed: int, alike: bool) -> Run:
+        """Run it moved, outside of the watch; see `Chance`."""
+        with _Probe(Chance(seed, alike)) as probe:
+            return self._ran(probe)
+
+    def run(self, seed: int | None = None, alike: bool = False, keep: bool = False) -> Run:
+        """Run the function, and differentiate it, while the watch follows; see `Moved.start`."""
+        self.watch.start(seed, alike, keep)
+        return self._ran(self.watch)._replace(steps=self.watch.steps())
+
+    def _ran(self, follower: "Moved | _Probe") -> Run:
+        follower.looks_away = True
+        made = {path: tensor(x) for path, x in trees.arrays(self._tree).items()}
+        inputs: dict[str, torch.Tensor] = {}
+        if self._cotangent is not None:
+            inputs = {p: t.requires_grad_() for p, t in made.items() if t.is_floating_point()}
+        args, kwargs = trees.rebuilt(self._tree, iter(made.values()))
+        follower.looks_away = False
+        with ExitStack() as region:
+            if self._dtype is not None:
+                dtype = regions.DTYPES[self._dtype]
+                region.enter_context(autocast("cpu", dtype, policy=self._policy))
+            results = trees.results(self._fn(*args, **kwargs), "torch")
+        gradients = self._gradients(results, inputs, follower) if inputs else {}
+        follower.looks_away = True
+        return Run(
+            {path: _array(t) for path, t in results.items()},
+            {path: _array(g) for path, g in gradients.items()},
+            {path: str(t.dtype).removeprefix("torch.") for path, t in results.items()},
+        )
+
+    def _gradients(
+        self,
+        results: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        follower: "Moved | _Probe",
+    ) -> dict[str, torch.Tensor]:
+        wanted = {path: t for path, t in results.items() if t.requires_grad}
+        if not wanted or self._cotangent is None:
+            return {path: torch.zeros_like(t) for path, t in inputs.items()}
+        follower.looks_away = True
+        seeds = [tensor(self._cotangent(p, tuple(t.shape)), t.dtype) for p, t in wanted.items()]
+        follower.looks_away = False
+        found = torch.autograd.grad(
+            [*wanted.values()], [*inputs.values()], seeds, allow_unused=True
+        )
+        pairs = zip(inputs.items(), found, strict=True)
+        return {path: torch.zeros_like(t) if g is None else g for (path, t), g in pairs}
+
+
+def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A numpy array as a tensor of its own; no op of a run."""
+    made = torch.from_numpy(np.array(x, "float32" if x.dtype.name == "bfloat16" else None))
+    return made.to(torch.bfloat16 if x.dtype.name == "bfloat16" else dtype or made.dtype)
+
+
+def _array(t: torch.Tensor) -> Any:
+    t = t.detach()
+    return (t.double() if t.is_floating_point() else t).numpy()

@@ -1,0 +1,4 @@
+"""Modules whose class polymp extends: rules by module path, and parameters that keep their dtype.
+
+Imports `autocast`.
+"""

@@ -1,0 +1,185 @@
+"""`pin`: parameters that keep their format when the model is cast to another.
+
+In goes a module, a format and patterns of paths; what comes out is a handle. Pinning speaks of what
+is stored. What an op computes in is the policy's, and not known here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from polymp import dtypes
+from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.modules import subclass
+from polymp.errors import PolicyError
+from polymp.rules import scopes
+
+
+class Pin(NamedTuple):
+    """What a pinned module keeps.
+
+    Attributes:
+        format: of its float parameters and buffers.
+        names: of those that are meant; None for all, also ones registered later.
+    """
+
+    format: str
+    names: frozenset[str] | None
+
+    def tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own float tensors that are meant, with their names."""
+        own = (*module._parameters.items(), *module._buffers.items())
+        for name, tensor in own:
+            if tensor is None or not tensor.is_floating_point():
+                continue
+            if self.names is None or name in self.names:
+                yield name, tensor
+
+
+class Pinned(subclass.Extension):
+    """A module's class, once pinned."""
+
+    KEY = "_polymp_pin"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *recurse: bool) -> Any:
+        """What `to`, `half`, `cuda` and the others come to: `fn` on every parameter and buffer."""
+        pin = self.__dict__.get(Pinned.KEY)
+        if pin is None:
+            return super()._apply(fn, *recurse)  # type: ignore[no-untyped-call]
+        kept = {id(t) for _, t in pin.tensors(self)}
+        kept |= {id(p.grad) for p in self._parameters.values() if id(p) in kept and p is not None}
+        dtype = regions.DTYPES[pin.format]
+
+        def unrounded(t: torch.Tensor) -> torch.Tensor:
+            made = fn(t)
+            return made if id(t) not in kept or made.dtype is dtype else _like(made, t, dtype)
+
+        return super()._apply(unrounded, *recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load, and bring tensors that were put in place of ours to our format."""
+        super()._load_from_state_dict(*args, **kwargs)
+        pin = self.__dict__.get(Pinned.KEY)
+        if pin is None:
+            return
+        dtype = regions.DTYPES[pin.format]
+        for name, tensor in list(pin.tensors(self)):
+            if tensor.dtype is not dtype:  # a new tensor: this one may be the caller's
+                made = tensor.detach().to(dtype)
+                if name in self._parameters:
+                    made = nn.Parameter(made, tensor.requires_grad)
+                setattr(self, name, made)
+
+
+def _like(made: torch.Tensor, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t` in `dtype`, but where and how `made` lies; `t` itself if that is so."""
+    if t.dtype is dtype and t.device == made.device and t.stride() == made.stride():
+        return t
+    return torch.empty_like(made, dtype=dtype).copy_(t)
+
+
+class Pinning(subclass.Handle):
+    """What `pin` returns: after `remove()` the modules can be cast again."""
+
+    _call = "pin(model, format)"
+
+    def __init__(self, format: str, modules: Iterable[nn.Module]) -> None:
+        super().__init__(Pinned, modules)
+        self.format = format
+
+    def __repr__(self) -> str:
+        return f"Pinning({self.format!r}, {len(self._modules)} modules)"
+
+
+def pin(
+    module: nn.Module, format: str | torch.dtype, *, paths: Sequence[str] | None = None
+) -> Pinning:
+    """Keep the parameters of a module in a format, whatever the model is cast to later.
+
+        pin(model, "float32", paths=["*.norm*", "lm_head"])
+        model.to("cuda", torch.bfloat16)         # all but those; theirs were never rounded
+
+    Float parameters, their gradients and float buffers, such as running statistics, are brought to
+    the format now and stay in it through `to`, `half`, `bfloat16`, `double` and the like, and
+    through `load_state_dict(assign=True)`. They move between devices, and to memory formats, as
+    others do. Integer and complex tensors are left alone. A parameter that is tied to another
+    module of `module` is kept there, too; so pin in a model that has both.
+
+    This is about storage. In which format the module's ops run is the policy's: in a region, a
+    pinned weight is cast for a matmul like any other. For that, use `scoped`.
+
+    The modules are changed in place: the class of each becomes a subclass of the same name, and
+    goes with deepcopy, pickle and DistributedDataParallel; state_dict has no new keys. What casts
+    tensors without asking the module is not seen: `module.weight.data = ...`, another Parameter
+    put in by hand, FSDP's own mixed precision.
+
+    Args:
+        module: any module, with all that it has in it; modules added later are not pinned.
+        format: a float format by its full name, or torch's dtype.
+        paths: patterns of paths in `module`, as in the scopes of a policy; None for all of it.
+
+    Returns:
+        A handle, not the module.
+
+    Raises:
+        TypeError: `module` is no module, or has one that cannot be pinned.
+        PolicyError: no such float format; a pattern that is none, or that matches nothing; or a
+            module that is pinned already.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"pin() takes a torch.nn.Module and a format, not {module!r}.")
+    name = _format(format)
+    pins = _pins(module, name, paths)
+    for path, (own, _) in pins.items():
+        what = subclass.check(own, path, "pin")
+        if Pinned.KEY in own.__dict__:
+            raise PolicyError(
+                f"{what} is pinned already, to {own.__dict__[Pinned.KEY].format}. "
+                "Take that off first, by remove() of the handle that pin() returned."
+            )
+    for own, kept in pins.values():
+        subclass.extend(own, Pinned, kept)
+    dtype = regions.DTYPES[name]
+    if any(t.dtype is not dtype for m, kept in pins.values() for _, t in kept.tensors(m)):
+        module._apply(lambda t: t)
+    return Pinning(name, [m for m, _ in pins.values()])
+
+
+def _format(format: str | torch.dtype) -> str:
+    name = regions.FORMATS.get(format, "") if isinstance(format, torch.dtype) else format
+    if name not in dtypes.FORMATS or name not in regions.DTYPES:
+        known = ", ".join(f for f in dtypes.FORMATS if f in regions.DTYPES)
+        raise PolicyError(f"pin(): {format!r} is no float format of torch. There are {known}.")
+    return name
+
+
+def _pins(
+    root: nn.Module, format: str, paths: Sequence[str] | None
+) -> dict[str, tuple[nn.Module, Pin]]:
+    """The modules to pin, by path, and those that share a parameter with them."""
+    modules = dict(root.named_modules())
+    meant = set(modules)
+    if paths is not None:
+        if isinstance(paths, str):
+            raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
+        matched = {pattern: _matched(pattern, modules) for pattern in paths}
+        meant = set().union(*matched.values())
+    pins = {path: (m, Pin(format, None)) for path, m in modules.items() if path in meant}
+    shared = {id(t) for m, kept in pins.values() for _, t in kept.tensors(m)}
+    for path, module in modules.items():
+        names = frozenset(n for n, t in Pin(format, None).tensors(module) if id(t) in shared)
+        if names and path not in pins:
+            pins[path] = module, Pin(format, names)
+    return pins
+
+
+def _matched(pattern: str, modules: Iterable[str]) -> set[str]:
+    scopes.check(pattern, "pin()")
+    found = {path for path in modules if scopes.depth(pattern, path)}
+    if not found:
+        names = [repr(path) for path in modules if path]
+        shown = ", ".join(names[:12] + ["..."] * (len(names) > 12)) or "no modules in it"
+        raise PolicyError(f"pin(): {pattern!r} matches no module. There are {shown}.")
+    return found

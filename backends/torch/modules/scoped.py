@@ -1,0 +1,178 @@
+"""`scoped`: rules by module path. Every module of a model runs under the policy of its place.
+
+In goes a model and a policy with scopes; `policy.at(path)` says what holds in the module at a path,
+and the call of each module puts that in force for as long as it lasts. Which region is open, if
+any, and what the rules do in it, is not known here.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.modules import subclass
+from polymp.errors import PolicyError, PolicyWarning
+from polymp.rules import policy_files, scopes
+from polymp.rules.policy import Policy
+from polymp.scaling.gradient_report import outside
+
+
+class Place:
+    """What a module knows of its scope; one object for each policy.
+
+    Attributes:
+        policy: what holds in the module.
+        code: by which it is put in force.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        for device in torch_table.DEVICES:
+            kernels.install(policy, device)
+        self.policy = policy
+        self.code = regions.scope_code(policy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _place, (self.policy,)  # codes are of one process
+
+
+@cache
+def _place(policy: Policy) -> Place:
+    return Place(policy)
+
+
+class Scoped(subclass.Extension):
+    """A module's class, in a scoped model."""
+
+    KEY = "_polymp_scope"
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
+        place = self.__dict__.get(Scoped.KEY)
+        if place is None:
+            above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
+            return above._call_impl(*args, **kwargs)
+        code, outer = place.code, regions.code_in_force()
+        if code == outer:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        regions.enter_scope(code)
+        try:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            regions.leave_scope(outer)
+
+
+class Scoping(subclass.Handle):
+    """What `scoped` returns: `remove()` takes the scopes off the model again.
+
+    Attributes:
+        policy: as given to `scoped`.
+        unmatched: patterns of the policy that match no module of the model; typos look like that.
+    """
+
+    _call = "scoped(model, policy)"
+
+    def __init__(self, policy: Policy, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(Scoped, modules.values())
+        self.policy = policy
+        matched = {p for path in modules for _, p in scopes.ranked(policy.scopes, path)}
+        self.unmatched = tuple(sorted(set(policy.scopes) - matched))
+
+    def __repr__(self) -> str:
+        return f"Scoping({self.policy.name!r}, {len(self._modules)} modules)"
+
+
+@contextmanager
+def scoped_anew(models: Sequence[nn.Module], policy: Policy) -> Iterator[None]:
+    """Have the scopes of a policy, or none, in place of those that models have, for a while."""
+    modules = [module for model in models for module in model.modules()]
+    were = [(m, m.__dict__[Scoped.KEY]) for m in modules if Scoped.KEY in m.__dict__]
+    with ExitStack() as stack:
+        for module, place in were:
+            subclass.restore(module, Scoped)
+            stack.callback(subclass.extend, module, Scoped, place)
+        for model in models if policy.scopes else ():
+            stack.enter_context(scoped(model, policy))
+        yield
+
+
+def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
+    """Have every module of a model run under the policy that holds at its path.
+
+        scoped(model, polymp.policy("amp").override(scopes={"*.lm_head": {"linear": "fp32"}}))
+        with autocast("cpu", torch.bfloat16):
+            logits = model(ids)              # lm_head in float32, the rest as amp says
+
+    While a module is called, `policy.at(path)` is in force in every enabled region, polymp's or
+    torch.amp's, with the region's device, format and cache; outside of regions nothing changes.
+    The innermost word counts: it holds instead of the policy of a region around the model, and a
+    region with a policy of its own, entered inside a module, holds up to the next module's call.
+
+    A path is the module's name in `model.named_modules()`, the first for a module with several. The
+    model is changed in place: the class of each module becomes a subclass of the same name, and
+    goes with deepcopy, pickle, DistributedDataParallel, DataParallel and torch.compile; state_dict
+    is untouched. Scope a model before it is wrapped, for a wrapper puts its own name before paths.
+
+    What no call of a module runs has no path: parameters that a parent reads itself, as
+    nn.MultiheadAttention does with `out_proj`, and `module.forward(...)`.
+
+    Args:
+        model: any module; modules added to it later are not scoped.
+        policy: a `Policy`, a shipped policy's name, the path of a TOML file, or plain data.
+
+    Returns:
+        A handle, not the model.
+
+    Raises:
+        TypeError: the model is no module, or has one that cannot be scoped.
+        PolicyError: the policy cannot be read or honoured, or the model, or a part of it, is
+            scoped.
+
+    Warns:
+        PolicyWarning: patterns of the policy match no module of the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {model!r}.")
+    loaded = policy_files.load(policy)
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        what = subclass.check(module, path, "scoped")
+        if module._compiled_call_impl is not None:
+            raise TypeError(f"{what} is compiled by its own compile(). Scope it before that.")
+        if Scoped.KEY in module.__dict__:
+            name = module.__dict__[Scoped.KEY].policy.name
+            raise PolicyError(
+                f"{what} is scoped already, by policy {name!r}. "
+                "Take that off first, by remove() of the handle that scoped() returned."
+            )
+    places = {path: _place(loaded.at(path)) for path in modules}
+    for path, module in modules.items():
+        subclass.extend(module, Scoped, places[path])
+    scoping = Scoping(loaded, modules)
+    if scoping.unmatched:
+        warnings.warn(_said_of(scoping, model), PolicyWarning, stacklevel=outside())
+    return scoping
+
+
+def _said_of(scoping: Scoping, model: nn.Module) -> str:
+    """A warning that names the patterns that match nothing, and what may have been meant."""
+    firsts = {id(module): path for path, module in model.named_modules()}
+    paths = {path: firsts[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
+    said = []
+    for pattern in scoping.unmatched:
+        close = [repr(one) for one in scopes.nearest(pattern, firsts.values())]
+        hint = f"did you mean {' or '.join(close)}?" if close else _NAMES
+        if pattern in paths:
+            hint = f"that module goes by its first path, {paths[pattern]!r}."
+        said.append(f"{pattern!r}: {hint}")
+    return (
+        f"scoped(): policy {scoping.policy.name!r} has rules for paths that no module of "
+        f"{type(model).__name__} has. {' '.join(said)}"
+    )
+
+
+_NAMES = "[name for name, _ in model.named_modules()] lists the paths."

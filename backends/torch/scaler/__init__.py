@@ -1,0 +1,4 @@
+"""Loss scaling for torch optimizers.
+
+Imports `compat` and the core.
+"""

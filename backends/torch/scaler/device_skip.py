@@ -1,0 +1,171 @@
+"""An optimizer's step that a value on the device takes or leaves, without the host knowing.
+
+The step is taken, and what it has written is exchanged for what was there wherever the finding
+says so: parameters that have a gradient, and the tensors of their state. It costs a copy of both
+while the step runs, and three passes over them, each in a few launches for all. What cannot be
+exchanged like that is put back on the host, which then waits for the finding: state that the step
+has made, numbers of Python's that it has changed, tensors on the CPU where the finding is not.
+
+torch's optimizers, after the step that made their state:
+
+    never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
+                           RMSprop, Rprop
+    wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
+                           a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
+    always wait            SparseAdam: its count of steps is a number
+    need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
+
+An optimizer that keeps other things than tensors and numbers in its state is not stepped before the
+host knows.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.scaler import unscale
+
+State = dict[str, Any]
+# Values that a step can only replace, not change in place.
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+# Whole numbers of so many bytes. Of 16, as complex128 has, there are none: see `_Copies`.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`optimizer.step(*args, **kwargs)`, undone where `found` is not 0.
+
+    In code that torch.compile traces nothing can wait: there torch's optimizers make their state
+    before the step, a first one that is skipped leaves it as made, and SGD's momentum is then
+    zeros instead of None, which is the same to it unless `dampening` is set.
+
+    Args:
+        optimizer: any that writes only to numbers in its param_groups, to parameters that have a
+            gradient, and to the state of these.
+        found: float32 [].
+        *args: for the step.
+        **kwargs: for the step.
+
+    Returns:
+        What the step returned; None if it was skipped without being taken.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        compat.make_state(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    skip = found != 0
+    before = [dict(optimizer.state.get(p, {})) for p in params]
+    if not all(isinstance(v, _PLAIN) for state in before for v in state.values()):
+        return None if bool(skip) else compat.optimizer_step(optimizer, *args, **kwargs)
+    settings = [_settings(group) for group in optimizer.param_groups]
+    with torch.no_grad():
+        kept = [compat.local(p) for p in params]
+        for state in before:
+            kept += [compat.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
+        copies = _Copies(kept, skip)
+
+    def undo() -> None:
+        skips = unscale.OnDevices(skip, copy=False)
+        with torch.no_grad():
+            copies.put_back(skips)
+        if compiling and isinstance(optimizer, torch.optim.SGD):
+            _momentum_from_zeros(optimizer, dict(zip(params, before, strict=True)), skips)
+        same = settings == [_settings(group) for group in optimizer.param_groups]
+        for p, state in zip(params, before, strict=True):
+            same = same and _same(state, optimizer.state.get(p, {}))
+        if not same and bool(skip):
+            for p, state in zip(params, before, strict=True):
+                if state:
+                    optimizer.state[p] = state
+                else:
+                    optimizer.state.pop(p, None)
+            for group, was in zip(optimizer.param_groups, settings, strict=True):
+                group.update(was)
+
+    if compiling:  # a graph that breaks in a try is given up
+        result = compat.optimizer_step(optimizer, *args, **kwargs)
+    else:
+        try:
+            result = compat.optimizer_step(optimizer, *args, **kwargs)
+        except BaseException:  # of the step or a hook, with parameters written already
+            undo()
+            raise
+    undo()
+    return result
+
+
+def possible(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer says that its step needs nothing of the host: `capturable`."""
+    return all(group.get("capturable", False) for group in optimizer.param_groups)
+
+
+class _Copies:
+    """Copies of tensors, and how they are put back where a finding says so.
+
+    Tensors on the finding's device are taken as whole numbers, whose products with 0 and 1 and
+    whose sums have the same bits whatever the tensors hold, and many at a time: a copy is 0 unless
+    it will be put back, and is added to what is not to be kept. For other tensors the host waits,
+    but not before the step; and a compiler makes one kernel of many by itself.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
+        self.skip = skip
+        self.together: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self.alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        device, compiling = skip.device, torch.compiler.is_compiling()
+        for tensor in tensors:
+            if compiling or tensor.device != device or tensor.element_size() not in _WHOLE:
+                self.alone.append((tensor, tensor.clone()))
+            else:
+                whole = _WHOLE[tensor.element_size()]
+                self.together[whole].append(tensor.view(whole))
+        self.kept = {
+            dtype: torch._foreach_mul(alike, skip.to(dtype))
+            for dtype, alike in self.together.items()
+        }
+
+    def put_back(self, skips: unscale.OnDevices) -> None:
+        """Bring the tensors to what they held where the finding is not 0."""
+        for tensor, copy in self.alone:
+            torch.where(skips.get(tensor.device), copy, tensor, out=tensor)
+        keep = self.skip.logical_not()
+        for dtype, alike in self.together.items():
+            torch._foreach_mul_(alike, keep.to(dtype))
+            torch._foreach_add_(alike, self.kept.pop(dtype))
+
+
+def _momentum_from_zeros(
+    optimizer: torch.optim.SGD, before: dict[torch.Tensor, State], skips: unscale.OnDevices
+) -> None:
+    """Make momentum that a skipped first step has left zeros, and note it as what was there."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            now = optimizer.state.get(p, {}).get("momentum_buffer")
+            if now is None or before[p].get("momentum_buffer") is not None or group["dampening"]:
+                continue
+            with torch.no_grad():
+                buffer = compat.local(now)
+                skip = skips.get(buffer.device)
+                torch.where(skip, torch.zeros_like(buffer), buffer, out=buffer)
+            before[p]["momentum_buffer"] = now
+
+
+def _settings(group: State) -> State:
+    """The numbers of a group that a step could change."""
+    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float))}
+
+
+def _same(before: State, after: State) -> bool:
+    """True if nothing but the values of tensors has changed."""
+    if before.keys() != after.keys():
+        return False
+    for key, was in before.items():
+        now = after[key]
+        if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
+            if now is not was:
+                return False
+        elif now != was:
+            return False
+    return True

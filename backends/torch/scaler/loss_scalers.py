@@ -1,0 +1,335 @@
+"""`LossScalers`: one scale for each loss of a model, with one optimizer.
+
+Where one loss makes gradients that are much larger than another's, one scale cannot suit both. Each
+loss goes backward by itself, scaled with its own scale; its gradients are unscaled, and the true
+gradients add up.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from polymp.backends.torch.scaler import closure_step, unscale
+from polymp.backends.torch.scaler.grad_scaler import GradScaler, OptState
+from polymp.scaling import scale_rule
+
+_RESERVED = ("retain_graph", "skipped")  # an argument of `backward`, an entry of `state_dict`
+
+
+class LossScalers(Mapping[str, GradScaler]):
+    """A `GradScaler` for each loss; a mapping from the names of the losses to them.
+
+        scalers = LossScalers("cuda", losses=("content", "style"))
+        with autocast("cuda", dtype=torch.float16):
+            content, style = losses_of(model(x), y)
+        optimizer.zero_grad()
+        scalers.backward(optimizer, content=content, style=style)   # true gradients, added up
+        scalers.step(optimizer)      # skipped if those of any loss have Inf or NaN
+        scalers.update()             # each scale by what was found for its own loss
+
+    For a scale of its own for each optimizer, make one `GradScaler` for each.
+
+    Args:
+        device: where the scales live.
+        losses: their names, each once.
+        **options: those of `GradScaler`, for each of them.
+
+    Raises:
+        ValueError: there is no name, one is given twice, or is "retain_graph" or "skipped".
+        TypeError: a name is no string, or an option is none of `GradScaler`.
+    """
+
+    def __init__(self, device: str = "cuda", *, losses: Iterable[str], **options: Any) -> None:
+        names = (losses,) if isinstance(losses, str) else tuple(losses)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"losses must be names, got {losses!r}.")
+        if not names or len(set(names)) < len(names) or set(names) & set(_RESERVED):
+            raise ValueError(
+                "losses must be one name or more, each once, and none of "
+                f"{', '.join(map(repr, _RESERVED))}; got {losses!r}."
+            )
+        named = options.get("named")
+        if isinstance(named, Iterable) and not isinstance(named, torch.nn.Module):
+            options["named"] = list(named)  # each scaler goes through it
+        self._scalers = {name: GradScaler(device, **options) for name in names}
+        for name, scaler in self._scalers.items():
+            scaler._of = name
+        self._skipped: int | torch.Tensor = 0  # iterations with a skip
+        self._found: torch.Tensor | None = None  # 1 if this one has a skip, else 0; float32 []
+
+    def __getitem__(self, name: str) -> GradScaler:
+        if name not in self._scalers:
+            raise KeyError(f"no loss {name!r}; there are {self._names()}")
+        return self._scalers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scalers)
+
+    def __len__(self) -> int:
+        return len(self._scalers)
+
+    def _names(self) -> str:
+        return ", ".join(map(repr, self._scalers))
+
+    def is_enabled(self) -> bool:
+        """False if every method passes through."""
+        return any(scaler.is_enabled() for scaler in self.values())
+
+    def backward(
+        self,
+        optimizer: torch.optim.Optimizer,
+        /,
+        *,
+        retain_graph: bool = False,
+        **losses: torch.Tensor,
+    ) -> None:
+        """Add the true gradients of the losses to those of the optimizer's parameters.
+
+        Other parameters get none. Called again before `step`, it accumulates. A loss may be left
+        out; its scale then stays as it is. Losses may share a graph. No host sync.
+
+        Args:
+            optimizer: whose parameters get gradients.
+            retain_graph: True keeps the graphs for another `backward`.
+            **losses: by name; not scaled.
+
+        Raises:
+            KeyError: there is no loss of that name.
+            TypeError: no loss is given, or one is not a tensor.
+            RuntimeError: the optimizer has stepped since `update`.
+            ValueError: a gradient is float16 and `allow_fp16` is False.
+        """
+        scalers = {name: self[name] for name in losses}
+        if not losses:
+            raise TypeError(f"backward() needs a loss by its name: one of {self._names()}.")
+        for name, loss in losses.items():
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(f"the loss {name!r} must be a tensor, got {loss!r}.")
+        if any(s["stage"] is OptState.STEPPED for s in self._states(optimizer).values()):
+            raise RuntimeError(
+                f"backward() was called after this {type(optimizer).__name__}'s step(): call "
+                "update() first."
+            )
+        params = [p for p in unscale.parameters(optimizer) if p.requires_grad]
+        for left, (name, loss) in zip(range(len(losses))[::-1], losses.items(), strict=True):
+            before = [p.grad for p in params]
+            try:
+                for p in params:
+                    p.grad = None
+                scaled = scalers[name].scale(loss)
+                torch.autograd.backward(
+                    scaled, retain_graph=retain_graph or left > 0, inputs=params
+                )
+                if scalers[name].is_enabled():
+                    _unscale(scalers[name], optimizer)
+            except BaseException:  # what was there before is not lost, and nothing half done stays
+                for p, grad in zip(params, before, strict=True):
+                    p.grad = grad
+                raise
+            for p, grad in zip(params, before, strict=True):
+                _add(p, grad)
+
+    def _states(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        """What each loss's scaler has noted of the optimizer in this iteration, by the loss."""
+        return {
+            name: scaler._per_optimizer_states[id(optimizer)]
+            for name, scaler in self.items()
+            if scaler.is_enabled() and id(optimizer) in scaler._per_optimizer_states
+        }
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step(*args, **kwargs)`, skipped if the gradients of any loss are not finite.
+
+        The host waits, once, where it does in `GradScaler.step`.
+
+        Returns:
+            What `optimizer.step` returned; None if the host skipped it.
+
+        Raises:
+            RuntimeError: no `backward` came before, or `step` was called already.
+            TypeError: a closure is given.
+        """
+        if not self.is_enabled():
+            return optimizer.step(*args, **kwargs)
+        if closure_step.closure_of(args, kwargs) is not None:
+            raise TypeError("LossScalers.step() takes no closure; GradScaler.step() does.")
+        states = self._states(optimizer)
+        if not states:
+            raise RuntimeError(
+                f"step() was called before this {type(optimizer).__name__}'s backward(): call "
+                f"backward(optimizer, ...) with one or more of {self._names()}."
+            )
+        if any(state["stage"] is OptState.STEPPED for state in states.values()):
+            raise RuntimeError("step() has already been called since the last update().")
+        lead = self[next(iter(states))]
+        state = states[next(iter(states))]
+        looked = {n: s for n, s in states.items() if s["found_inf_per_device"]}
+        if looked:
+            self._look_at_sums(optimizer, looked)
+        findings = [self[name]._found(s) for name, s in looked.items()]
+        found = unscale.either(findings)
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if found is None or fused or lead._skips_on_device(optimizer):
+            own = state["found_inf_per_device"]
+            state["found_inf_per_device"] = {} if found is None else {found.device: found}
+            try:
+                result = lead.step(optimizer, *args, **kwargs)
+            finally:
+                state["found_inf_per_device"] = own
+        else:
+            for s, finding in zip(looked.values(), torch.stack(findings).tolist(), strict=True):
+                s["skipped"] = bool(finding)
+            skip = any(s["skipped"] for s in looked.values())
+            result = None if skip else optimizer.step(*args, **kwargs)
+        for s in states.values():
+            s["stage"] = OptState.STEPPED
+        if found is not None:
+            self._found = found if self._found is None else torch.maximum(self._found, found)
+        return result
+
+    def _look_at_sums(
+        self, optimizer: torch.optim.Optimizer, looked: dict[str, dict[str, Any]]
+    ) -> None:
+        """Note true gradients that overflow only where they add up, as if every loss were lost.
+
+        No scale mends that, so none is lowered for it.
+        """
+        first = next(iter(looked))
+        lead, state = self[first], looked[first]
+        found = unscale.either(self[name]._found(s) for name, s in looked.items())
+        assert found is not None
+        before = dict(state)
+        lead._look(optimizer, None, allow_fp16=True)
+        lost = (lead._found(state) - found).clamp(min=0)
+        state.update(before)
+        for name, s in looked.items():
+            s["found_inf_per_device"] = {lost.device: torch.maximum(self[name]._found(s), lost)}
+            s["loss"] = lost if s.get("loss") is None else torch.maximum(s["loss"], lost)
+
+    def update(self) -> None:
+        """Set each scale for the next iteration by what was found for its own loss.
+
+        A loss that had no `backward` in this iteration keeps its scale and its counts.
+
+        Raises:
+            RuntimeError: no `backward` came before.
+            StuckError: `on_stuck` is "raise", and a loss was skipped once too often in a row; all
+                scales are set then.
+        """
+        if not self.is_enabled():
+            return
+        used = [scaler for scaler in self.values() if scaler._per_optimizer_states]
+        if not used:
+            raise RuntimeError(
+                "update() was called before backward(): call backward(optimizer, ...) with one or "
+                f"more of {self._names()}."
+            )
+        if self._found is not None:
+            self._skipped = self._skipped + (self._found != 0).to(torch.int32)
+            self._found = None
+        raised: list[Exception] = []
+        for scaler in self.values():
+            try:
+                if scaler in used:
+                    scaler.update()
+                else:
+                    scaler._end_iteration()
+            except Exception as error:  # the others are updated all the same
+                raised.append(error)
+        if raised:
+            raise raised[0]
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """True if Inf or NaN was last found for the optimizer, in any loss; bool [].
+
+        For one loss alone, ask its own scaler. Nothing waits until the tensor is read.
+
+        Raises:
+            RuntimeError: there was no `backward` in this iteration or the last.
+        """
+        return self._any(optimizer, "found_inf")
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """True if the last `step` of the optimizer was skipped; bool []. To be asked after it.
+
+        Raises:
+            RuntimeError: there was no `step` in this iteration or the last.
+        """
+        return self._any(optimizer, "step_skipped")
+
+    def _any(self, optimizer: torch.optim.Optimizer, question: str) -> torch.Tensor:
+        asked = list(self._states(optimizer)) or [
+            name for name, scaler in self.items() if id(optimizer) in getattr(scaler, "_before", {})
+        ]
+        either = unscale.either(
+            getattr(self[name], question)(optimizer).float() for name in asked or self
+        )
+        assert either is not None
+        return either != 0
+
+    @property
+    def skipped_steps(self) -> torch.Tensor:
+        """Iterations so far in which an optimizer was skipped; int32 []."""
+        return torch.as_tensor(self._skipped, dtype=torch.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each loss's scaler by the loss's name, and `skipped`. Empty if disabled."""
+        if not self.is_enabled():
+            return {}
+        states: dict[str, Any] = {name: scaler.state_dict() for name, scaler in self.items()}
+        return states | {"skipped": int(self._skipped)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state; does nothing if disabled. Nothing is changed if it raises.
+
+        Raises:
+            KeyError: the names of the losses are others, or an entry is missing.
+            TypeError: a state is no dictionary, or an entry no number.
+            ValueError: an entry is out of its range.
+        """
+        if not self.is_enabled():
+            return
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the state of LossScalers must be a dictionary, got {state_dict!r}.")
+        if set(state_dict) - {"skipped"} != set(self):
+            there = ", ".join(map(repr, state_dict)) or "nothing"
+            raise KeyError(f"the state must have the losses {self._names()}; it has {there}")
+        for name, scaler in self.items():
+            try:
+                scale_rule.from_state_dict(state_dict[name], scaler._rule)
+            except (KeyError, TypeError, ValueError) as error:
+                error.add_note(f"in the state of the loss {name!r}")
+                raise
+        skipped = scale_rule.number("skipped", state_dict.get("skipped", 0), whole=True)
+        if not 0 <= skipped < 2**31:
+            raise ValueError(f"skipped must be from 0 to {2**31 - 1}, got {skipped!r}.")
+        for name, scaler in self.items():
+            scaler.load_state_dict(state_dict[name])
+        self._skipped = int(skipped)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_skipped": int(self._skipped)}
+
+
+def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """`scaler.unscale_(optimizer)` for gradients that are new, adding to what was found before."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    before, state["stage"] = state["found_inf_per_device"], OptState.READY
+    scaler.unscale_(optimizer)
+    found = state["found_inf_per_device"]
+    for device, finding in before.items():
+        found[device] = torch.maximum(found[device], finding) if device in found else finding
+
+
+def _add(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Add a gradient to a parameter's, as backward does."""
+    with torch.no_grad():
+        if grad is None:
+            return
+        if param.grad is None:
+            param.grad = grad
+        elif grad.layout is not torch.strided and param.grad.layout is torch.strided:
+            param.grad.add_(grad)
+        else:
+            param.grad = grad.add_(param.grad)

@@ -1,0 +1,120 @@
+"""`scale_rule.step` on a device: state and findings are tensors, and nobody waits for them."""
+
+from typing import Any
+
+import torch
+
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
+
+# A scale of at most 2**126 that grows by no more than this is finite, or was at its bound already:
+# then torch's kernel, which drops an infinite scale, and a clamp do what the rule says.
+_TAME = 4.0
+
+
+def counted(state: ScaleState) -> tuple[Any, Any, Any]:
+    """The counts as a device keeps them: skips in a row, overflows among these, all skips."""
+    return state.skips, state.skips - state.spoiled, state.skipped
+
+
+def state_of(scale: Any, tracker: Any, skips: Any, overflows: Any, skipped: Any) -> ScaleState:
+    """The state as Python numbers, from a scale, a tracker and counts of `counted`."""
+    counts = map(int, (tracker, skips, skips - overflows, skipped))
+    return ScaleState(scale, *counts)
+
+
+def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the bars of a finding, float32 [6], and the one of them that says whose fault it was.
+
+    A finding above the first three adds to the three counts; one above the last three lets a count
+    go on. The second bar, float32 [], is 0, and NaN or 1 if a loss was not finite: no finding is
+    above it then, and no overflow is counted.
+    """
+    bars = torch.zeros(6, device=device)
+    bars.select(0, 5).fill_(-1.0)
+    return bars, bars.select(0, 1)
+
+
+def regular(rule: ScaleRule, state: ScaleState) -> bool:
+    """True for a state that the rule leads to; not past a lowered interval, nor out of its bounds.
+
+    Args:
+        rule: the constants.
+        state: as Python numbers.
+    """
+    inside = rule.min_scale <= scale_rule.as_float32(state.scale) <= rule.max_scale
+    return bool(inside and state.tracker < rule.interval)
+
+
+def update(
+    rule: ScaleRule,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    counts: torch.Tensor,
+    found: torch.Tensor,
+    loss: torch.Tensor | None,
+    bars: torch.Tensor | None = None,
+) -> None:
+    """Bring the tensors to the state after one optimizer step, in place.
+
+    Args:
+        rule: the constants.
+        scale: float32 [].
+        tracker: int32 [].
+        counts: float32 [3], of `counted`; exact up to 2**24.
+        found: float32 []; above 0 if an optimizer was skipped, else 0.
+        loss: float32 []; 0 if every loss was finite; it does not count where nothing was found.
+            None where nobody looked.
+        bars: of `new_bars`, with `loss` among them, 0 if that is None. Given for a state that is
+            `regular` only.
+    """
+    wild = rule.hysteresis or rule.growth > _TAME
+    if bars is None or wild or torch.compiler.is_compiling():
+        _by_rule(rule, scale, tracker, counts, found, loss)
+    else:
+        _by_kernel(rule, scale, tracker, counts, found, loss, bars)
+
+
+def _by_rule(
+    rule: ScaleRule,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    counts: torch.Tensor,
+    found: torch.Tensor,
+    loss: torch.Tensor | None,
+) -> None:
+    # The factors act in float64, as in torch's kernel, and the scale is rounded when it is stored.
+    wide = scale if scale.device.type == "mps" else scale.double()
+    skips, overflows, skipped = counts.unbind()
+    good = found == 0
+    after = scale_rule.step(
+        rule,
+        ScaleState(wide, tracker, skips, skips - overflows, skipped),
+        good,
+        torch.where,
+        loss_finite=None if loss is None else good | (loss == 0),
+    )
+    scale.copy_(after.scale)
+    tracker.copy_(after.tracker)
+    counts.copy_(torch.stack(counted(after)))
+
+
+def _by_kernel(
+    rule: ScaleRule,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    counts: torch.Tensor,
+    found: torch.Tensor,
+    loss: torch.Tensor | None,
+    bars: torch.Tensor,
+) -> None:
+    """The same in a quarter of the launches, by the kernel that torch.amp uses."""
+    above = torch.gt(found, bars, out=torch.empty_like(bars))  # 1 or 0, float32
+    more, goes_on = above.view(2, 3).unbind()
+    torch.addcmul(more, goes_on, counts, out=counts)
+    skip, overflow, _ = more.unbind()
+    if loss is not None:
+        # A lost loss leaves the tracker, which the kernel counts up; it is too small to grow here.
+        tracker.add_(torch.ne(skip, overflow), alpha=-1)
+    torch._amp_update_scale_(scale, tracker, overflow, rule.growth, rule.backoff, rule.interval)
+    scale.clamp_(rule.min_scale, rule.max_scale)

@@ -1,0 +1,322 @@
+"""Calls of a model that leave no trace, and weights that can be put back.
+
+In go a model, examples and groups of its tensors; `Trial` runs the examples as the model is and,
+once weights are stored in another format, as it is then, and says in which op that makes a
+difference. Which weights are stored, and how a model is frozen, is not known here.
+"""
+
+import collections
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import cast_cache, regions
+from polymp.backends.torch.weights import freeze_usage
+from polymp.errors import PolicyError
+from polymp.rules.policy import LOW
+
+
+def names(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; one with several names under each."""
+    every = (model.named_parameters, model.named_buffers)
+    return {name: t for named in every for name, t in named(remove_duplicate=False)}
+
+
+def memory(model: nn.Module) -> int:
+    """Bytes of the memory that parameters and buffers are on, each piece once."""
+    pieces = {compat.storage_key(t): t for t in names(model).values() if compat.storage_key(t)}
+    return sum(t.untyped_storage().nbytes() for t in pieces.values())
+
+
+class Original:
+    """Tensors on one storage, and what they held before they were stored in another format."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.held = [t.detach() for t in tensors]
+
+    def store(self, dtype: torch.dtype) -> None:
+        """Have the tensors hold their values in a format, sharing memory as they do.
+
+        They stay the same objects, as in `module.to`.
+        """
+        made = _together(self.held, dtype)
+        for t, low in zip(self.tensors, made, strict=True):
+            t.data = low
+
+    def put_back(self) -> None:
+        """Have the tensors hold what they held, in the same memory."""
+        for t, held in zip(self.tensors, self.held, strict=True):
+            t.data = held
+
+    def announce(self) -> None:
+        """Let autograd know that the tensors changed: graphs made before do not fit them now."""
+        for t in self.tensors:
+            torch.autograd.graph.increment_version(t)
+
+    def give_back(self, low: torch.dtype) -> None:
+        """Have the tensors hold float32: what they held, or what was written since, widened."""
+        pairs = list(zip(self.tensors, self.held, strict=True))
+        if all(_is_rounded(t, held, low) for t, held in pairs):
+            for t, held in pairs:
+                t.data = held.to(t.device)
+        else:
+            wide = _together([t.detach() for t in self.tensors], torch.float32)
+            for t, made in zip(self.tensors, wide, strict=True):
+                t.data = made
+        self.announce()
+
+
+def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
+    """True if `t` is `held` in the low format, wherever it is and whatever format it is in now.
+
+    A model that is converted is not written: `half().float()` goes through another low format.
+    """
+    stored = held.to(low).to(t.device)
+    ways = (stored, *(stored.to(getattr(torch, format)) for format in LOW))
+    return any(freeze_usage.same(t.detach(), way.to(t.dtype)) for way in ways)
+
+
+def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The tensors in another format, on one piece of memory for each that they are on now."""
+    made: dict[int, torch.Tensor] = {}
+    for key in {compat.storage_key(t) for t in tensors}:
+        sharing = [t for t in tensors if compat.storage_key(t) == key]
+        first = min(t.storage_offset() for t in sharing)
+        last = max(t.storage_offset() + _extent(t) for t in sharing)
+        flat = sharing[0].as_strided((last - first,), (1,), first).to(dtype, copy=True)
+        for t in sharing:
+            made[id(t)] = flat.as_strided(t.size(), t.stride(), t.storage_offset() - first)
+    return [made[id(t)] for t in tensors]
+
+
+def _extent(t: torch.Tensor) -> int:
+    """How many elements of its memory a tensor reaches over."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))
+
+
+class Case(NamedTuple):
+    """One example, to be run with gradients enabled or not."""
+
+    example: tuple[Any, ...]
+    grad: bool
+    at: int
+
+
+class Trial:
+    """The examples, run before and after weights are stored low.
+
+    Attributes:
+        groups: the model's tensors; `watch` notes in them why they stay as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        examples: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        region: Any,
+        groups: list[freeze_usage.Group],
+        grad: bool,
+    ) -> None:
+        grads = (True, False) if grad else (False,)
+        self.groups = groups
+        self._cases = [Case(e, grad, at) for at, e in enumerate(examples) for grad in grads]
+        self._model, self._kwargs, self._region = model, kwargs, region
+        self._name = type(model).__name__
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._plain: list[tuple[Any, list[freeze_usage.Op]]] = []  # of each case: results, and ops
+        buffers = {id(t) for t in model.buffers()}
+        for group in groups:
+            if any(id(t) in buffers for t in group.each()):
+                group.save()  # some ops write them and do not say so
+
+    def watch(self) -> None:
+        """Run the examples under autocast, and note what speaks against storing a tensor low."""
+        for case in self._cases:
+            seen = self._uses()
+            self._run(case, self._region, seen)
+            self._run(case, self._region, asks=freeze_usage.Asks(self.groups, self._paths))
+            self._plain.append((self._run(case, self._region), seen.ops))
+        if not any(tree_leaves(results) for results, _ in self._plain):
+            raise PolicyError(
+                f"freeze(): the examples make {self._name} return nothing that could be compared."
+            )
+        for group in self.groups:
+            if not group.cast:
+                group.stays("not used in the examples")
+
+    def verify(self, originals: Sequence[Original]) -> dict[int, str]:
+        """Run the examples with the weights stored low; the results must be those of before.
+
+        Returns:
+            Which of the originals are still read, by what else is on their memory: the place in
+            the list, and the op.
+
+        Raises:
+            PolicyError: they are not.
+        """
+        found: dict[int, str] = {}
+        places = {compat.storage_key(o.held[0]): at for at, o in enumerate(originals)}
+        before = [o.held[0] for o in originals]
+        differing = None
+        for case, (results, ops) in zip(self._cases, self._plain, strict=True):
+            low = self._uses(before)
+            try:
+                ran_same = freeze_usage.same(self._run(case), results)
+                self._run(case, watch=low)
+            except Exception as error:
+                self._refuse(case, originals, error)
+            found |= {places[key]: op for key, op in low.touched.items()}
+            if not ran_same or freeze_usage.first_difference(low.ops, ops):
+                differing = differing or case
+        if differing and not found:
+            self._refuse(differing, originals)
+        return found
+
+    def _uses(
+        self, elsewhere: Sequence[torch.Tensor] = (), digests: bool = False
+    ) -> freeze_usage.Uses:
+        """A watch on the groups; what it notes does not count once weights are stored low."""
+        groups = self.groups
+        if elsewhere or digests:
+            groups = [freeze_usage.Group(group.tensors, "seen already") for group in groups]
+        low = self._region.fast_dtype
+        return freeze_usage.Uses(groups, low, self._paths, elsewhere, digests)
+
+    def _run(
+        self,
+        case: Case,
+        region: Any = None,
+        watch: freeze_usage.Uses | None = None,
+        asks: freeze_usage.Asks | None = None,
+    ) -> list[Any]:
+        """What the model returns and the gradients that come of it; nothing is changed."""
+        args, kwargs = _copied((case.example, self._kwargs))
+        cast_cache.drop()  # those of a region around this would be found by the next run
+        with (
+            left_alone(self._model, self.groups),
+            same_random(self._region.device),
+            torch.set_grad_enabled(case.grad),
+        ):
+            with watch or asks or contextlib.nullcontext():
+                with region or contextlib.nullcontext():
+                    returned = self._model(*args, **kwargs)
+                if watch is not None:
+                    watch.returned(list(freeze_usage.leaves(returned)))
+                gradients = self._gradients(returned, (args, kwargs))
+            parts = [*freeze_usage.leaves(returned), *gradients]
+            return [p.detach().clone() if isinstance(p, torch.Tensor) else p for p in parts]
+
+    def _gradients(self, returned: Any, inputs: Any) -> Sequence[Any]:
+        given = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+        wanted = [t for t in (*self._model.parameters(), *given) if t.requires_grad]
+        made = [
+            t
+            for t in freeze_usage.leaves(returned)
+            if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        if not wanted or not made:
+            return ()
+        ones = [torch.ones_like(t) for t in made]
+        return torch.autograd.grad(made, wanted, ones, allow_unused=True)
+
+    def _refuse(
+        self, case: Case, originals: Sequence[Original], error: Exception | None = None
+    ) -> None:
+        """Say where the model with low weights first differs from the model as it was.
+
+        Raises:
+            PolicyError: always.
+        """
+        low = self._uses(digests=True)
+        with contextlib.suppress(Exception):
+            self._run(case, watch=low)
+        for original in originals:
+            original.put_back()
+        plain, again = self._uses(digests=True), self._uses(digests=True)
+        runs = [self._run(case, self._region, watch) for watch in (plain, again)]
+        pairs = zip(plain.ops, again.ops, strict=False)
+        steady = [a if a == b else a._replace(digests=()) for a, b in pairs]
+        what = f"freeze(): {self._name}, called with example {case.at},"
+        if not freeze_usage.same(*runs):
+            op = freeze_usage.first_difference(plain.ops, again.ops)
+            raise PolicyError(
+                f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
+                "be compared. torch.use_deterministic_algorithms(True) may help."
+            ) from error
+        compared = [
+            op if at < len(steady) and steady[at].digests else op._replace(digests=())
+            for at, op in enumerate(low.ops)
+        ]
+        differs = freeze_usage.first_difference(compared, steady)
+        ours, theirs = differs or (None, None)
+        raised = f" It raises {type(error).__name__}: {error}" if error else ""
+        low_format = regions.FORMATS[self._region.fast_dtype]
+        raise PolicyError(
+            f"{what} does not run with weights in {low_format} as under autocast.{raised} "
+            f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "
+            f"{theirs or 'not there'}. The model is as it was. Freeze the parts that do not do so."
+        ) from error
+
+
+def _copied(tree: Any) -> Any:
+    """The inputs again, for a call that may write them; what is one tensor stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return tree_map(copied, tree)
+
+
+_CONTAINERS = (dict, collections.OrderedDict, list, set)
+
+
+@contextlib.contextmanager
+def left_alone(model: nn.Module, groups: Sequence[freeze_usage.Group]) -> Iterator[None]:
+    """Put back, after, attributes of modules, what is in containers there, and written tensors."""
+    before = [
+        (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if type(v) in _CONTAINERS})
+        for m in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, containers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for key, inside in containers.items():
+                container = attributes[key]
+                container.clear()
+                container.extend(inside) if isinstance(inside, list) else container.update(inside)
+        for group in groups:
+            group.put_back()
+
+
+@contextlib.contextmanager
+def same_random(device: str) -> Iterator[None]:
+    """Put back, after, the random numbers of torch, Python and NumPy."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy else None
+    kind = "cuda" if device == "cpu" else device
+    devices = [] if device == "cpu" else range(torch.get_device_module(kind).device_count())
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(drawn)

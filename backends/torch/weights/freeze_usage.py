@@ -1,0 +1,334 @@
+"""What a program does with the tensors of a model: who reads them, who writes, who asks.
+
+In go groups of tensors, each on one storage, and a low format; out comes, for each group, why it
+cannot be stored in that format, if anything was seen that says so. Ops are watched below autocast
+and autograd, where a cast is an op like any other. How a model is run, and what is made of the
+answer, is not known here.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import regions
+
+
+class Group:
+    """Tensors on one storage: all are stored low, or none.
+
+    Attributes:
+        tensors: by name, every name of each.
+        why: why it stays as it is; "" as long as nothing says so.
+        cast: True once it was seen to be cast to the low format.
+        saved: what the tensors held, in the order of `tensors`, if a call was about to write them.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], why: str = "") -> None:
+        self.tensors = tensors
+        self.why = why
+        self.cast = False
+        self.saved: list[torch.Tensor] = []
+
+    def each(self) -> list[torch.Tensor]:
+        """The tensors, each once."""
+        return list({id(t): t for t in self.tensors.values()}.values())
+
+    def stays(self, why: str) -> None:
+        """Note a reason; the first one counts."""
+        self.why = self.why or why
+
+    def save(self) -> None:
+        """Keep what the tensors hold; once."""
+        if not self.saved:
+            self.saved = [t.detach().clone() for t in self.tensors.values()]
+
+    def put_back(self) -> None:
+        """Give the tensors what they held when it was saved."""
+        for t, saved in zip(self.tensors.values(), self.saved, strict=False):
+            if not _same_bits(t.detach(), saved):
+                t.data.copy_(saved)
+
+
+class Op(NamedTuple):
+    """An op that ran.
+
+    Attributes:
+        name: of the overload.
+        inputs: formats of the tensors it was given.
+        outputs: formats of those that it made; None if it raised.
+        where: path of the module whose call it ran in.
+        digests: of the bits that it made, if they were asked for.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] | None
+    where: str
+    digests: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        made = "raised" if self.outputs is None else f"-> ({', '.join(self.outputs)})"
+        return f"{self.name}({', '.join(self.inputs)}) {made}{_in(self.where)}"
+
+
+class Uses(TorchDispatchMode):
+    """Notes every op, and of those on watched storages what they do with them.
+
+    Attributes:
+        ops: that ran, in order; casts of watched tensors to the low format are left out.
+        touched: storages other than those of the groups, and the first op on each.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        groups: Iterable[Group],
+        low: torch.dtype,
+        paths: Mapping[int, str],
+        elsewhere: Iterable[torch.Tensor] = (),
+        digests: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.groups = {compat.storage_key(t): g for g in groups for t in g.each()}
+        self.low = low
+        self.paths = paths
+        self.digests = digests
+        self.ops: list[Op] = []
+        self.touched: dict[int, str] = {}
+        self._elsewhere = {compat.storage_key(t) for t in elsewhere}
+        self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # device and layout are asked so, past the dispatcher
+            return func(*args, **kwargs)
+        where = module_path(self.paths)
+        ways = list(_ways(func, args, kwargs))
+        group = self._cast_of(func, args, kwargs)
+        if group is not None:
+            return self._cast(group, func, args, kwargs, where)
+        shown = not self._only_views(ways)
+        self._look(func, ways, where)
+        if shown:
+            self.ops.append(Op(str(func), _formats((args, kwargs)), None, where))
+        at = len(self.ops) - 1
+        result = func(*args, **kwargs)
+        if shown:
+            done = tuple(map(digest, _tensors(result))) if self.digests else ()
+            self.ops[at] = self.ops[at]._replace(outputs=_formats(result), digests=done)
+        return result
+
+    def returned(self, tree: Any) -> None:
+        """The program handed these tensors out; what is a cast may be written by whoever has it."""
+        for t in _tensors(tree):
+            if found := self._casts.get(compat.storage_key(t)):
+                found[1].stays("its cast is returned")
+
+    def _cast_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Group | None:
+        """The group of a tensor that is cast to the low format, where that format spares the cast.
+
+        None if the op is anything else.
+        """
+        if func is not torch.ops.aten._to_copy.default:
+            return None
+        t, device = args[0], kwargs.get("device")
+        plain = kwargs.get("memory_format") in (None, torch.preserve_format)
+        here = device is None or torch.device(device).type == t.device.type
+        low = kwargs.get("dtype") is self.low
+        return self.groups.get(compat.storage_key(t)) if plain and here and low else None
+
+    def _cast(
+        self, group: Group, func: Any, args: Any, kwargs: Mapping[str, Any], where: str
+    ) -> torch.Tensor:
+        made: torch.Tensor = func(*args, **kwargs)
+        if made.stride() != args[0].stride():
+            group.stays(f"cast into another layout by {func}{_in(where)}")
+        group.cast = True
+        self._casts[compat.storage_key(made)] = compat.storage_reference(made), group
+        return made
+
+    def _only_views(self, ways: Sequence[tuple[torch.Tensor, str]]) -> bool:
+        """True for a view of watched tensors or of their casts, which once stored low are one."""
+        keys = [compat.storage_key(t) for t, way in ways if way == "view"]
+        known = all(key in self.groups or key in self._casts for key in keys)
+        return bool(keys) and len(keys) == len(ways) and known
+
+    def _look(self, func: Any, ways: Sequence[tuple[torch.Tensor, str]], where: str) -> None:
+        """Note what an op does with watched storages, before it does."""
+        for t, way in ways:
+            key = compat.storage_key(t)
+            if key in self._elsewhere:
+                self.touched.setdefault(key, f"{func}{_in(where)}")
+            if way == "write" and (cast := self._casts.get(key)):
+                cast[1].stays(f"its cast is written by {func}{_in(where)}")
+            group = self.groups.get(key)
+            if group is None or way == "view":
+                continue
+            if way == "write":
+                group.save()
+                group.stays(f"written by {func}{_in(where)}")
+            else:
+                group.stays(f"read in {regions.FORMATS[t.dtype]} by {func}{_in(where)}")
+
+
+# What tells the format of a tensor, or makes it be read where no op is seen.
+_ASKS = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in "element_size type type_as numpy tolist __array__ __dlpack__ data_ptr storage "
+        "untyped_storage float double __deepcopy__ __reduce_ex__".split()
+    ),
+    torch.result_type,
+}
+
+# In a region the answer changes nothing there: it is for an error raised outside of regions.
+_HARMLESS = {nn.RNNBase.check_input.__code__}
+
+
+class Asks(TorchFunctionMode):
+    """Notes whose format the Python program asks for; what it does with it cannot be seen."""
+
+    def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.groups = {compat.storage_key(t): g for g in groups for t in g.each()}
+        self.paths = paths
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asked: Sequence[Any] = ()
+        if func in _ASKS:
+            asked = args
+        elif func is torch.Tensor.to:
+            told = (*args[1:], *kwargs.values())
+            asked = args if torch.float32 in told else told
+        tensors = [t for t in asked if isinstance(t, torch.Tensor)]
+        if tensors and not _harmless(sys._getframe(1)):
+            for group in filter(None, (self.groups.get(compat.storage_key(t)) for t in tensors)):
+                group.stays(f"its dtype is asked for{_in(module_path(self.paths))}")
+        return func(*args, **kwargs)
+
+
+def _harmless(frame: Any) -> bool:
+    ours = frame.f_globals.get("__name__", "").startswith("polymp.backends.")
+    return ours or frame.f_code in _HARMLESS
+
+
+def module_path(paths: Mapping[int, str]) -> str:
+    """The path of the innermost of these modules whose call runs here; "" outside of all."""
+    return next((paths[id(m)] for m in compat.running_modules() if id(m) in paths), "")
+
+
+def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
+    """The first ops in which two runs differ, in formats or bits; None if they are the same."""
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            return a, b
+    longer = max(one, other, key=len)
+    if len(one) == len(other):
+        return None
+    rest = longer[min(len(one), len(other))]
+    return (rest, None) if longer is one else (None, rest)
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if two results are the same, tensors bit for bit; whatever they are made of."""
+    parts, others = list(leaves(one)), list(leaves(other))
+    if len(parts) != len(others):
+        return False
+    return all(
+        _same_bits(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else type(a) is type(b) and (not isinstance(a, _PLAIN) or repr(a) == repr(b))
+        for a, b in zip(parts, others, strict=True)
+    )
+
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Tensors and plain values in a result: in containers, and in attributes of other objects."""
+    for leaf in tree_leaves(tree):
+        inside = None if isinstance(leaf, torch.Tensor | type | nn.Module) else _attributes(leaf)
+        if inside and id(leaf) not in seen:
+            yield from leaves(inside, seen | {id(leaf)})
+        else:
+            yield leaf
+
+
+def _attributes(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return getattr(value, "__dict__", None)
+
+
+def digest(t: torch.Tensor) -> str:
+    """A name for the bits of a tensor."""
+    if not _has_bits(t):
+        return ""
+    return hashlib.blake2b(_bits(t).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    if not (_has_bits(a) and _has_bits(b)):
+        return a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _has_bits(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, str]]:
+    """The tensors an op is given, and whether it reads, writes or only views each."""
+    schema = getattr(func, "_schema", None)  # ops on functions have none
+    if schema is None:
+        yield from ((t, "read") for t in _tensors((args, kwargs)))
+        return
+    named = {a.name: a for a in schema.arguments}
+    views = any(result.alias_info is not None for result in schema.returns)
+    pairs = (
+        *zip(schema.arguments, args, strict=False),
+        *((named[k], v) for k, v in kwargs.items()),
+    )
+    for argument, value in pairs:
+        alias = argument.alias_info
+        way = "read"
+        if alias is not None and alias.is_write:
+            way = "write"
+        elif alias is not None and views and func is not torch.ops.aten.view.dtype:
+            way = "view"
+        yield from ((t, way) for t in _tensors(value))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _formats(tree: Any) -> tuple[str, ...]:
+    return tuple(regions.FORMATS[t.dtype] for t in _tensors(tree))
+
+
+def _in(path: str) -> str:
+    return f" in {path}" if path else ""

@@ -1,0 +1,205 @@
+"""`hold_casts`: a block in which a model's weights are cast once, not once in every region."""
+
+import sys
+import threading
+from contextlib import ContextDecorator
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.autocast import cast_cache, kernels, weight_cast_cache
+
+
+class hold_casts(ContextDecorator):  # a context manager, named as torch's are
+    """Keep the casts of models' weights until a weight changes or the block ends.
+
+        with hold_casts(model):
+            for x, y in microbatches:
+                with autocast("cpu"):
+                    loss = loss_fn(model(x), y)      # weights are cast in the first one only
+                loss.backward()
+            optimizer.step()                         # they changed: they will be cast again
+
+    A region of torch.autocast throws its casts away when it ends, and never keeps those of frozen
+    weights or in inference mode. Here the numbers stay, for parameters with and without gradients
+    and for buffers, for views of them, in every low format, for every thread; outputs and gradients
+    are those without the block, bit for bit. Worth it wherever a region is entered again with the
+    same weights: gradient accumulation, decoding, evaluation, sampling, frozen backbones.
+
+    A cast is made again when its weight shows another version, address, shape or strides than it
+    had then (in-place writes, `load_state_dict`, `weight.data = ...`, `swap_tensors`), and after
+    the step of any `torch.optim.Optimizer` that has it, fused or not. A write that none of this
+    shows, such as `weight.data.copy_(...)`, has to be followed by `invalidate()`;
+    `check=True` finds such writes.
+
+    Not held, and cast at every use as before: parameters assigned to a module after the block was
+    entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2 gathers and
+    buffers that DDP sends, for such writes do not show; DTensors and other tensor subclasses;
+    tensors made in inference mode; weights of recurrent layers on CUDA, which are cast into one
+    buffer; what torch.compile, CUDA graphs and torch.func record; where
+    gradients are wanted, parameters below 65,536 elements, for a cast costs less, and in regions of
+    torch.autocast those that torch keeps casts of itself.
+
+    Enter a block outside of regions, or before a region uses a weight: after that its gradients are
+    right, but added up in another order.
+
+    Blocks nest, and one object can be entered again, by several threads too; the casts of a model
+    are there while any block for it is open. It is a decorator, too.
+
+    Args:
+        models: whose parameters and buffers; one or more.
+        check: compare every held cast with the weight at each use, which costs more than casting.
+
+    Raises:
+        TypeError: no model is given, or something else.
+        StaleCastError: in the block, with `check`: a cast is stale. Names the weight.
+    """
+
+    def __init__(self, *models: nn.Module, check: bool = False) -> None:
+        """Check the arguments; see the class."""
+        for model in models:
+            if isinstance(model, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"hold_casts() cannot hold the casts of {type(model).__name__}: the code of "
+                    "torch.jit has its casts in it. Give it the module that was scripted."
+                )
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"hold_casts() takes modules, got {type(model).__name__}: {model!r:.80}. "
+                    "Write: with hold_casts(model): ..."
+                )
+        if not models:
+            raise TypeError("hold_casts() needs the model whose weights it is to cast once.")
+        if not isinstance(check, bool):
+            raise TypeError(f"hold_casts(check=...) is True or False, got {check!r}.")
+        self.models = models
+        self.check = check
+        self._lock = threading.RLock()
+        self._entered = 0
+        self._held: list[weight_cast_cache.Weight] = []
+        self._devices: frozenset[str] = frozenset()
+        self._hooks: list[Any] = []
+        self._counted = [0, 0]  # casts made and served, less what the weights in hand say
+
+    @compat.untraced("a hold_casts block is entered and left outside of compiled code")
+    def __enter__(self) -> Self:
+        with self._lock:
+            if not self._entered:
+                try:
+                    for model in self.models:
+                        hook = model.register_load_state_dict_post_hook(_Loaded(self))
+                        self._hooks.append(hook)
+                    self._take()
+                except BaseException:
+                    self._unhook()
+                    raise
+            self._entered += 1
+        return self
+
+    @compat.untraced("a hold_casts block is entered and left outside of compiled code")
+    def __exit__(self, *exc: object) -> Literal[False]:
+        with self._lock:
+            if not self._entered:
+                raise RuntimeError(f"{self!r}: it was left without having been entered.")
+            self._entered -= 1
+            if not self._entered:
+                self._unhook()
+                self._let_go()
+        return False
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def invalidate(self) -> None:
+        """Drop the casts of these models' weights, after a write that nothing shows.
+
+        Parameters that were assigned since the block was entered are held from now on.
+        """
+        with self._lock:
+            if self._entered:
+                before, devices = self._held, self._devices
+                weight_cast_cache.drop(weight.tensor for weight in before)
+                cast_cache.drop()  # of the regions that are open
+                self._count(before, 1)
+                self._take()
+                weight_cast_cache.release(before, self.check)
+                kernels.take_back(devices)
+
+    def _take(self) -> None:
+        named: dict[int, tuple[str, torch.Tensor]] = {}
+        for model in self.models:
+            unseen = _written_unseen(model)
+            for tensors in (model.named_parameters(), model.named_buffers()):
+                for name, tensor in tensors:
+                    if tensor.is_floating_point() and id(tensor) not in unseen:
+                        named.setdefault(id(tensor), (name, tensor))
+        self._devices = frozenset(tensor.device.type for _, tensor in named.values())
+        kernels.lend(self._devices)
+        self._held = weight_cast_cache.hold(named.values(), self.check)
+        self._count(self._held, -1)
+
+    def _let_go(self) -> None:
+        self._count(self._held, 1)
+        weight_cast_cache.release(self._held, self.check)
+        self._held = []
+        kernels.take_back(self._devices)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the casts that are held now."""
+        return weight_cast_cache.bytes_of(self._held)
+
+    @property
+    def made(self) -> int:
+        """Casts of these weights that were made while this block was open."""
+        return self._counted[0] + sum(weight.made for weight in self._held)
+
+    @property
+    def saved(self) -> int:
+        """Casts that were not made while this block was open, because one was there."""
+        served = self._counted[1] + sum(weight.served for weight in self._held)
+        return served - self.made
+
+    def _count(self, weights: list[weight_cast_cache.Weight], sign: int) -> None:
+        """Add what the weights have counted so far, or take it off."""
+        self._counted[0] += sign * sum(weight.made for weight in weights)
+        self._counted[1] += sign * sum(weight.served for weight in weights)
+
+    def __repr__(self) -> str:
+        models = ", ".join(type(model).__name__ for model in self.models)
+        state = "" if self._entered else ", not open"
+        return f"hold_casts({models}): {self.made} casts made, {self.saved} saved{state}"
+
+
+class _Loaded:
+    """What a model calls when it has loaded a state; that of a copy of the model does nothing."""
+
+    def __init__(self, block: hold_casts | None = None) -> None:
+        self.block = block
+
+    def __call__(self, *_: Any) -> None:
+        if self.block is not None:
+            self.block.invalidate()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+def _written_unseen(model: nn.Module) -> set[int]:
+    """Identities of what torch.distributed writes at the same version, and to the same memory.
+
+    Parameters that FSDP gathers, and buffers that DDP sends to the other ranks.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    gathers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+    found: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, gathers):
+            found.update(map(id, module.parameters()))
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module.broadcast_buffers:
+            found.update(map(id, module.buffers()))
+    return found

@@ -1,0 +1,286 @@
+"""What this machine, its torch and its jax can do, and which format to use on it.
+
+    gather() -> Facts -> diagnose(facts) -> plain data
+
+`gather` alone looks at the machine; it imports torch and jax, as far as they are installed. The
+rest judges facts and can be asked about any machine.
+"""
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import polymp
+from polymp import backends, versions
+from polymp.rules import policy_files
+
+# What a CPU multiplies in hardware, by the names of its features in Linux and macOS. avx512_fp16 is
+# not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
+_FAST = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16"),
+    "float16": ("amx_fp16", "asimdhp", "FEAT_FP16"),
+}
+_TOLD = (*_FAST["bfloat16"], *_FAST["float16"], "avx512_fp16")
+
+
+class Framework(NamedTuple):
+    """One framework on this machine.
+
+    Attributes:
+        name: "torch" or "jax".
+        version: as installed, "" if it is not.
+        problem: what it said when it was imported and asked, "" if all went well.
+        platform: where it runs by default.
+    """
+
+    name: str
+    version: str
+    problem: str = ""
+    platform: str = ""
+
+
+class Device(NamedTuple):
+    """What a framework runs on, and the formats that it multiplies faster than float32.
+
+    Attributes:
+        framework: "torch" or "jax".
+        kind: "cpu", "cuda", ...
+        name: the model.
+        bfloat16: True if fast, None if that cannot be told.
+        float16: the same.
+        by: what shows it, in words.
+    """
+
+    framework: str
+    kind: str
+    name: str
+    bfloat16: bool | None
+    float16: bool | None
+    by: str
+
+
+class Engine(NamedTuple):
+    """Whose kernels run torch's ops on a device.
+
+    Attributes:
+        device: its type.
+        compiled: how many ops torch has compiled autocast kernels for.
+        ours: by policy, how many ops need a kernel of polymp's; "default" is torch's own table.
+        new: ops that this torch has kernels for and polymp's table of it lacks.
+        gone: the other way round.
+    """
+
+    device: str
+    compiled: int
+    ours: Mapping[str, int]
+    new: Sequence[str] = ()
+    gone: Sequence[str] = ()
+
+
+class Facts(NamedTuple):
+    """A machine, as far as mixed precision goes.
+
+    Attributes:
+        system: operating system and processor.
+        python: version.
+        frameworks: torch and jax, installed or not.
+        devices: all that they can use.
+        engines: one for each device type with a table.
+        nvidia: True if an NVIDIA driver is loaded.
+    """
+
+    system: str
+    python: str
+    frameworks: Sequence[Framework]
+    devices: Sequence[Device] = ()
+    engines: Sequence[Engine] = ()
+    nvidia: bool = False
+
+
+def cpu(framework: str, name: str, features: frozenset[str] | None) -> Device:
+    """A CPU, by the features that it reports; None if the system does not tell."""
+    if features is None:
+        return Device(framework, "cpu", name, None, None, "this system does not tell")
+    told = [feature for feature in _TOLD if feature in features]
+    low = {format: not features.isdisjoint(names) for format, names in _FAST.items()}
+    by = ", ".join(told) or "no bf16 or fp16 instructions"
+    return Device(framework, "cpu", name, low["bfloat16"], low["float16"], by)
+
+
+def gpu(framework: str, name: str, capability: tuple[int, int]) -> Device:
+    """An NVIDIA GPU, by its compute capability.
+
+    Source:
+        CUDA C++ Programming Guide, "Compute capabilities": tensor cores have float16 since 7.0 and
+        bfloat16 since 8.0.
+    """
+    by = "compute capability {}.{}".format(*capability)
+    return Device(framework, "cuda", name, capability >= (8, 0), capability >= (7, 0), by)
+
+
+def advice(device: Device) -> tuple[str, str]:
+    """The format to use on a device, "" for none, and the reason."""
+    if device.bfloat16:
+        return "bfloat16", "fast here, with float32's range: no gradient scaler"
+    if device.float16:
+        return "float16", "fast here, and bfloat16 is not; ends at 65504: use a GradScaler"
+    if device.bfloat16 is None:
+        return "bfloat16", "speed unknown; it has float32's range: no gradient scaler"
+    return "", "no low format is fast here: stay in float32, or use bfloat16 to save memory"
+
+
+def diagnose(facts: Facts) -> dict[str, Any]:
+    """What is to be said of a machine, as plain data; `ok` if nothing is wrong."""
+    devices = [
+        d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
+    ]
+    frameworks = [f._asdict() | {"supported": versions.supported(f.name)} for f in facts.frameworks]
+    engines = [
+        e._asdict() | {"ours": dict(e.ours), "new": list(e.new), "gone": list(e.gone)}
+        for e in facts.engines
+    ]
+    problems, notes = list(_problems(facts)), list(_notes(facts))
+    return {
+        "polymp": polymp.__version__,
+        "python": facts.python,
+        "system": facts.system,
+        "frameworks": frameworks,
+        "devices": devices,
+        "engines": engines,
+        "problems": problems,
+        "notes": notes,
+        "ok": not problems,
+    }
+
+
+def _problems(facts: Facts) -> Iterator[str]:
+    installed = [f for f in facts.frameworks if f.version]
+    if not installed:
+        yield "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
+    for f in installed:
+        if not versions.is_supported(f.name, f.version):
+            yield f"{f.name} {f.version} is not supported: install {versions.supported(f.name)}."
+        if f.problem:
+            yield f"{f.name} {f.version} does not work: {f.problem}"
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    for f in facts.frameworks:
+        seen = any(d.framework == f.name and d.kind != "cpu" for d in facts.devices)
+        if f.version and facts.nvidia and not seen:
+            yield f"an NVIDIA driver is loaded, but {f.name} sees no GPU: is it a build for CPUs?"
+    for e in facts.engines:
+        table = f"the table torch-{e.device}"
+        if e.new:
+            yield f"{table} lacks {', '.join(e.new)}: they run as torch has them."
+        if e.gone:
+            yield f"torch lacks what {table} has, {', '.join(e.gone)}: not cast by default."
+
+
+def gather() -> Facts:
+    """The facts of this machine. Imports torch and jax, as far as they are installed."""
+    frameworks, devices, engines = [], list[Device](), list[Engine]()
+    for name, ask in (("torch", _ask_torch), ("jax", _ask_jax)):
+        version = problem = where = ""
+        if importlib.util.find_spec(name) is not None:
+            try:
+                version = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                version = "of unknown version"
+            try:
+                where = ask(devices, engines)
+            except Exception as error:  # whatever is wrong with it, that is what was asked for
+                problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        frameworks.append(Framework(name, version, problem, where))
+    return Facts(
+        f"{platform.system()} {platform.machine()}",
+        platform.python_version(),
+        frameworks,
+        devices,
+        engines,
+        Path("/proc/driver/nvidia/version").exists(),
+    )
+
+
+def leave_memory() -> None:
+    """Keep jax from taking most of a GPU's memory when it is imported."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
+    import torch
+
+    from polymp.backends.torch.autocast import kernels, torch_table
+
+    devices.append(cpu("torch", *_processor()))
+    kind = "cpu"
+    if torch.cuda.is_available():
+        kind = "cuda"
+        for at in range(torch.cuda.device_count()):
+            name = torch.cuda.get_device_name(at)
+            if torch.version.hip:
+                devices.append(Device("torch", "cuda", name, True, True, "ROCm"))
+            else:
+                devices.append(gpu("torch", name, torch.cuda.get_device_capability(at)))
+    if torch.xpu.is_available():
+        kind = "xpu"
+        low = torch.xpu.is_bf16_supported(including_emulation=False)
+        by = "torch.xpu.is_bf16_supported"
+        devices.append(Device("torch", "xpu", torch.xpu.get_device_name(), low, True, by))
+    if torch.backends.mps.is_available():
+        kind = "mps"
+        low = torch.backends.mps.is_macos_or_newer(14, 0)
+        devices.append(
+            Device("torch", "mps", "Apple GPU", low, True, "macOS has bfloat16 since 14")
+        )
+    users = [name for name in policy_files.shipped() if not name.startswith("torch-")]
+    for device in torch_table.DEVICES:
+        tables = {"default": torch_table.policy(device)} | {n: policy_files.load(n) for n in users}
+        ours = {name: len(kernels.differing(table, device)) for name, table in tables.items()}
+        engines.append(
+            Engine(device, len(torch_table.kernels(device)), ours, *torch_table.drift(device))
+        )
+    return kind
+
+
+def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
+    leave_memory()
+    import jax
+
+    backends.get("jax")
+    for device in jax.devices():
+        if device.platform == "cpu":
+            devices.append(cpu("jax", *_processor()))
+        elif device.platform == "tpu":
+            devices.append(Device("jax", "tpu", device.device_kind, True, False, "a TPU"))
+        elif re.fullmatch(r"\d+\.\d+", found := str(getattr(device, "compute_capability", ""))):
+            major, minor = map(int, found.split("."))
+            devices.append(gpu("jax", device.device_kind, (major, minor)))
+        else:
+            by = f"jax platform {device.platform} does not tell"
+            devices.append(Device("jax", device.platform, device.device_kind, None, None, by))
+    return jax.default_backend()
+
+
+def _processor() -> tuple[str, frozenset[str] | None]:
+    """The CPU's name, and its features as the system lists them."""
+    listed = Path("/proc/cpuinfo")
+    if listed.exists():
+        text = listed.read_text(encoding="utf-8")
+        name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+        features = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+        found = frozenset(features[1].split()) if features else None
+        return name[1] if name else platform.machine(), found
+    if sys.platform == "darwin":
+        said = subprocess.run(["sysctl", "-a"], capture_output=True, text=True, check=True).stdout
+        name = re.search(r"^machdep\.cpu\.brand_string: (.*)$", said, re.MULTILINE)
+        has = re.findall(r"^hw\.optional\.arm\.(FEAT_\w+): 1$", said, re.MULTILINE)
+        return name[1] if name else platform.machine(), frozenset(has)
+    return platform.processor() or platform.machine(), None

@@ -1,0 +1,230 @@
+"""What the commands found, drawn as tables: the one part of polymp that needs rich.
+
+    drawn(command, data) -> text
+
+Nothing here reads a policy or asks a framework: all that is drawn is in the data, which is what
+`--json` prints.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from polymp.cli import advice_table
+from polymp.rules.policy import LOW
+
+Data = dict[str, Any]
+
+
+def drawn(command: str, data: Data) -> str:
+    """What a command found, with colours if standard output is a terminal.
+
+    Args:
+        command: its name.
+        data: what `--json` prints.
+    """
+    draw = {"policies": _policies, "show": _show, "diff": _diff, "doctor": _doctor}[command]
+    console = Console(markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        for part in draw(data):
+            console.print(part)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=any(heads))
+    for head in heads:
+        table.add_column(head, justify="right" if head == "rows" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _policies(data: Data) -> Iterator[RenderableType]:
+    yield _table(
+        ("name", "rows", "extends", "summary"),
+        ((p["name"], str(p["rows"]), p["extends"] or "", p["summary"]) for p in data["policies"]),
+    )
+
+
+def _by(row: Data | None, op: str, known: str = "") -> str:
+    """What a row speaks of, if not just the op, and its source, if that is not known."""
+    if row is None:
+        return "no row"
+    shipped = re.fullmatch(r"policies/(.*)\.toml", row["source"])
+    source = shipped[1] if shipped else row["source"]
+    of = row["of"] if row["of"] != op else ""
+    scope = f"in {row['scope']}" if row["scope"] else ""
+    return ", ".join(filter(None, (of, scope, source if source != known else "")))
+
+
+def _merged(by_format: Mapping[str, Any]) -> str:
+    """One text for all formats, if they agree, or one for each."""
+    texts = {low: str(value) for low, value in by_format.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "\n".join(f"{low}: {text}" for low, text in texts.items())
+
+
+def _show(data: Data) -> Iterator[RenderableType]:
+    at = f" in {data['scope']}" if data["scope"] else ""
+    title = f"policy {data['policy']}{at}, {' and '.join(data['formats'])}"
+    if "device" in data:
+        yield from _device(data, title)
+    elif "op" in data:
+        yield from _one(data, title)
+    else:
+        yield from _all(data, title)
+
+
+def _all(data: Data, title: str) -> Iterator[RenderableType]:
+    table, silent = list[Sequence[Any]](), dict[str, list[str]]()
+    kind = ""
+    for entry in data["ops"]:
+        if not any(entry["rows"].values()):
+            silent.setdefault(entry["class"], []).append(entry["op"])
+            continue
+        if entry["class"] != kind:
+            kind = entry["class"]
+            table.append((Text(f"class:{kind}", style="bold"), "", ""))
+        sources = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
+        table.append((f"  {entry['op']}", _merged(entry["rules"]), _merged(sources)))
+    without = sum(map(len, silent.values()))
+    yield f"{title}: {len(data['ops']) - without} of {len(data['ops'])} ops have a rule\n"
+    if table:
+        yield _table(("op", "rule", "from"), table)
+    if silent:
+        yield "\nno rule of their own: what these are made of follows its own rules\n"
+        yield _table(("class", "ops"), ((k, ", ".join(ops)) for k, ops in silent.items()))
+    if data["scopes"]:
+        yield f"\nother rows hold in scopes; --scope PATH shows them: {', '.join(data['scopes'])}"
+
+
+def _one(data: Data, title: str) -> Iterator[RenderableType]:
+    rows = [(low, why.partition(": ")[2]) for low, why in data["why"].items()]
+    rows += [("class", f"{data['class']}: {data['about']}" if data["class"] else data["about"])]
+    rows += [("torch", ", ".join(data["aten"]) or "no op")]
+    functions = [f"functions {', '.join(data['functions'])}"] if data["functions"] else []
+    primitives = [f"primitives {', '.join(data['jax'])}"] if data["jax"] else []
+    traces = [f"becomes {', '.join(data['traces'])}"] if data["traces"] else []
+    rows += [("jax", "\n".join(primitives + functions + traces) or "no op")]
+    rows += [("note", data["note"])] if data["note"] else []
+    yield f"{data['op']}: {title}\n"
+    yield _table(("", ""), rows)
+
+
+_HALVES = "\n(widen), (raise): what widest does where float16 and bfloat16 meet"
+
+
+def _told(answer: Data, other: Data) -> str:
+    """A rule, with its detail where another answer differs in nothing else."""
+    detail = answer["detail"] if answer["rule"] == other["rule"] else ""
+    return f"{answer['rule']} ({detail})" if detail else str(answer["rule"])
+
+
+def _device(data: Data, title: str) -> Iterator[RenderableType]:
+    yield f"{title}, on {data['device']}: torch has {data['compiled']} compiled kernels"
+    if not data["differ"]:
+        yield "none of these ops differs: they run at torch's own speed"
+        return
+    yield f"ops that differ, and need a kernel of polymp's: {len(data['differ'])}\n"
+    rows = []
+    for entry in data["differ"]:
+        one, other = entry["torch"], entry["policy"]
+        own = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
+        left = {low: _told(one[low], other[low]) for low in data["formats"]}
+        right = {low: _told(other[low], one[low]) for low in data["formats"]}
+        rows.append((entry["aten"], _merged(left), _merged(right), _merged(own)))
+    yield _table(("aten op", "torch", data["policy"], "from"), rows)
+    if any("(widen)" in row[1] + row[2] for row in rows):
+        yield _HALVES
+
+
+def _diff(data: Data) -> Iterator[RenderableType]:
+    one, other = data["policies"]
+    if data["same"]:
+        yield f"{one} and {other}: no difference"
+        return
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for entry in data["differences"]:
+        rules, rows = entry["rules"], entry["rows"]
+        left = _told(rules[0], rules[1]), _by(rows[0], entry["op"], one)
+        right = _told(rules[1], rules[0]), _by(rows[1], entry["op"], other)
+        key = entry["scope"], entry["op"], *(", ".join(filter(None, s)) for s in (left, right))
+        lines.setdefault(key, []).append(entry["format"])
+    yield f"{one} and {other}, ops that differ: {len({key[:2] for key in lines})}\n"
+    scoped = any(scope for scope, *_ in lines)
+    table = []
+    for (scope, op, *sides), formats in lines.items():
+        label = op if len(formats) == len(LOW) else f"{op} ({', '.join(formats)})"
+        table.append((label, *sides, *([scope] if scoped else [])))
+    yield _table(("op", one, other, *(["scope"] if scoped else [])), table)
+    if any("(widen)" in cell for row in table for cell in row):
+        yield _HALVES
+
+
+def _doctor(data: Data) -> Iterator[RenderableType]:
+    yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}\n"
+    if "measurements" in data:  # which say what to use here, rather than the hardware's features
+        for at, found in enumerate(data["measurements"]):
+            yield from ([""] if at else [])
+            yield from advice_table.drawn(found)
+    else:
+        yield from _facts(data)
+    yield ""
+    yield from (f"note: {text}" for text in data["notes"])
+    yield from (f"problem: {text}" for text in data["problems"])
+    if data["ok"]:
+        yield "nothing is wrong"
+
+
+def _facts(data: Data) -> Iterator[RenderableType]:
+    yield _table(
+        ("framework", "version", "supported", "runs on"),
+        (
+            (f["name"], f["version"] or "not installed", f["supported"], f["platform"])
+            for f in data["frameworks"]
+        ),
+    )
+    if data["devices"]:
+        yield ""
+        yield _table(
+            ("device", "fast formats", "use"),
+            (
+                (
+                    f"{d['framework']} {d['kind']}\n{d['name']}",
+                    f"{_fast(d)}\n{d['by']}",
+                    f"{d['use'] or 'float32'}\n{d['why']}",
+                )
+                for d in data["devices"]
+            ),
+        )
+    if data["engines"]:
+        policies = list(data["engines"][0]["ours"])
+        yield "\nops with a kernel of torch's own, and those that need one of polymp's, by policy\n"
+        yield _table(
+            ("device", "torch's", *policies, "drift"),
+            (
+                (
+                    e["device"],
+                    str(e["compiled"]),
+                    *(str(e["ours"][name]) for name in policies),
+                    ", ".join([f"+{op}" for op in e["new"]] + [f"-{op}" for op in e["gone"]])
+                    or "none",
+                )
+                for e in data["engines"]
+            ),
+        )
+    if any(f["name"] == "jax" and f["platform"] for f in data["frameworks"]):
+        yield "\njax: programs are traced and rewritten, with jax's own kernels in every policy"
+
+
+def _fast(device: Data) -> str:
+    low = [format for format in ("bfloat16", "float16") if device[format]]
+    unknown = device["bfloat16"] is None
+    return " and ".join(low) or ("unknown" if unknown else "none")

@@ -1,0 +1,293 @@
+"""An audit as a picture: how large the values are, layer by layer, against the formats' ranges.
+
+    Audit -> a row for each module -> two panels, forward and gradient, with one log2 axis
+
+A row is a band from the 5 % to the 95 % quantile of the magnitudes that are not zero, and a tick at
+the largest. Above the rows is a ruler: a bar for each format, hatched where it is subnormal, whose
+range goes on through the rows as a shade. matplotlib is imported here only.
+"""
+
+import math
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from polymp.diagnostics.audit_records import Audit, Measured
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp.diagnostics.report import BACKWARD, FORWARD
+from polymp.diagnostics.report_text import OUTSIDE
+from polymp.dtypes import FORMATS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+_QUANTILES = (0.05, 0.95)
+
+# Inches: of a row, a format's bar, the panels, what stands right of a row, and the margins.
+_ROW, _BAR, _PANEL, _GUTTER = 0.2, 0.22, 4.3, 0.75
+_TOP, _BOTTOM, _EDGE, _GAP, _KEY = 0.62, 0.55, 0.15, 0.06, 0.5
+_LONGEST = 40  # letters of a row's name
+_POINTS = 8.5  # of the font
+
+
+class Look(NamedTuple):
+    """Colours; those of the formats are told apart with any kind of colour vision.
+
+    Source:
+        Okabe and Ito, "Color universal design", 2008.
+    """
+
+    page: str
+    ink: str
+    soft: str
+    line: str
+    band: str
+    alarm: str
+    inside: str
+    formats: dict[str, str]
+
+
+_LIGHT = Look(
+    "#ffffff", "#1c2024", "#5f656c", "#d9dde2", "#4a5058", "#b34700", "#ffffff",
+    dict(zip(NARROW, ("#0072b2", "#007a5a", "#a9640a", "#a8447f"), strict=True)),
+)  # fmt: skip
+_DARK = Look(
+    "#14171a", "#e7e9ec", "#a3aab3", "#343a42", "#c3cad2", "#ff9d5c", "#14171a",
+    dict(zip(NARROW, ("#56b4e9", "#2fbf94", "#e69f00", "#dd88b8"), strict=True)),
+)  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """A row: a module with the magnitudes of its results and of its gradients, if it has any."""
+
+    module: str
+    forward: Magnitudes | None
+    gradient: Magnitudes | None
+
+
+def layers(audit: Audit) -> list[Layer]:
+    """A row for every module, in the order in which they were first reached.
+
+    The gradients of a module are those of its parameters and those that its ops made.
+    """
+    forward: dict[str, list[Magnitudes]] = {}
+    gradient: dict[str, list[Magnitudes]] = {}
+    for measured in audit.results:
+        side = {FORWARD: forward, BACKWARD: gradient}.get(measured.direction)
+        if side is not None:
+            side.setdefault(measured.module, []).append(measured.magnitudes)
+    known = {*forward, *gradient}
+    for measured in audit.gradients:
+        gradient.setdefault(_module(measured, known), []).append(measured.magnitudes)
+
+    def union(found: Iterable[Magnitudes]) -> Magnitudes | None:
+        listed = list(found)
+        return joined(listed) if listed else None
+
+    names = {**forward, **gradient}
+    return [Layer(m, union(forward.get(m, ())), union(gradient.get(m, ()))) for m in names]
+
+
+def _module(gradient: Measured, known: set[str]) -> str:
+    """The module of a parameter: the innermost that its name begins with and that is known."""
+    owner = gradient.module.rpartition(".")[0]
+    path = owner
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path or owner
+
+
+def drawn(
+    audit: Audit,
+    path: "str | PathLike[str] | None" = None,
+    format: str | None = None,
+    dark: bool = False,
+) -> "Figure":
+    """The picture; see `Audit.plot`."""
+    if format is not None and format not in NARROW:
+        raise ValueError(f"format={format!r} is not one of {', '.join(NARROW)}.")
+    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
+        raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
+    rows = layers(audit)
+    if not rows:
+        raise ValueError("nothing was measured: run a step inside of the audit, then draw it.")
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("Audit.plot needs matplotlib: pip install matplotlib") from None
+    formats = NARROW if format is None else (format,)
+    look = _DARK if dark else _LIGHT
+    style: dict[str, Any] = {
+        "font.family": "sans-serif",
+        "font.size": _POINTS,
+        "text.usetex": False,
+        "text.color": look.ink,
+        "hatch.linewidth": 0.7,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "polymp",
+    }
+    with rc_context(cast(Any, style)):
+        figure = _figure(Figure, audit, rows, formats, look)
+        if path is not None:
+            undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+            figure.savefig(path, dpi=150, facecolor=look.page, metadata=undated)
+    return figure
+
+
+def _figure(
+    make: "type[Figure]", audit: Audit, rows: list[Layer], formats: tuple[str, ...], look: Look
+) -> "Figure":
+    names = [_label(row.module) for row in rows]
+    left = _EDGE + max(1.2, _widest(names)) + 0.15
+    ruler, body = _BAR * len(formats), _ROW * len(rows)
+    wide = left + 2 * (_PANEL + _GUTTER)
+    high = _TOP + ruler + _GAP + body + _BOTTOM
+    figure = make(figsize=(wide, high), facecolor=look.page)
+
+    def place(x: float, y: float, w: float, h: float) -> "Axes":
+        return figure.add_axes((x / wide, y / high, w / wide, h / high))
+
+    span = _span(rows)
+    scale = math.log2(audit.scale) if audit.scale > 0 else 0.0
+    note = f", without the loss scale of $2^{{{scale:g}}}$" if scale else ""
+    sides = (
+        ("forward: results of ops", [row.forward for row in rows]),
+        (f"backward: gradients{note}", [row.gradient for row in rows]),
+    )
+    for at, (title, found) in enumerate(sides):
+        x = left + at * (_PANEL + _GUTTER)
+        above = place(x, _BOTTOM + body + _GAP, _PANEL, ruler)
+        main = place(x, _BOTTOM, _PANEL, body)
+        above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
+        _ruler(above, formats, span, look)
+        _shade(main, formats, look)
+        _bands(main, found, look)
+        _frame(main, span, len(rows), look)
+        main.set_yticks(range(len(rows)), names if at == 0 else [""] * len(rows), color=look.ink)
+    _key(place(_EDGE, _BOTTOM + body + _GAP, left - _EDGE - 0.15, _KEY), look)
+    steps = "1 step" if audit.steps == 1 else f"{audit.steps} steps"
+    figure.text(
+        _EDGE / wide, 1 - 0.2 / high, f"magnitudes of {steps}", fontsize=10, va="center",
+        weight="bold", color=look.ink,
+    )  # fmt: skip
+    return figure
+
+
+def _widest(names: Iterable[str]) -> float:
+    """The width of the widest name, in inches."""
+    from matplotlib.textpath import TextPath
+
+    points = (TextPath((0, 0), name, size=_POINTS).get_extents().x1 for name in names)
+    return float(max(points)) / 72
+
+
+def _label(module: str) -> str:
+    """The name of a row; of a long one, its end."""
+    name = module or OUTSIDE
+    return name if len(name) <= _LONGEST else f"\u2026{name[1 - _LONGEST :]}"
+
+
+def _span(rows: list[Layer]) -> tuple[float, float]:
+    """The ends of the axis, as powers of two: all that is drawn, and float16's range."""
+    edges = [-26.0, 18.0]
+    for row in rows:
+        for found in (row.forward, row.gradient):
+            if found is not None and found.largest:
+                edges += map(math.log2, (*_ends(found), found.largest))
+    return min(edges) - 2, max(edges) + 2
+
+
+def _ends(found: Magnitudes) -> tuple[float, float]:
+    """The ends of the band; the largest magnitude, if the bins hold no other than zero."""
+    low, high = (found.quantile(share) or found.largest for share in _QUANTILES)
+    return low, high
+
+
+def _ranges(format: str) -> tuple[float, float, float]:
+    """Where a format begins, becomes normal and ends, as powers of two."""
+    f = FORMATS[format]
+    return math.log2(f.smallest_subnormal), math.log2(f.smallest_normal), math.log2(f.max)
+
+
+def _ruler(axes: "Axes", formats: tuple[str, ...], span: tuple[float, float], look: Look) -> None:
+    """A bar for each format, with its name on it."""
+    inch = _PANEL / (span[1] - span[0])
+    for y, format in enumerate(formats):
+        low, normal, top = _ranges(format)
+        color = look.formats[format]
+        axes.barh(y, top - normal, left=normal, height=0.8, color=color)
+        axes.barh(
+            y, normal - low, left=low, height=0.8, facecolor=look.page, edgecolor=color,
+            hatch="/////", linewidth=0.8,
+        )  # fmt: skip
+        seen = max(normal, span[0]), min(top, span[1])
+        text: dict[str, Any] = {"va": "center", "fontsize": 7.5}
+        if (seen[1] - seen[0]) * inch > 0.062 * len(format) + 0.1:
+            axes.text(sum(seen) / 2, y, format, ha="center", color=look.inside, **text)
+        else:
+            axes.text(seen[1] + 0.06 / inch, y, format, ha="left", color=color, **text)
+        if low > span[0] + 0.75 / inch:
+            axes.text(low - 0.05 / inch, y, "subnormal", ha="right", color=color, **text)
+    axes.set(xlim=span, ylim=(len(formats) - 0.5, -0.5))
+    axes.axis("off")
+
+
+def _shade(axes: "Axes", formats: tuple[str, ...], look: Look) -> None:
+    """The ranges, behind the rows: where more formats hold a number, the shade is deeper."""
+    strength = 2 if len(formats) == 1 else 1
+    for format in formats:
+        low, normal, top = _ranges(format)
+        color = look.formats[format]
+        axes.axvspan(normal, top, color=color, alpha=0.075 * strength, linewidth=0, zorder=0)
+        axes.axvspan(low, normal, color=color, alpha=0.03 * strength, linewidth=0, zorder=0)
+        axes.axvline(top, color=color, linewidth=0.9, alpha=0.8, zorder=1)
+        axes.axvline(normal, color=color, linewidth=0.9, alpha=0.8, zorder=1)
+        axes.axvline(low, color=color, linewidth=0.9, alpha=0.8, linestyle=(0, (1, 2)), zorder=1)
+
+
+def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look) -> None:
+    """A band and a tick for each row, and in words at the right what has no place on the axis."""
+    for y, m in enumerate(found):
+        if m is None:
+            continue
+        if m.largest:
+            low, high = map(math.log2, _ends(m))
+            at = math.log2(m.largest)
+            axes.barh(y, max(high - low, 0.15), left=low, height=0.5, color=look.band, zorder=3)
+            axes.plot([high, at], [y, y], color=look.band, linewidth=0.8, zorder=2)
+            axes.plot([at, at], [y - 0.4, y + 0.4], color=look.ink, linewidth=1.6, zorder=4)
+        words = [word for word, true in (("Inf", m.inf), ("NaN", m.nan)) if true]
+        if words or not m.largest:
+            axes.annotate(
+                " ".join(words) or "all zero", (1, y), xycoords=("axes fraction", "data"),
+                xytext=(5, 0), textcoords="offset points", va="center", annotation_clip=False,
+                weight="bold" if words else "normal", color=look.alarm if words else look.soft,
+            )  # fmt: skip
+
+
+def _frame(axes: "Axes", span: tuple[float, float], rows: int, look: Look) -> None:
+    axes.set(xlim=span, ylim=(rows - 0.5, -0.5), facecolor="none")
+    step = next(s for s in (4, 8, 16, 32, 64) if (span[1] - span[0]) / s <= 9)
+    ticks = range(step * math.ceil(span[0] / step), math.floor(span[1]) + 1, step)
+    axes.set_xticks(list(ticks), [f"$2^{{{tick}}}$" for tick in ticks])
+    axes.tick_params(axis="both", length=0, colors=look.soft, pad=4)
+    axes.set_xlabel("magnitude", color=look.soft)
+    for y in range(rows):
+        axes.axhline(y, color=look.line, linewidth=0.6, zorder=1)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _key(axes: "Axes", look: Look) -> None:
+    """How to read a row: one drawn, with words."""
+    axes.barh(0, 0.5, left=0.0, height=0.24, color=look.band)
+    axes.plot([0.5, 0.75], [0, 0], color=look.band, linewidth=0.8)
+    axes.plot([0.75, 0.75], [-0.19, 0.19], color=look.ink, linewidth=1.6)
+    axes.text(0.25, 0.25, "5\u201395 %", ha="center", va="bottom", fontsize=7.5, color=look.soft)
+    axes.text(0.75, 0.25, "largest", ha="center", va="bottom", fontsize=7.5, color=look.soft)
+    axes.set(xlim=(0, 1), ylim=(-0.3, 0.9))
+    axes.axis("off")

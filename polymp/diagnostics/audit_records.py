@@ -1,0 +1,253 @@
+"""What the numbers of a run were: the magnitudes of every op's result and of every gradient.
+
+    Measured ... -> Audit -> table, picture, first fault, fitting scale, suggestion
+
+The backends measure, on the device; `magnitudes` knows what a format would make of the numbers,
+`suggest` which rows to change, `audit_plot` and `audit_text` how to draw them. Nothing here
+knows a framework.
+"""
+
+import math
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp.dtypes import FORMATS
+from polymp.rules.policy import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from polymp.diagnostics.suggest import Suggestion
+    from polymp.rules.policy_files import Source
+
+
+class Measured(NamedTuple):
+    """The results of one op call site, or one parameter's gradient, over all steps.
+
+    Attributes:
+        op: its name in the vocabulary, or the framework's own name; "gradient" for a parameter's.
+        spelling: the framework's own name, with a prefix; "" for a parameter's gradient.
+        module: path of the module it was called in; of a gradient, the parameter's name.
+        source: file and line of the user's code: "train.py:12".
+        direction: "forward", "backward" or "recompute".
+        region: the low format of the region it ran in, "" outside.
+        row: of the policy, that decided; None if none spoke of the op.
+        run: format of the results.
+        magnitudes: of the results; of scaled gradients, divided by the scale.
+        numbers: numbers of the program that its format made zero: (1e-12,) for `x + 1e-12`.
+    """
+
+    op: str
+    spelling: str
+    module: str
+    source: str
+    direction: str
+    region: str
+    row: Row | None
+    run: str
+    magnitudes: Magnitudes
+    numbers: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its numbers, with the shares in each format, as plain data."""
+        m = self.magnitudes
+        shares = {format: m.shares(format)._asdict() for format in NARROW}
+        data = self._asdict() | {"row": str(self.row) if self.row else None}
+        data["numbers"] = list(self.numbers)
+        del data["magnitudes"]
+        kept = ("values", "largest", "inf", "nan", "burst", "vanished", "zeros")
+        return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
+
+
+class Operand(NamedTuple):
+    """What an op was given. An audit knows format, shape and largest magnitude alone; `locate` all.
+
+    Attributes:
+        format: its format.
+        shape: its dimensions.
+        smallest: the smallest magnitude that is not zero; 0 if there is none.
+        largest: the largest finite magnitude.
+        zeros: share of zeros.
+        inf: share of Inf and -Inf.
+        nan: share of NaN.
+        name: of a parameter or an argument, if it is one; "" for what the program made.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    smallest: float
+    largest: float
+    zeros: float
+    inf: float
+    nan: float
+    name: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.format}{list(self.shape)}"]
+        if self.largest:
+            start = f"from {self.smallest:.3g} " if self.smallest else "up "
+            parts.append(f"|x| {start}to {self.largest:.3g}")
+        shares = (("zero", self.zeros), ("Inf", self.inf), ("NaN", self.nan))
+        parts += [f"{share:.2g} of it {what}" for what, share in shares if share]
+        return f"{self.name}: {', '.join(parts)}" if self.name else ", ".join(parts)
+
+
+class Fault(NamedTuple):
+    """The op that a run broke at.
+
+    Attributes:
+        op: its name in the vocabulary, or the framework's own.
+        spelling: the framework's own name, with a prefix.
+        module: path of the module it was called in.
+        source: file and line of the user's code.
+        direction: "forward", "backward" or "recompute".
+        kind: "overflow" (its format made Inf of what float32 holds), "underflow" (zero of what
+            float32 holds), "number" (its format made a number of the program zero), "input" (an
+            argument or parameter was not finite) or "operation" (its result is not finite in
+            float32 either).
+        run: the format that it ran in.
+        row: of the policy, that decided; None if none spoke of the op.
+        inputs: what it was given.
+        found: "Inf" or "NaN", what first became of it, and the op where it did if it is another.
+        why: a sentence.
+        region: the low format of the region it ran in, "" outside.
+    """
+
+    op: str
+    spelling: str
+    module: str
+    source: str
+    direction: str
+    kind: str
+    run: str
+    row: Row | None
+    inputs: tuple[Operand, ...]
+    found: str
+    why: str
+    region: str = ""
+
+    def __str__(self) -> str:
+        place = " ".join(filter(None, (self.module and f"in {self.module}", self.source)))
+        rule = f", by the row {self.row}" if self.row else ""
+        lines = [
+            f"{self.op} ({self.spelling}) {place}, {self.direction}, ran in {self.run}{rule}",
+            f"  {self.kind}: {self.why}",
+            *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)),
+        ]
+        return "\n".join(lines)
+
+
+class Audit:
+    """What was measured; filled when the run ends.
+
+    Attributes:
+        results: of ops, in the order in which they were first reached.
+        gradients: of parameters, by name.
+        fault: where the first value that is not finite came from; None if all were finite.
+        steps: how many steps were measured.
+        scale: the loss scale that the gradients came with, 1 if none was known.
+    """
+
+    def __init__(self) -> None:
+        self.results: Sequence[Measured] = ()
+        self.gradients: Sequence[Measured] = ()
+        self.fault: Fault | None = None
+        self.steps = 0
+        self.scale = 1.0
+
+    @property
+    def backward(self) -> list[Measured]:
+        """All gradients: those of parameters, and of what backward ops made."""
+        made = [m for m in self.results if m.direction == "backward"]
+        return [*self.gradients, *made]
+
+    def fitting_scale(self, format: str = "float16") -> float | None:
+        """The largest loss scale at which no gradient overflows a format, with a factor 2 to spare.
+
+        Counted are the gradients that ops made in that format; where there are none other than
+        zero, those made in bfloat16, and then all.
+
+        Args:
+            format: by full name.
+
+        Returns:
+            A power of two; None if there were no finite gradients other than zero.
+        """
+        largest = 0.0
+        for run in (format, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+            made = (m.magnitudes.largest for m in self.backward if run in (m.run, ""))
+            largest = largest or max(made, default=0.0)
+        if largest == 0 or not math.isfinite(largest):
+            return None
+        return float(2.0 ** math.floor(math.log2(FORMATS[format].max / 2 / largest)))
+
+    def lost_gradients(self, format: str = "float16", scale: float = 1.0) -> float:
+        """The share of gradient values that a format makes zero at a loss scale, from 0 to 1."""
+        rows = self.backward
+        if not rows:
+            return 0.0
+        return joined(m.magnitudes for m in rows).shares(format, scale).underflow
+
+    def suggest(self, base: "Source" = "amp") -> "Suggestion":
+        """What to change so that what was audited trains: rows, another format, or a loss scale.
+
+        What lies behind the first Inf is not seen: where a step still breaks, audit it again.
+
+        Args:
+            base: the policy that the steps ran by. An op that ran by a float32 row of it gets no
+                other.
+
+        Raises:
+            PolicyError: no such policy.
+            ValueError: nothing was measured.
+        """
+        from polymp.diagnostics import suggest as suggesting  # which reads audits
+
+        if not self.results:
+            raise ValueError("nothing was measured: run a step in the audit's block, and ask then.")
+
+        return suggesting.suggest(self, base)
+
+    def plot(
+        self,
+        path: "str | PathLike[str] | None" = None,
+        format: str | None = None,
+        dark: bool = False,
+    ) -> "Figure":
+        """A picture of the magnitudes, layer by layer, against the ranges of the formats.
+
+        A row for every module, with its results in the panel at the left and its gradients at the
+        right: a band from the 5 % to the 95 % quantile of what is not zero, a tick at the largest.
+        Gradients are drawn as they are without the loss scale.
+
+        Args:
+            path: file to write it to as well: ".png", ".svg" or ".pdf".
+            format: the one whose range to show, by full name; None for float16, bfloat16,
+                float8_e4m3fn and float8_e5m2.
+            dark: True for light marks on a dark page.
+
+        Raises:
+            ValueError: nothing was measured, or there is no such format or suffix.
+            ImportError: matplotlib is not installed.
+        """
+        from polymp.diagnostics import audit_plot
+
+        return audit_plot.drawn(self, path, format, dark)
+
+    def __str__(self) -> str:
+        from polymp.diagnostics import audit_text
+
+        return audit_text.drawn(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "steps": self.steps,
+            "scale": self.scale,
+            "fitting_scale": self.fitting_scale(),
+            "fault": None if self.fault is None else str(self.fault),
+            "results": [m.to_dict() for m in self.results],
+            "gradients": [m.to_dict() for m in self.gradients],
+        }

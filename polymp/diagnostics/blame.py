@@ -1,0 +1,190 @@
+"""Which op a value that is not finite came from, and what made it so.
+
+    nodes of one run, each with what it read -> the node to blame, and why
+
+A run is a graph: every op that ran is a node, with the nodes that made its inputs. Infinities that
+a program means, such as those of a mask, are taken up by a later op and lead nowhere; what counts
+is what reaches an end. Nothing here knows a framework.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from polymp.dtypes import FORMATS
+
+# How far back the zero that was divided by is looked for.
+_STEPS = 12
+
+# Ops of which Inf, of finite inputs, may be a division by zero.
+DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
+
+# Ops that give the same for Inf as for a number as far out: masks and clamps lead to them.
+_TAKES_UP = frozenset(
+    "softmax log_softmax logsumexp exp sigmoid tanh clamp clamp_min clamp_max maximum minimum max "
+    "min amax amin where masked_fill relu".split()
+)
+
+# An op that lost more than this share of its values is the cause, and not what came of it.
+_MOST = 0.5
+
+
+class Node(NamedTuple):
+    """One op that ran.
+
+    Attributes:
+        inputs: places, in the run, of the nodes that made what it read; before it, all.
+        bad: "Inf", "NaN" or "", of its result.
+        run: the format of its result.
+        burst: True if float16 made Inf there of what float32, given the same inputs, holds.
+        vanished: share of its results that float16 made zero, of the same inputs.
+        zeros: True if there are zeros in its result.
+        numbers: numbers of the program that its format made zero.
+        spoiled: name of an input that no op made and that is not finite; "" if there is none.
+        given: True if a number of the program that it was given is not finite: a mask's -inf.
+        value: False if its result is no float: a test, a comparison.
+        asks: True if it tests whether its inputs are finite, as a loss scaler does.
+        cast: True for a cast.
+        loops: what tells the loops around it apart, the outermost first.
+        first: the round of each of these loops in which its result was first not finite.
+        op: name of the op in the vocabulary.
+    """
+
+    inputs: tuple[int, ...]
+    bad: str
+    run: str
+    burst: bool = False
+    vanished: float = 0.0
+    zeros: bool = False
+    numbers: tuple[float, ...] = ()
+    spoiled: str = ""
+    given: bool = False
+    value: bool = True
+    asks: bool = False
+    cast: bool = False
+    loops: tuple[Hashable, ...] = ()
+    first: tuple[int, ...] = ()
+    op: str = ""
+
+
+class Blame(NamedTuple):
+    """The node to blame.
+
+    Attributes:
+        node: its place in the run.
+        first: the place of the node whose result was the first that is not finite.
+        kind: as in `audit_records.Fault`.
+        why: a sentence.
+    """
+
+    node: int
+    first: int
+    kind: str
+    why: str
+
+
+def blame(nodes: Sequence[Node]) -> Blame | None:
+    """The node that a run broke at; None if everything that reached an end is finite or meant.
+
+    Infinities that the program gives are meant, until an op makes NaN of them.
+
+    Args:
+        nodes: in the order in which they ran.
+    """
+    readers = _readers(nodes)
+    reaches = _reaching(nodes, readers)
+    for at, node in enumerate(nodes):
+        # What a format made Inf is a fault also where a later op makes a number of it: x / Inf is
+        # 0. A softmax, though, or a clamp, makes the same of Inf and of the number that it was.
+        hidden = node.burst and not node.cast
+        hidden = hidden and not all(nodes[r].op in _TAKES_UP for r in readers[at])
+        counts = reaches[at] or hidden
+        if counts and not any(_spoils(nodes, i, at) for i in node.inputs):
+            if node.spoiled or not node.given:
+                return _of(nodes, at)
+    for at, node in enumerate(nodes):
+        if reaches[at] and node.bad == "NaN":
+            if not any(nodes[i].bad == "NaN" and _spoils(nodes, i, at) for i in node.inputs):
+                why = "its result is NaN, of infinities that the program gave to it or before it"
+                return Blame(at, at, "operation", why)
+    return None
+
+
+def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:
+    """True if a node read what was not finite; in a loop, what a round before may have left."""
+    pairs = enumerate(zip(nodes[of].loops, nodes[at].loops, strict=False))
+    around_both = min(len(nodes[of].loops), len(nodes[at].loops))
+    shared = next((depth for depth, (a, b) in pairs if a != b), around_both)
+    rounds, now = nodes[of].first[:shared], nodes[at].first[:shared]
+    return bool(nodes[of].bad) and (rounds < now or (rounds == now and of < at))
+
+
+def _readers(nodes: Sequence[Node]) -> list[list[int]]:
+    """For each node, those after it that read its result."""
+    readers: list[list[int]] = [[] for _ in nodes]
+    for at, node in enumerate(nodes):
+        for i in node.inputs:
+            if i < at:
+                readers[i].append(at)
+    return readers
+
+
+def _reaching(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> list[bool]:
+    """Which nodes' values are not finite and stay so up to an end.
+
+    An end is what no op reads, or what somebody tests.
+    """
+    reaches = [False] * len(nodes)
+    for at in range(len(nodes) - 1, -1, -1):
+        if nodes[at].bad:
+            of_values = [r for r in readers[at] if nodes[r].value]
+            asked = any(nodes[r].asks for r in readers[at])
+            reaches[at] = asked or not of_values or any(reaches[r] for r in of_values)
+    return reaches
+
+
+def _of(nodes: Sequence[Node], at: int) -> Blame:
+    node = nodes[at]
+    if node.spoiled:
+        return Blame(at, at, "input", f"{node.spoiled} is not finite before any op runs")
+    if node.burst:
+        top = FORMATS[node.run].max if node.run in FORMATS else math.inf
+        return Blame(
+            at,
+            at,
+            "overflow",
+            f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
+        )
+    cause = _cause(nodes, at)
+    if cause is not None:
+        found = nodes[cause]
+        if found.numbers:
+            shown = ", ".join(f"{number:g}" for number in found.numbers)
+            why = f"{shown} is zero in {found.run}, so what it was to keep from zero is not kept"
+            return Blame(cause, at, "number", why)
+        why = f"{found.vanished:.0%} of its results are zero in {found.run} and are not in float32"
+        return Blame(cause, at, "underflow", why)
+    why = f"its inputs are finite and its result is not, in {node.run or 'its format'} or wider"
+    return Blame(at, at, "operation", why)
+
+
+def _cause(nodes: Sequence[Node], at: int) -> int | None:
+    """The node before `at` whose format lost something, along values with zeros in them.
+
+    The nearest that lost most of its values or a number; else the one that lost the most.
+    """
+    seen, front = {at}, [i for i in nodes[at].inputs if nodes[i].zeros and i < at]
+    found: list[int] = []
+    for _ in range(_STEPS):
+        for i in sorted(front, reverse=True):
+            if nodes[i].numbers or nodes[i].vanished > _MOST:
+                return i
+            if nodes[i].vanished > 0:
+                found.append(i)
+        seen.update(front)
+        front = sorted(_before(nodes, front) - seen)
+    return max(found, key=lambda i: nodes[i].vanished, default=None)
+
+
+def _before(nodes: Sequence[Node], front: Iterable[int]) -> set[int]:
+    return {i for at in front for i in nodes[at].inputs if nodes[i].zeros and i < at}

@@ -1,0 +1,339 @@
+"""Two reports of one model, side by side: under two policies, or from the two frameworks.
+
+    calls of one, calls of the other -> pairs by (module, direction, op), in order -> what differs
+
+Nothing here knows a framework; the names of modules are made equal where only a container's way of
+naming tells them apart.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from itertools import combinations
+from os import PathLike
+from typing import Any, NamedTuple
+
+from polymp.diagnostics import plain_text
+from polymp.diagnostics.report import Call, Report
+from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
+
+FORMATS = ("inputs", "run", "outputs")
+_COMPARED = (*FORMATS, "rule", "casts", "cast_bytes", "times")
+_LAYERS = 4  # parts "layers" of one path that are left out in every combination
+
+
+class Difference(NamedTuple):
+    """A call that the reports do not share, or not in everything.
+
+    Attributes:
+        module: its path, as the first report has it.
+        direction: "forward", "backward" or "recompute".
+        op: its name.
+        one: the call of the first report; None if only the other has it.
+        other: the call of the other report; None if only the first has it.
+        changed: what differs: of "inputs", "run", "outputs", "rule", "casts", "cast_bytes",
+            "times"; () if only one has it.
+    """
+
+    module: str
+    direction: str
+    op: str
+    one: Call | None
+    other: Call | None
+    changed: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        sides = {"one": self.one, "other": self.other}
+        return self._asdict() | {
+            "changed": list(self.changed),
+            **{name: call and call.to_dict() for name, call in sides.items()},
+        }
+
+
+class ReportDiff:
+    """Where two reports differ; true if they do.
+
+    Two calls are held against each other if module, direction and op are equal, in the order in
+    which they were reached. Of two frameworks, which give an op different operands, the formats of
+    the inputs differ if one has a format that the other lacks.
+
+    Attributes:
+        one: the first report.
+        other: the other report.
+        rows: the differences, by module in the order of the first report.
+    """
+
+    def __init__(
+        self, one: Report, other: Report, modules: Callable[[str], str] | None = None
+    ) -> None:
+        """Compare.
+
+        Args:
+            one: the first report.
+            other: the other.
+            modules: from a module path of `other` to one of `one`; see `Report.diff`.
+        """
+        self.one, self.other = one, other
+        theirs = dict.fromkeys(call.module for call in other.calls)
+        if modules is None:
+            self._names = matched(dict.fromkeys(call.module for call in one.calls), theirs)
+        else:
+            self._names = {module: modules(module) for module in theirs}
+        self.rows = tuple(self._differences())
+
+    def _differences(self) -> Iterator[Difference]:
+        left, right = _grouped(self.one.calls, {}), _grouped(self.other.calls, self._names)
+        order = {direction: at for at, direction in enumerate(SECTIONS)}
+        for place in sorted({**left, **right}, key=lambda place: order[place[1]]):
+            for one, other in _pairs(left.get(place, []), right.get(place, [])):
+                op = one.op if one else other.op if other else ""
+                changed = _changed(one, other) if one and other else ()
+                if changed or one is None or other is None:
+                    yield Difference(*place, op, one, other, changed)
+
+    @property
+    def same(self) -> bool:
+        """True if both have the same calls, and each the same formats: input, run and output."""
+        return not any(
+            row.one is None or row.other is None or {*FORMATS} & {*row.changed} for row in self.rows
+        )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the reports are called here: by what tells them apart."""
+        sides = [
+            (next((call.backend for call in r), ""), r.policy, r.low, r.title)
+            for r in (self.one, self.other)
+        ]
+        for left, right in zip(*sides, strict=True):
+            if left != right and left and right:
+                return left, right
+        return "one", "other"
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """The sums of both: "FLOPs in float32", "casts", "bytes cast", "saved: cached", ..."""
+        sums = [_sums(self.one), _sums(self.other)]
+        names = sorted({**sums[0], **sums[1]}, key=lambda name: (_kind_of_sum(name), name))
+        return {name: (sums[0].get(name, 0), sums[1].get(name, 0)) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "names": list(self.names),
+            "same": self.same,
+            "totals": {name: list(pair) for name, pair in self.totals().items()},
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def to_html(self, path: "str | PathLike[str] | None" = None) -> str:
+        """A page of its own, as `Report.to_html` makes.
+
+        Args:
+            path: file to write it to as well, in UTF-8.
+        """
+        from polymp.diagnostics import report_html
+
+        return report_html.written(report_html.html(self._page()), path)
+
+    def _page(self) -> Any:
+        from polymp.diagnostics.report_html import Bar, Cell, Head, Line, Page
+
+        names = self.names
+        figures = [
+            (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
+            for what, pair in self.totals().items()
+        ]
+        heads = (Head("#", True), *map(Head, ("module", "op", "direction", "what", *names)))
+        lines = [
+            Line(
+                (
+                    Cell(str(at), at),
+                    *map(Cell, (row.module, row.op, row.direction, kind, *_sides(row))),
+                ),
+                (row.direction, kind),
+            )
+            for at, row in enumerate(self.rows, 1)
+            for kind in [self._kind(row)]
+        ]
+        title = f"{names[0]} and {names[1]}"
+        return Page(
+            title, self._headline(), figures, (), heads, ("#", True), ("direction", "what"), lines,
+            "difference",
+        )  # fmt: skip
+
+    def _kind(self, row: Difference) -> str:
+        if row.one is None:
+            return f"only in {self.names[1]}"
+        if row.other is None:
+            return f"only in {self.names[0]}"
+        kinds = {**dict.fromkeys(FORMATS, "formats"), "cast_bytes": "casts"}
+        return ", ".join(dict.fromkeys(kinds.get(name, name) for name in row.changed))
+
+    def _headline(self) -> str:
+        if not self.rows:
+            return "no difference"
+        formats = "the same formats" if self.same else "other formats"
+        return f"{plain_text.plural(len(self.rows), 'difference')}, {formats}"
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, width: int = plain_text.WIDTH) -> str:
+        """What differs as text, then the totals side by side: what `print` shows.
+
+        Args:
+            width: of a line, in characters.
+        """
+        names, rows = self.names, list[str | tuple[str, ...]]()
+        place = "", ""
+        for row in self.rows:
+            if row.direction != place[1]:
+                rows += ["", f"-- {SECTIONS[row.direction]} ".ljust(width, "-")]
+            if (row.module, row.direction) != place:
+                rows.append(row.module or OUTSIDE)
+            place = row.module, row.direction
+            rows.append((f"  {row.op}", *_sides(row)))
+        lines = [f"{names[0]} and {names[1]}: {self._headline()}"]
+        if rows:
+            lines += ["", *plain_text.columns(("op", *names), rows, width=width)]
+        sums = [
+            (what, *(_words(what, count) for count in pair)) for what, pair in self.totals().items()
+        ]
+        if sums:
+            lines += ["", *plain_text.columns(("totals", *names), sums, names, width)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from polymp.diagnostics import report_html
+
+        return report_html.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")
+
+    def __repr__(self) -> str:
+        return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
+
+
+def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    """From the other's module paths to ours; a path that has no counterpart stays.
+
+    Equal paths belong together. Of the others, those do that become equal when parts "layers" or a
+    class name in front are left out on either side, the fewest parts first; never if two of ours
+    would do.
+
+        blocks.0.attn, Net.blocks.layers.0.attn -> blocks.0.attn
+    """
+    theirs = list(theirs)
+    free = {*ours} - {*theirs}
+    reduced: dict[str, list[str]] = {}
+    for path in sorted(free):
+        for form in _forms(path):
+            reduced.setdefault(form, []).append(path)
+    names, taken = dict[str, str](), set[str]()
+    for path in theirs:
+        found = [reduced.get(form, []) for form in _forms(path)] if path not in {*ours} else []
+        unique = [paths[0] for paths in found if len(paths) == 1 and paths[0] not in taken]
+        names[path] = unique[0] if unique else path
+        taken.add(names[path])
+    return names
+
+
+def _forms(path: str) -> list[str]:
+    """The path, and what is left without parts "layers" and a class name in front."""
+    parts = path.split(".")
+    layers = [at for at, part in enumerate(parts) if part == "layers"][:_LAYERS]
+    starts = [0, 1] if parts[0][:1].isupper() else [0]
+    forms = {
+        ".".join(part for at, part in enumerate(parts) if at >= start and at not in left_out): None
+        for count in range(len(layers) + 1)
+        for left_out in combinations(layers, count)
+        for start in starts
+    }
+    return sorted(forms, key=lambda form: -form.count("."))
+
+
+Place = tuple[str, str]
+
+
+def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[Place, list[Call]]:
+    """The calls by module, renamed, and direction, in order."""
+    groups: dict[Place, list[Call]] = {}
+    for call in calls:
+        place = names.get(call.module, call.module), call.direction
+        groups.setdefault(place, []).append(call)
+    return groups
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    ops = [call.op for call in left], [call.op for call in right]
+    if ops[0] == ops[1]:
+        yield from zip(left, right, strict=True)
+        return
+    for what, i, to_i, j, to_j in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
+        if what == "equal":
+            yield from zip(left[i:to_i], right[j:to_j], strict=True)
+        else:
+            yield from ((call, None) for call in left[i:to_i])
+            yield from ((None, call) for call in right[j:to_j])
+
+
+def _changed(one: Call, other: Call) -> tuple[str, ...]:
+    def value(call: Call, name: str) -> Any:
+        inputs = name == "inputs" and one.backend != other.backend
+        return {*call.inputs} if inputs else getattr(call, name)
+
+    return tuple(name for name in _COMPARED if value(one, name) != value(other, name))
+
+
+def _sides(row: Difference) -> tuple[str, str]:
+    """What each report says, of that in which they differ."""
+    one, other = (_told(call, row.changed) for call in (row.one, row.other))
+    return one, other
+
+
+def _told(call: Call | None, changed: tuple[str, ...]) -> str:
+    if call is None:
+        return "not called"
+    alone = not changed
+    parts = []
+    if alone or {*FORMATS} & {*changed}:
+        parts.append(plain_text.formats(call.inputs, call.run, call.outputs))
+    if alone or "rule" in changed:
+        parts.append(ruled(call) or "no region")
+    if {"casts", "cast_bytes"} & {*changed} or (alone and call.casts):
+        casts = f"{plain_text.plural(call.casts, 'cast')} of {plain_text.size(call.cast_bytes)}"
+        parts.append(casts if call.casts else "no cast")
+    if "times" in changed or (alone and call.times > 1):
+        parts.append(f"ran {plain_text.plural(call.times, 'time')}")
+    return "; ".join([*parts, *filter(None, [call.source])])
+
+
+_KINDS = ("call sites", "FLOPs", "casts", "bytes cast", "saved", "bytes of float32 kept")
+
+
+def _sums(report: Report) -> dict[str, int]:
+    flops, saved = report.flops.items(), report.saved.items()
+    sums = (len(report), None, report.casts, report.cast_bytes, None, report.kept)
+    return {
+        **{kind: n for kind, n in zip(_KINDS, sums, strict=True) if n is not None},
+        **{f"FLOPs in {format}": n for format, n in flops},
+        **{f"saved: {reason}": n for reason, n in saved},
+    }
+
+
+def _kind_of_sum(name: str) -> int:
+    return next(at for at, kind in enumerate(_KINDS) if name.startswith(kind))
+
+
+def _words(what: str, count: int) -> str:
+    if "bytes" in what:
+        return plain_text.size(count)
+    return plain_text.amount(count) if what.startswith("FLOPs") else f"{count:,}"

@@ -1,0 +1,194 @@
+"""A report as text: what `print(report)` shows.
+
+    Report -> sections by direction, in each the modules, in each the calls, widest costs first
+
+Plain characters in lines of a given width, so that it reads the same in a terminal, in a pipe and
+in a log; nothing but the standard library is needed.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from polymp.diagnostics import plain_text
+from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
+from polymp.rules.policy import Row
+from polymp.rules.scopes import depth
+
+SECTIONS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    RECOMPUTE: "recompute: the forward again, for the backward",
+}
+OUTSIDE = "(top level)"
+_HEADS = ("op", "times", "source", "rule", "formats", "casts", "bytes", "saved", "FLOPs")
+_RIGHT = ("times", "casts", "bytes", "FLOPs")
+_NAMED = 5  # widened calls that are named; of more, how many
+
+
+def drawn(report: Report, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
+    """The report as text.
+
+    Args:
+        report: what to draw.
+        limit: how many calls to list, those with the widest costs; None for all. The totals are
+            those of the whole report.
+        width: of a line, in characters.
+
+    Raises:
+        ValueError: `limit` is not a positive number.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit!r}: give the number of calls to list, 1 or more, or None.")
+    listed = sorted(report.calls, key=cost)[:limit]
+    rows: list[str | tuple[str, ...]] = []
+    for direction, name in SECTIONS.items():
+        if section := list(_section(listed, report, direction)):
+            rows += ["", f"-- {name} ".ljust(width, "-"), *section]
+    lines = [headline(report), "", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
+    if hidden := len(report) - len(listed):
+        lines += ["", f"{plain_text.plural(hidden, 'call site')} with lower costs not listed"]
+    if len(report):
+        lines += ["", "totals", *totals(report, width)]
+    return "\n".join(lines).rstrip()
+
+
+def headline(report: Report) -> str:
+    """What was explained, and under what."""
+    under = f"policy {report.policy} in {report.low}" if report.policy else report.low
+    sites = plain_text.plural(len(report), "call site")
+    return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
+
+
+def cost(call: Call) -> tuple[int, int]:
+    """What to sort by to have the widest costs first."""
+    return -call.cast_bytes, -call.flops
+
+
+def _section(
+    listed: Iterable[Call], report: Report, direction: str
+) -> Iterator[str | tuple[str, ...]]:
+    """The calls of a direction, by module in the order of the modules' first calls."""
+    modules: dict[str, list[Call]] = {
+        call.module: [] for call in report.calls if call.direction == direction
+    }
+    for call in listed:
+        if call.direction == direction:
+            modules[call.module].append(call)
+    for module, calls in modules.items():
+        if calls:
+            yield module or OUTSIDE
+            yield from (_cells(call, report.policy) for call in calls)
+
+
+def _cells(call: Call, policy: str) -> tuple[str, ...]:
+    return (
+        f"  {call.op}",
+        f"{call.times:,}",
+        call.source,
+        ruled(call, policy),
+        plain_text.formats(call.inputs, call.run, call.outputs),
+        f"{call.casts:,}" if call.casts else "",
+        plain_text.size(call.cast_bytes) if call.cast_bytes else "",
+        ", ".join(f"{count:,} {reason}" for reason, count in call.saved),
+        plain_text.amount(call.flops) if call.flops else "",
+    )
+
+
+def ruled(call: Call, known: str = "") -> str:
+    """The rule that it ran by, and of its row what it speaks of and where it stands.
+
+    Args:
+        call: that ran.
+        known: policy that need not be named.
+    """
+    row = by(call.row, call.op, known) if call.row else ""
+    return ", ".join(filter(None, (call.rule, row)))
+
+
+def by(row: Row, op: str, known: str = "") -> str:
+    """What a row speaks of, if not just the op, and the policy or file it stands in."""
+    shipped = re.fullmatch(r"policies/(.*)\.toml", row.source)
+    source = shipped[1] if shipped else row.source
+    of, scope = row.of if row.of != op else "", f"in {row.scope}" if row.scope else ""
+    return ", ".join(filter(None, (of, scope, source if source != known else "")))
+
+
+def totals(report: Report, width: int = plain_text.WIDTH) -> list[str]:
+    """The report's sums, a line for each kind; long lines are broken."""
+    flops, total = report.flops, sum(report.flops.values())
+    parts = [
+        f"{plain_text.amount(count)} ({plain_text.share(count / total)}) "
+        f"in {plain_text.short(format)}"
+        for format, count in sorted(flops.items(), key=lambda item: -item[1])
+    ]
+    saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
+    moved = f"{report.casts:,}, {plain_text.size(report.cast_bytes)} read and written"
+    pairs = [
+        ("FLOPs", ", ".join(parts) or "none"),
+        ("casts", moved if report.casts else "none"),
+        ("saved", ", ".join(saved) or "none"),
+        ("kept", f"{plain_text.size(report.kept)} of float32 for the backward pass"),
+        ("widened", widening(report).removeprefix("widened ")),
+    ]
+    rows = [(f"  {name}", text) for name, text in pairs if text]
+    return plain_text.columns(("", ""), rows, width=width)[2:]
+
+
+def widening(report: Report) -> str:
+    """Where float32 made a low value float32 and no row said so; "" if nowhere."""
+    calls = report.widened()
+    named = [
+        ", ".join(filter(None, (f"{c.op} in {c.module}" if c.module else c.op, c.source)))
+        for c in calls[:_NAMED]
+    ]
+    if more := len(calls) - len(named):
+        named.append(f"and {plain_text.plural(more, 'more call')}")
+    return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+
+
+def chosen(
+    report: Report, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
+) -> Report:
+    """The part of a report that lies in some modules and is of some ops.
+
+    Args:
+        report: to choose from.
+        modules: patterns of module paths, as in policies: "blocks.*.attn"; "" is what lies outside
+            of modules; None for all.
+        ops: names in the vocabulary or the framework's; None for all.
+
+    Raises:
+        ValueError: a pattern matches no call, or an op is not in the report.
+    """
+    calls: Iterable[Call] = report.calls
+    if modules is not None:
+        patterns = [modules] if isinstance(modules, str) else list(modules)
+        known = dict.fromkeys(call.module for call in report.calls)
+        inside = {p: {m for m in known if _within(p, m)} for p in patterns}
+        for pattern, found in inside.items():
+            if not found:
+                raise ValueError(
+                    f"modules={pattern!r} matches no call; the report's modules are {_list(known)}."
+                )
+        kept = set[str]().union(*inside.values())
+        calls = [call for call in calls if call.module in kept]
+    if ops is not None:
+        names = {ops} if isinstance(ops, str) else {*ops}
+        for name in sorted(names):
+            if not report.of(name):
+                raise ValueError(
+                    f"ops={name!r} is not in the report; its ops are "
+                    f"{_list(dict.fromkeys(call.op for call in report.calls))}."
+                )
+        calls = [call for call in calls if names & {call.op, call.spelling}]
+    return Report(tuple(calls), report.title, report.low, report.policy)
+
+
+def _within(pattern: str, module: str) -> bool:
+    return depth(pattern, module) > 0 if pattern else not module
+
+
+def _list(names: Iterable[str]) -> str:
+    quoted = [repr(name) for name in names]
+    more = f" and {len(quoted) - 12} more" if len(quoted) > 12 else ""
+    return ", ".join(quoted[:12]) + more

@@ -1,0 +1,187 @@
+"""How far two runs of one function may be apart if nothing but rounding tells them apart.
+
+    every rounding moves a number by at most     a = u |v| + c u' m
+    a first-order change of what comes out       e = sum over roundings of  J s a,  |s| <= 1
+    with s even and independent, by chance       |e| > L sqrt(sum (J a)^2 / 3)
+    with a probability of at most                2 exp(-L^2 / 2)
+
+`v` is the result of an op, `u` the unit roundoff of its format, half the distance from 1 to the
+next number; `m` are the magnitudes that are added up in it, `u'` is the unit roundoff of the format
+that it computes in, and `c` says how often that rounds: sqrt(n) for a sum of n terms, FUNCTION for
+other functions, 0 for arithmetic that is rounded once. `J` is how much what comes out changes with
+the number.
+
+`J` is measured, not assumed. A probe is one more run of the same program in which every op's
+result is moved by an even share of `a`, up or down. Over probes, the mean square of what changes is
+the sum of (J a)^2 / 3 over all roundings: number of ops, formats, lengths of sums, and how the rest
+of the program magnifies or damps each rounding, forward and backward. In half of the probes all
+numbers of a result go the same way, for equal numbers round alike; the half that changes more
+counts. Two runs are two sets of roundings: their squares are added.
+
+Sources: one rounding, Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., SIAM 2002,
+theorem 2.2; sums and products and their magnitudes |A| |B|, sections 3.1 and 3.5; roundings as even
+and independent, section 2.8; sqrt(n) in place of n, and the bound, which holds for an even
+distribution with its own variance, Higham and Mary, "A new approach to probabilistic rounding error
+analysis", SIAM J. Sci. Comput. 41 (2019), theorems 2.4 and 3.1; runs with moved results, Parker,
+"Monte Carlo arithmetic", UCLA CSD-970002, 1997. Nothing here knows a framework.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from polymp.diagnostics.report import Call
+from polymp.dtypes import FORMATS
+
+# How likely a mistaken alarm may be, for all numbers of one result together.
+CHANCE = 1e-6
+
+# Units roundoff that a function may be off by, 4 in the last place: SLEEF, whose functions torch
+# calls, documents 3.5 at most, and XLA's polynomials were made for as much.
+FUNCTION = 8.0
+
+# Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low formats.
+ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
+
+# Ops whose results are among their operands, or these with another sign.
+EXACT = frozenset(
+    """
+    neg abs maximum minimum max min amax amin clamp relu relu6 hardtanh where sign floor ceil round
+    trunc flip cat stack split chunk unbind pad constant_pad_nd triu tril repeat roll broadcast_to
+    max_pool max_pool1d max_pool2d max_pool3d threshold_backward copy clone fill select_backward
+    slice_backward index_select masked_fill detach
+    """.split()
+)
+
+
+class Step(NamedTuple):
+    """One call of a run.
+
+    Attributes:
+        call: what is reported of it.
+        values: its float results in float64; () if they were not kept.
+        reads: which steps of the run its operands are results of.
+    """
+
+    call: Call
+    values: tuple[Any, ...] = ()
+    reads: frozenset[int] = frozenset()
+
+
+class Run(NamedTuple):
+    """What came out of a function, in numbers that no framework owns.
+
+    Attributes:
+        results: by path; numpy arrays, floats in float64.
+        gradients: of the float inputs, by path; float64.
+        formats: of the results, by path: the names of their dtypes.
+        steps: its calls, in order.
+    """
+
+    results: dict[str, Any]
+    gradients: dict[str, Any]
+    formats: dict[str, str]
+    steps: tuple[Step, ...] = ()
+
+
+def unit_roundoff(format: str) -> float:
+    """Half the distance from 1 to the next number of the format."""
+    return FORMATS[format].eps / 2
+
+
+def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, float]:
+    """What one op's rounding is made of: `u`, for its results, and `c u'`, for what it adds up.
+
+    Args:
+        op: its name in the vocabulary.
+        kind: the class of the op there, "" without one.
+        out: the format of what comes out.
+        terms: how many numbers are added up for one that comes out.
+    """
+    if op in EXACT:
+        return 0.0, 0.0
+    inside = unit_roundoff("float64" if out == "float64" else "float32")
+    often = math.sqrt(terms) if terms > 1 else 0.0
+    if op not in ONCE and kind not in ("matmul", "convolution"):
+        often += FUNCTION
+    return unit_roundoff(out), often * inside
+
+
+def factor(count: int) -> float:
+    """L for the largest of so many numbers: 2 count exp(-L^2 / 2) = CHANCE."""
+    return math.sqrt(2 * math.log(2 * max(count, 1) / CHANCE))
+
+
+class Gap(NamedTuple):
+    """How far two arrays are apart, in units of the largest magnitude of the first.
+
+    Attributes:
+        what: "result['x']" or "gradient of [0]".
+        error: the largest difference.
+        tolerance: what rounding explains.
+        largest: the magnitude itself.
+    """
+
+    what: str
+    error: float
+    tolerance: float
+    largest: float
+
+    @property
+    def part(self) -> bool:
+        """True if rounding does not explain it."""
+        return not self.error <= self.tolerance
+
+    @property
+    def margin(self) -> float:
+        """How many times larger the tolerance is than the error."""
+        return self.tolerance / self.error if self.error else math.inf
+
+    def __str__(self) -> str:
+        sign = ">" if self.part else "<="
+        return (
+            f"{self.what}: off by {self.error:.3g} {sign} tolerance {self.tolerance:.3g}, relative "
+            f"to the largest magnitude, {self.largest:.3g}"
+        )
+
+
+def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
+    """Compare two arrays of floats of one shape.
+
+    Numbers that are not finite must be the same ones; so must all that no rounding reaches, and
+    those whose change is not known because a probe was not finite there.
+
+    Args:
+        what: they are called.
+        ours: float64; its largest magnitude is what errors are relative to.
+        theirs: likewise.
+        spread: the root mean square change by rounding, number by number; see `spread`.
+    """
+    import numpy as np
+
+    same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
+    finite = np.isfinite(ours) & np.isfinite(theirs)
+    kept = finite & np.isfinite(spread)
+    if not np.all(same | kept):
+        return Gap(what, math.inf, 0.0, math.inf)
+    largest = float(np.abs(ours[finite]).max(initial=0.0)) or 1.0
+    error = float(np.abs(ours[kept] - theirs[kept]).max(initial=0.0))
+    limit = factor(ours.size) * float(spread[kept].max(initial=0.0))
+    return Gap(what, error / largest, limit / largest, largest)
+
+
+def spread(base: Any, own: Iterable[Any], alike: Iterable[Any]) -> Any:
+    """The root mean square change of an array by the roundings of one run.
+
+    Args:
+        base: what came out.
+        own: what comes out of probes where each number goes its own way.
+        alike: of probes where all numbers of a result go the same way.
+    """
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        halves = [np.mean([(x - base) ** 2 for x in probes], 0) for probes in (own, alike)]
+        both = np.maximum(*halves)
+    exact = np.all([np.isclose(x, base, 0, 0, equal_nan=True) for x in (*own, *alike)], 0)
+    return np.sqrt(np.where(exact, 0.0, both))

@@ -1,0 +1,348 @@
+"""What to change, by what an audit measured: rows of a policy, another format, a loss scale.
+
+    Audit -> suggest -> Suggestion -> apply(policy) -> a policy to try
+
+A row where one op's range is to blame; bfloat16 where many are, or where numbers come in that
+float16 cannot hold; a scale where only gradients are. A suggestion is made of what one audit saw:
+behind the first Inf nothing is seen, so audit again with it. Nothing here knows a framework.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from polymp.diagnostics.audit_records import Audit, Fault, Measured
+from polymp.diagnostics.magnitudes import joined
+from polymp.dtypes import FORMATS
+from polymp.errors import PolicyError
+from polymp.rules import policy_files, scopes
+from polymp.rules.policy import Policy, Rule
+from polymp.rules.vocabulary import vocabulary
+from polymp.scaling.scale_rule import LARGEST
+
+# Of the values of an op, or of all gradients that are not zero: from here on, too many are lost.
+MANY = 0.5
+
+# So many places that overflow are no exception, or this share of all that compute in float16.
+PLACES, SHARE = 3, 0.25
+
+# How many modules that differ by a number alone are spoken of by one pattern.
+ALIKE = 3
+
+# The scale to try where no gradient tells of one: `GradScaler`'s own.
+FIRST = 2.0**16
+
+_TOP = FORMATS["float16"].max
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What to change. True if there is anything to.
+
+    Attributes:
+        rules: rows that hold everywhere, as `Policy.override` takes them.
+        scopes: rows by pattern of module paths, as `Policy.override` takes them.
+        dtype: "bfloat16" where float16 is hopeless, else None.
+        init_scale: the loss scale to start with, None if that in use will do.
+        reasons: sentences, also where nothing is to be changed.
+    """
+
+    rules: Mapping[str, str] = field(default_factory=dict)
+    scopes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    dtype: str | None = None
+    init_scale: float | None = None
+    reasons: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.rules or self.scopes or self.dtype or self.init_scale)
+
+    def apply(self, policy: policy_files.Source) -> Policy:
+        """A policy with the suggested rows; the format and the scale are the caller's to take.
+
+        Args:
+            policy: as `polymp.policy` takes it.
+
+        Raises:
+            PolicyError: no such policy.
+        """
+        told = policy_files.load(policy)
+        if not self.rules and not self.scopes:
+            return told
+        return told.override(rules=self.rules, scopes=self.scopes)
+
+    def __str__(self) -> str:
+        """Rows to be pasted into a policy's file; all else is comments there."""
+        lines = [f"# {' '.join(reason.split())}" for reason in self.reasons]
+        if not self:
+            return "\n".join([*lines, "# Nothing to change."])
+        if self.dtype:
+            lines.append(f"# Compute in {self.dtype}.")
+        if self.init_scale:
+            lines.append(f"# Start with a loss scale of {self.init_scale:g}.")
+        if self.rules or self.scopes:
+            rows = policy_files.load({"rules": self.rules, "scopes": self.scopes})
+            lines += policy_files.to_toml(rows).splitlines()[2:]  # behind its name and its halves
+        return "\n".join(lines)
+
+
+def suggest(audit: Audit, base: policy_files.Source = "amp") -> Suggestion:
+    """What to change so that what was audited trains.
+
+        a fault of the data or of the mathematics     nothing, and what to look at
+        many ops overflow, or numbers beyond 65504    bfloat16
+          are given to an op that computes in float16
+        an op overflows, or loses most of its values  that op in float32, in its module
+        gradients overflow, or most of them vanish    the loss scale that fits; bfloat16 if none
+
+    Args:
+        audit: of steps in float16.
+        base: the policy that they ran by. An op that ran by a float32 row of it gets no other.
+
+    Raises:
+        PolicyError: no such policy.
+    """
+    policy, fault = policy_files.load(base), audit.fault
+    if fault is not None and fault.kind in ("input", "operation"):
+        causes = _lost_before(audit, fault) if fault.kind == "operation" else []
+        return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
+    if why := _hopeless(audit):
+        return Suggestion(dtype="bfloat16", reasons=(why,))
+    burst = _bursts(audit)
+    if found := burst + _losses(audit):
+        return _raised(found, policy, _readers(audit, burst))
+    if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
+        return _raised([fault], policy)
+    return _scale(audit, policy)
+
+
+def _forward(audit: Audit) -> list[Measured]:
+    return [m for m in audit.results if m.direction != "backward"]
+
+
+def _bursts(audit: Audit) -> list[Measured | Fault]:
+    return [m for m in _forward(audit) if m.magnitudes.burst > 0]
+
+
+def _losses(audit: Audit) -> list[Measured | Fault]:
+    """What lost most of its values, or a number; an underflow that broke the run alone."""
+    fault = audit.fault
+    if fault is not None and fault.kind in ("underflow", "number"):
+        return [fault, *_lost_before(audit, fault)]
+    lost = (m for m in _forward(audit) if m.numbers or m.magnitudes.vanished > MANY)
+    return list(lost)
+
+
+def _readers(audit: Audit, burst: list[Measured | Fault]) -> list[Measured]:
+    """What would round to float16 again what overflowed there, as far as an audit can tell.
+
+    Low ops whose results are not finite, behind the one that overflowed and in the same module, up
+    to an op whose result is bounded whatever it is given.
+    """
+    found: list[Measured] = []
+    forward = _forward(audit)
+    for one in burst:
+        inside = _around(one.module, forward)
+        for m in forward[forward.index(one) + 1 :] if isinstance(one, Measured) else ():
+            op = vocabulary().ops.get(m.op)
+            if op is not None and op.kind in _BOUNDED:
+                break
+            lowered = m.row is not None and m.row.rule is Rule.LOWER
+            spoiled = m.magnitudes.inf or m.magnitudes.nan
+            if lowered and spoiled and f"{m.module}.".startswith(inside) and m not in burst:
+                found.append(m)
+    return found
+
+
+# Classes of ops behind which it does not matter how large a number was.
+_BOUNDED = ("softmax", "normalisation", "loss")
+
+
+def _around(module: str, forward: Sequence[Measured]) -> str:
+    """The start of the paths in a module; of a layer without parts, of those beside it."""
+    inner = f"{module}." if module else ""
+    if any(m.module.startswith(inner) for m in forward):
+        return inner
+    return module[: module.rfind(".") + 1]
+
+
+def _lost_before(audit: Audit, fault: Fault) -> list[Measured | Fault]:
+    """What lost most of its values on the way to the op that broke, in the same module."""
+    found: list[Measured | Fault] = []
+    for m in _forward(audit):
+        if _same_call(m, fault):
+            return found
+        if m.module == fault.module and (m.numbers or m.magnitudes.vanished > MANY):
+            found.append(m)
+    return []
+
+
+def _same_call(m: Measured, fault: Fault) -> bool:
+    here = (fault.op, fault.module, fault.source, fault.direction)
+    return (m.op, m.module, m.source, m.direction) == here
+
+
+def _look(fault: Fault) -> str:
+    at = _at(fault)
+    if fault.kind == "operation":
+        return f"{at}: {fault.found} in float32 too: look at what it is given. {fault.why}"
+    bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
+    name = next((f" {o.name!r}" for o in bad if o.name), "")
+    what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)
+    return f"{at}: its input{name} has {what}: look at the data or the parameters. {fault.why}"
+
+
+def _hopeless(audit: Audit) -> str:
+    """Why no row helps; nothing if one may."""
+    fault = audit.fault
+    scaled = fault is not None and fault.direction == "backward" and audit.scale > 1
+    if fault is not None and fault.kind == "overflow" and not scaled:  # else the scale may do
+        for operand in fault.inputs:
+            if operand.largest > _TOP:
+                name = operand.name or "an input"
+                return (
+                    f"{_at(fault)}: {name} holds {operand.largest:.3g}, and float16 ends at "
+                    f"{_TOP:g}: the values are beyond float16 on the way in, which bfloat16 holds."
+                )
+        made = [m for m in audit.results if _same_call(m, fault)]
+        if made and not any(m.magnitudes.burst > 0 for m in made):
+            return (
+                f"{_at(fault)}: it overflows by what it is given, and not by what it computes: the "
+                "values are beyond float16 on the way in, which bfloat16 holds."
+            )
+    low = [m for m in _forward(audit) if m.run == "float16"]
+    burst = [m for m in low if m.magnitudes.burst > 0]
+    places = {(m.op, _alike(m.module)) for m in burst}
+    if len(places) >= PLACES or (len(places) > 1 and len(burst) > max(SHARE * len(low), PLACES)):
+        return (
+            f"{len(burst)} of {len(low)} ops that compute in float16 make Inf of what float32 "
+            f"holds, {_at(burst[0])} first: the range is too small for this model, and "
+            "bfloat16's is not."
+        )
+    return ""
+
+
+def _raised(
+    found: Iterable[Measured | Fault], policy: Policy, readers: Sequence[Measured] = ()
+) -> Suggestion:
+    """Rows by which ops run in float32, and what reads their results, each in its module."""
+    rules: dict[str, str] = {}
+    inside: dict[str, dict[str, str]] = {}
+    reasons: list[str] = []
+    rows = [(one, _selector(one), _scope(one.module)) for one in (*found, *readers)]
+    for one, of, scope in rows:
+        pattern, alike = _alike(scope), set()
+        if pattern != scope:
+            alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
+        scope = pattern if len(alike) >= ALIKE else scope
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}"
+        if not of:
+            reasons.append(f"{why} No row can speak of it: mend the program.")
+        elif _has(policy, one, of):
+            reasons.append(f"{why} The row {one.row} says float32 already: mend the program.")
+        elif of not in (told := inside.setdefault(scope, {}) if scope else rules):
+            told[of] = Rule.FP32.value
+            reasons.append(why)
+    return Suggestion(rules, inside, reasons=tuple(reasons))
+
+
+_READS = "it reads what overflowed before it, and would round that to float16 again."
+
+
+def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
+    """True if an op ran by a row of the policy that says float32 already."""
+    if one.row is None or one.row.rule is not Rule.FP32:
+        return False
+    op = vocabulary().op_of(of)
+    spelling = one.spelling if op is None or one.op == op.name else ""
+    return policy.at(one.module).winner(op.name if op else "", "float16", spelling) == one.row
+
+
+def _selector(one: Measured | Fault) -> str:
+    """What a row has to speak of: the op that a row decided for, or its own; "" if none can."""
+    words, row = vocabulary(), one.row
+    if row is not None and row.of in words.ops:
+        return row.of
+    if one.op in words.ops:
+        return one.op
+    prefix, colon, name = one.spelling.partition(":")
+    known = prefix in ("aten", "jax") and colon and name.partition(".")[0] not in _CASTS
+    return one.spelling if known else ""
+
+
+# What the program itself converts: no policy takes that back.
+_CASTS = ("_to_copy", "to", "convert_element_type", "copy", "clone")
+
+
+def _scope(module: str) -> str:
+    """A pattern that is a module's path; "" where none can be, and rows hold everywhere."""
+    pattern = re.sub(r"([*?[])", r"[\1]", module)
+    try:
+        scopes.check(pattern, "suggest()")
+    except PolicyError:
+        return ""
+    return pattern
+
+
+def _alike(scope: str) -> str:
+    """A path with a star for each name that is a number."""
+    return ".".join("*" if name.isdigit() else name for name in scope.split("."))
+
+
+def _scale(audit: Audit, policy: Policy) -> Suggestion:
+    """A loss scale, where gradients need another one."""
+    fits, scale, fault = audit.fitting_scale(), audit.scale, audit.fault
+    burst = [m for m in audit.results if m.direction == "backward" and m.magnitudes.burst > 0]
+    over: Measured | Fault | None = burst[0] if burst else fault
+    if over is not None:
+        lower = min(fits or scale / 2, scale / 2)
+        if scale <= 1:
+            return _raised([over], policy)
+        why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
+        return Suggestion(init_scale=lower, reasons=(f"{why}; {lower:g} fits.",))
+    lost = _lost(audit, scale)
+    if lost <= MANY or not any(m.region == "float16" for m in audit.results):
+        return Suggestion()
+    why = f"gradients: {lost:.0%} of the values that are not zero are zero in float16"
+    if fits is None:
+        why = f"gradients: all are zero, at a loss scale of {scale:g}; {FIRST:g} is a start."
+        return Suggestion(init_scale=FIRST, reasons=(why,))
+    fits = min(fits, LARGEST)
+    if fits <= scale or _lost(audit, fits) > MANY:
+        why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
+        return Suggestion(dtype="bfloat16", reasons=(why,))
+    why = f"{why} at a loss scale of {scale:g}; {fits:g} fits."
+    return Suggestion(init_scale=fits, reasons=(why,))
+
+
+def _lost(audit: Audit, scale: float) -> float:
+    """The share of gradient values other than zero that float16 makes zero at a scale.
+
+    All of them, if gradients are zero throughout that nothing scaled up.
+    """
+    rows = audit.backward
+    if not rows:
+        return 0.0
+    every = joined(m.magnitudes for m in rows)
+    gone = every.vanished if scale == audit.scale else 0.0
+    there = 1 - every.zeros + gone
+    if there == 0:
+        return 1.0 if scale <= 1 else 0.0
+    return (every.shares("float16", scale).underflow + gone) / there
+
+
+def _at(one: Measured | Fault) -> str:
+    place = " ".join(filter(None, (one.module and f"in {one.module}", one.source)))
+    back = ", backward" if one.direction == "backward" else ""
+    return f"{one.op} {place}".rstrip() + back
+
+
+def _loss(one: Measured | Fault) -> str:
+    if isinstance(one, Fault):
+        return one.why
+    m = one.magnitudes
+    if m.burst > 0:
+        return f"float16 makes Inf of {m.burst:.0%} of its values, which float32 holds."
+    if one.numbers:
+        numbers = ", ".join(f"{number:g}" for number in one.numbers)
+        return f"float16 makes zero of the number {numbers}, which float32 holds."
+    return f"float16 makes zero of {m.vanished:.0%} of its values, which float32 holds."

@@ -1,0 +1,146 @@
+"""What was decided in a run: every op that a row spoke of, with its formats.
+
+    with polymp.recording() as record:
+        loss = loss_fn(model(x), y)
+    print(policy.unused(record))
+
+The backends add to the record of the context they run in. Nothing here knows a framework.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+from polymp.rules.policy import Decision, Row
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """One op, as it was decided.
+
+    Attributes:
+        backend: "torch" or "jax".
+        op: its name in the vocabulary, "" if it has none.
+        spelling: the framework's own name, with a prefix: "aten:softmax.int", "jax:exp"; of a
+            function of JAX's, "".
+        low: the region's format.
+        scope: path of the module, where the backend knows it.
+        row: the row that won; None, in what is noted and not kept, if there is none.
+        formats: of the float inputs.
+        decision: what it said.
+        policy: name of the policy.
+    """
+
+    backend: str
+    op: str
+    spelling: str
+    low: str
+    scope: str
+    row: Row | None
+    formats: tuple[str, ...]
+    decision: Decision
+    policy: str = ""
+
+
+class Decisions:
+    """The entries of a run, in the order in which they were decided.
+
+    torch decides at every call, JAX once for each equation when it plans a function.
+
+    Attributes:
+        entries: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.outer: Decisions | None = None  # is told the same
+
+    def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
+        """Run an op that a backend is asked for, and note what was decided.
+
+        Args:
+            entry: its row is None where no row spoke of the op.
+            run: runs it.
+            args: of `run`.
+        """
+        self.note(entry)
+        return run(*args)
+
+    def note(self, entry: Entry) -> None:
+        """Note what was decided of an op that runs next; an op without a row is passed over."""
+        record: Decisions | None = self
+        while record is not None and entry.row is not None:
+            record.entries.append(entry)
+            record = record.outer
+
+    def follow(self, what: Any, low: str, policy: str = "") -> str | None:
+        """A name for the call that was decided last, to be found on all that it becomes.
+
+        Args:
+            what: the backend's own record of the call.
+            low: the region's format, "" outside of enabled regions.
+            policy: name of the region's, likewise.
+
+        Returns:
+            None, for nobody follows calls.
+        """
+
+    def spared(self, what: Any, why: str) -> None:
+        """A cast of a call was not made, for a reason: "shared", "cancelled"."""
+
+    def rows(self) -> set[Row]:
+        """The rows that won at least once."""
+        return {entry.row for entry in self.entries if entry.row is not None}
+
+    def of(self, op: str) -> list[Entry]:
+        """The entries of an op of the vocabulary."""
+        return [entry for entry in self.entries if entry.op == op]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"Decisions({len(self.entries)} entries, {len(self.rows())} rows)"
+
+
+_current: ContextVar[Decisions | None] = ContextVar("polymp.rules.decisions", default=None)
+
+# What a backend has to do while a record is made.
+preparations: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+def current() -> Decisions | None:
+    """The record that is being made in this context, if there is one."""
+    return _current.get()
+
+
+@contextmanager
+def recording() -> Iterator[Decisions]:
+    """Record what is decided inside, in this thread, by every backend that is imported.
+
+    Ops then take longer. Code that torch.compile or jax.jit compiled before is not looked at
+    again, and decides nothing.
+    """
+    record = Decisions()
+    with recorded_by(record, passes_on=False):
+        yield record
+
+
+@contextmanager
+def recorded_by(record: Decisions, prepared: bool = True, passes_on: bool = True) -> Iterator[None]:
+    """Hand what is decided inside to a record.
+
+    Args:
+        record: that gets it.
+        prepared: False to leave out what backends do for it, where none runs that has to.
+        passes_on: True to tell the record around it, too: who explains or audits takes nothing.
+    """
+    with ExitStack() as stack:
+        for prepare in preparations if prepared else ():
+            stack.enter_context(prepare())
+        record.outer = _current.get() if passes_on else None
+        token = _current.set(record)
+        stack.callback(_current.reset, token)
+        yield

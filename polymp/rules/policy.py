@@ -1,0 +1,503 @@
+"""A policy: a table that says, op by op, in which float format to compute.
+
+    rows -> at(scope) -> winner(op, format) -> decide(op, formats, region)
+
+Data in, decision out. Rows speak of an op, of a class of ops, or of one framework's spelling; the
+most specific one that speaks of an op wins. Reading tables is `policy_files`'s part; nothing here
+knows what a tensor is.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from polymp.dtypes import FORMATS, widest
+from polymp.errors import PolicyError
+from polymp.rules import scopes
+from polymp.rules.vocabulary import vocabulary
+
+if TYPE_CHECKING:
+    from polymp.rules.decisions import Decisions
+    from polymp.rules.region import Region
+
+
+E = TypeVar("E", bound=StrEnum)
+
+# The low formats, for which a row may speak alone.
+LOW = ("float16", "bfloat16")
+
+
+class Rule(StrEnum):
+    """How an op runs in an enabled region. Inputs that are not eligible stay as they are.
+
+    lower      in the region's format
+    fp32       in float32
+    fp32_keep  in float32, and the result returns to the widest input format
+    widest     in the widest of the inputs' formats and the region's
+    first      in the format of the first input, such as the tensor that others are written into
+    keep       in whatever comes in, with all that it is made of
+    forbid     not at all: an error that names another op
+    parts      has no rule of its own: what it is made of follows its own rules
+    """
+
+    LOWER = "lower"
+    FP32 = "fp32"
+    FP32_KEEP = "fp32_keep"
+    WIDEST = "widest"
+    FIRST = "first"
+    KEEP = "keep"
+    FORBID = "forbid"
+    PARTS = "parts"
+
+
+class Apply(StrEnum):
+    """How the torch backend makes an op run in float32, where casting its inputs is not the way.
+
+    cast            cast the inputs (every rule but fp32 always does)
+    dtype_argument  fill in the op's own dtype argument, if the caller left it out
+    append_dtype    call the overload of the op that takes a dtype
+    """
+
+    CAST = "cast"
+    DTYPE_ARGUMENT = "dtype_argument"
+    APPEND_DTYPE = "append_dtype"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """One line of a table: what it speaks of, its rule, and what some rules need besides.
+
+    Attributes:
+        of: an op of the vocabulary ("softmax"), a class ("class:softmax"), one framework's
+            spelling ("aten:softmax.int", "jax:exp"), "all" for every op that computes, or "default"
+            for those that no other row speaks of. "all" replaces what holds outside of its scope,
+            or in the policy that is extended.
+        rule: how it runs.
+        format: the region format it speaks for, "" for any.
+        scope: a pattern of module paths it speaks for, "" for everywhere.
+        apply: how torch brings fp32 about; None for the way of the device's own table.
+        instead: for forbid, the op to use instead.
+        source: the policy or file that the row was written in; rows are equal without it.
+    """
+
+    of: str
+    rule: Rule
+    format: str = ""
+    scope: str = ""
+    apply: Apply | None = None
+    instead: str = ""
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        where, of_op = self.source or "a policy's row", f"for op {self.of!r}"
+        object.__setattr__(self, "rule", member(Rule, self.rule, "rule", where, of_op))
+        if self.apply is not None:
+            object.__setattr__(self, "apply", member(Apply, self.apply, "apply", where, of_op))
+        if self.apply not in (None, Apply.CAST) and self.rule is not Rule.FP32:
+            raise PolicyError(
+                f"{where}: apply {self.apply!s} {of_op} needs rule fp32, not {self.rule!s}."
+            )
+        if self.instead and self.rule is not Rule.FORBID:
+            raise PolicyError(
+                f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
+            )
+        if self.format and self.format not in LOW:
+            raise PolicyError(
+                f"{where}: format {self.format!r} {of_op} is not one of {', '.join(LOW)}."
+            )
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What no two rows of a policy share."""
+        return self.scope, self.of, self.format
+
+    def left_by(self, others: Iterable["Row"]) -> tuple["Row", ...]:
+        """What remains of this row where others speak instead: for a format, or nothing."""
+        mine = {self.format} if self.format else set(LOW)
+        taken = {low for row in others for low in ((row.format,) if row.format else LOW)}
+        if not mine & taken:
+            return (self,)
+        return tuple(replace(self, format=low) for low in sorted(mine - taken))
+
+    @property
+    def where(self) -> str:
+        """The format and the scope that the row speaks for, as words."""
+        at = f" in {self.scope!r}" if self.scope else ""
+        return f"{f' ({self.format})' if self.format else ''}{at}"
+
+    def __str__(self) -> str:
+        by = f", {self.source}" if self.source else ""
+        return f"{self.of}{self.where} = {self.rule}{by}"
+
+
+class Decision(NamedTuple):
+    """What `Policy.decide` answers.
+
+    Attributes:
+        rule: the rule that decided.
+        run: format to cast the eligible inputs to; None leaves them alone.
+        out: format to cast the float results to; None leaves them alone.
+    """
+
+    rule: Rule
+    run: str | None = None
+    out: str | None = None
+
+
+_PARTS = Decision(Rule.PARTS)
+_KEEP = Decision(Rule.KEEP)
+_FORBID = Decision(Rule.FORBID)
+
+
+class Why(NamedTuple):
+    """The row that won for an op; as text, a sentence.
+
+    Attributes:
+        op: as asked.
+        format: of the region, as asked.
+        scope: as asked.
+        row: the winner, None if no row speaks of the op.
+        policy: the policy's name.
+    """
+
+    op: str
+    format: str
+    scope: str
+    row: Row | None
+    policy: str
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that the op runs by."""
+        return self.row.rule if self.row else Rule.PARTS
+
+    def __str__(self) -> str:
+        at = f" at {self.scope!r}" if self.scope else ""
+        if self.row is None:
+            return f"{self.op} in {self.format}{at}: no row of policy {self.policy!r} speaks of it"
+        return f"{self.op} in {self.format}{at}: {self.row.rule}, by the row {self.row}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A named table of rules. Frozen, hashable, equal by value.
+
+    The most specific row wins: one with a scope over one without, for the same op; a spelling over
+    its op, an op over its class, a class over "all" and that over "default"; among those, one for
+    the region's format. A class in a scope does not win over an op without; "all" in a scope does.
+
+    Attributes:
+        name: what messages call it.
+        rows: at most one for each op or class, format and scope; the order does not matter.
+        halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
+            "raise" forbids the call, as torch.amp does.
+        inside: True for what `at` returns: the rows that have a scope hold.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    halves: str = "widen"
+    inside: bool = False
+
+    def __post_init__(self) -> None:
+        rows = tuple(sorted(self.rows, key=lambda row: row.key))
+        for other, row in pairwise(rows):
+            if other.key == row.key:
+                raise PolicyError(
+                    f"policy {self.name!r} gives {row.of!r}{row.where} two rules: "
+                    f"{other.rule} and {row.rule}. Keep one."
+                )
+        for row in rows:
+            vocabulary().check(row.of, f"policy {self.name!r}")
+            if row.scope:
+                scopes.check(row.scope, f"policy {self.name!r}")
+        if self.halves not in ("widen", "raise"):
+            raise PolicyError(
+                f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
+            )
+        object.__setattr__(self, "rows", rows)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = self.name, self.rows, self.halves, self.inside
+        return type(self), fields  # a hash holds for one process
+
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r}, {len(self.rows)} rows)"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.rows, self.halves, self.inside))
+
+    @cached_property
+    def _in_force(self) -> Mapping[tuple[str, str], Row]:
+        return {(row.of, row.format): row for row in self.rows if self.inside or not row.scope}
+
+    @cached_property
+    def scopes(self) -> tuple[str, ...]:
+        """The patterns that rows wait for, sorted."""
+        return tuple(sorted({row.scope for row in self.rows if row.scope and not self.inside}))
+
+    @cached_property
+    def _at(self) -> dict[tuple[Any, ...], "Policy"]:
+        return {}
+
+    def at(self, scope: str) -> "Policy":
+        """The policy inside the module at a path, where rows with a matching pattern hold.
+
+        Args:
+            scope: names of modules from the outermost inwards, joined by dots.
+
+        Raises:
+            PolicyError: two patterns match the same module, neither says more than the other, and
+                they differ.
+        """
+        if not self.scopes:
+            return self
+        found = scopes.ranked(self.scopes, scope)
+        if found not in self._at:
+            self._at[found] = self._folded(found, scope)
+        return self._at[found]
+
+    def _folded(self, found: Sequence[tuple[Any, str]], scope: str) -> "Policy":
+        rows = tuple(row for row in self.rows if not row.scope)
+        tied: list[tuple[Row, Row]] = []
+        for _, alike in groupby(found, lambda ranked: ranked[0]):
+            patterns = [pattern for _, pattern in alike]
+            own: dict[tuple[str, str], Row] = {}
+            for row in [row for row in self.rows if row.scope in patterns]:
+                other = own.setdefault((row.of, row.format), row)
+                if other.rule is not row.rule:
+                    tied.append((other, row))
+            rows = (*_without(rows, own.values(), _holds_in_scope), *own.values())
+        for one, other in tied:
+            if one in rows:  # else a stronger pattern has settled it
+                raise PolicyError(
+                    f"policy {self.name!r} at {scope!r}: {one.scope!r} gives {one.of!r} "
+                    f"{one.rule} and {other.scope!r} gives it {other.rule}, and neither pattern "
+                    "is the more exact. Make one of them longer."
+                )
+        return Policy(self.name, rows, self.halves, inside=True)
+
+    @cached_property
+    def _winners(self) -> dict[tuple[str, str, str], Row | None]:
+        return {}
+
+    def winner(self, op: str, format: str, spelling: str = "") -> Row | None:
+        """The row that rules an op, outside of scopes (see `at`).
+
+        Args:
+            op: of the vocabulary; "" for a spelling that it lacks.
+            format: of the region.
+            spelling: the framework's own name, with its prefix: "aten:softmax.int", "jax:exp".
+
+        Returns:
+            The row, also where it says "parts"; None if none speaks of the op.
+        """
+        asked = op, format, spelling
+        if asked not in self._winners:
+            self._winners[asked] = self._winner(*asked)
+        return self._winners[asked]
+
+    def _winner(self, op: str, format: str, spelling: str) -> Row | None:
+        known = vocabulary().ops.get(op)
+        computes = known is not None and known.kind not in vocabulary().moving
+        names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
+        for name in filter(None, names):
+            for low in (format, ""):
+                if row := self._in_force.get((name, low)):
+                    return row
+        if known and known.rule:
+            return Row(op, Rule(known.rule), source="register_op")
+        for low in (format, "") if computes else ():
+            if row := self._in_force.get(("default", low)):
+                return row
+        return None
+
+    def why(self, op: str, format: str, scope: str = "") -> Why:
+        """Which row rules an op, and so in which format it runs.
+
+        Args:
+            op: of the vocabulary, or a spelling: "softmax", "aten:softmax.int".
+            format: of the region, "float16" or "bfloat16".
+            scope: the path of the module that the op is called in.
+
+        Raises:
+            PolicyError: no such op or format; the message has the nearest names.
+        """
+        if format not in LOW:
+            raise PolicyError(f"why(): format {format!r} is not one of {', '.join(LOW)}.")
+        known = vocabulary().op_of(op)
+        if known is None:
+            vocabulary().check(op, "why()")
+        spelling = op if known is None or ":" in op else ""
+        row = self.at(scope).winner(known.name if known else "", format, spelling)
+        return Why(op, format, scope, row, self.name)
+
+    def decide(
+        self, op: str, formats: Sequence[str], region: "Region", spelling: str = ""
+    ) -> Decision:
+        """In which format `op` runs, and what comes out.
+
+            lower      run = region format     out = as computed
+            fp32       run = float32           out = as computed
+            fp32_keep  run = float32           out = widest input
+            widest     run = widest input      out = as computed
+            first      run = first input       out = as computed
+            keep       nothing is cast, in the op and in what it is made of
+            parts, no row, region disabled     nothing is cast
+
+        Args:
+            op: of the vocabulary; "" for a spelling that it lacks.
+            formats: formats of the inputs that the rule consults, in order: float inputs on the
+                region's device. float64 and formats that `dtypes` lacks count for nothing.
+            region: the region the op is called in.
+            spelling: the framework's own name of the op, with its prefix.
+
+        Returns:
+            The decision. `forbid` is returned, not raised: the backend knows the caller's words.
+
+        Source:
+            torch v2.13 aten/src/ATen/autocast_mode.h: `prioritize` (widest), `is_eligible`.
+        """
+        if not region.enabled:
+            return _PARTS
+        row = self.at(region.scope).winner(op, region.format, spelling)
+        return _PARTS if row is None else self.apply(row, formats, region.format)
+
+    def apply(self, row: Row, formats: Sequence[str], format: str) -> Decision:
+        """What a row decides: the formats of the inputs, and the region's, are as in `decide`."""
+        match row.rule:
+            case Rule.LOWER:
+                return Decision(row.rule, format)
+            case Rule.FP32:
+                return Decision(row.rule, "float32")
+            case Rule.FP32_KEEP:
+                kept = [f for f in formats if f in FORMATS and f != "float64"]
+                return Decision(row.rule, "float32", widest(kept) if kept else None)
+            case Rule.WIDEST:
+                return self._widest(formats, format)
+            case Rule.FIRST:
+                known = formats[0] if formats and formats[0] in FORMATS else None
+                return Decision(row.rule, known)
+            case Rule.KEEP:
+                return _KEEP
+            case Rule.FORBID:
+                return _FORBID
+            case Rule.PARTS:
+                return _PARTS
+
+    def _widest(self, formats: Sequence[str], run: str) -> Decision:
+        for f in formats:
+            if f == "float64" or run == "float32":
+                continue  # once float32, it stays: a third format after it changes nothing
+            if f not in (run, "float32") and self.halves == "raise":
+                return Decision(Rule.FORBID)
+            if f in FORMATS:
+                run = widest((run, f))
+        return Decision(Rule.WIDEST, run)
+
+    def override(
+        self,
+        *,
+        name: str = "",
+        lower: Sequence[str] = (),
+        fp32: Sequence[str] = (),
+        fp32_keep: Sequence[str] = (),
+        widest: Sequence[str] = (),
+        first: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        parts: Sequence[str] = (),
+        rules: Mapping[str, Any] | None = None,
+        scopes: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> "Policy":
+        """This policy with some rows replaced.
+
+            policy.override(fp32=["softmax"], lower=["class:fft"],
+                            rules={"exp": {"float16": "fp32"}},
+                            scopes={"*.lm_head": {"linear": "fp32"}})
+
+        What is said of a class replaces what was said of its ops.
+
+        Args:
+            name: of the result; this policy's with "*" appended, if left out.
+            lower: ops, or classes as "class:NAME", that are to have this rule. So for the others.
+            fp32: as `lower`.
+            fp32_keep: as `lower`.
+            widest: as `lower`.
+            first: as `lower`.
+            keep: as `lower`.
+            parts: as `lower`.
+            rules: any rows, as the `[rules]` of a TOML file has them.
+            scopes: rows by pattern of module paths, as `[scopes]` has them.
+
+        Raises:
+            PolicyError: an unknown op, class or rule, or two rules for one op.
+        """
+        from polymp.rules import policy_files  # which builds policies
+
+        lists = {"lower": lower, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
+        lists |= {"first": first, "keep": keep, "parts": parts}
+        name = name or self.name.rstrip("*") + "*"
+        return policy_files.override(self, name, lists, rules or {}, scopes or {})
+
+    def over(self, base: "Policy") -> "Policy":
+        """This policy, with the rows of `base` that it does not speak of.
+
+        A row replaces what it inherits on all that it speaks of in its scope: one for a class also
+        the rows for the ops of the class.
+        """
+        kept = _without(base.rows, self.rows, _holds_instead)
+        return Policy(self.name, (*kept, *self.rows), self.halves)
+
+    def unused(self, record: "Decisions") -> tuple[Row, ...]:
+        """The rows that ruled no op of a run; what a typo in a scope looks like.
+
+        Args:
+            record: of a run under this policy, made by `polymp.recording`.
+        """
+        used = record.rows()
+        return tuple(row for row in self.rows if row not in used)
+
+
+def _without(
+    rows: Sequence[Row], own: Iterable[Row], speaks: Callable[[Row, Row], bool]
+) -> tuple[Row, ...]:
+    """What remains of rows where others of one's own speak instead."""
+    keys = {row.key for row in rows}
+    return tuple(
+        left
+        for row in rows
+        for left in row.left_by([one for one in own if speaks(one, row)])
+        if left is row or left.key not in keys
+    )
+
+
+def _holds_instead(own: Row, other: Row) -> bool:
+    """True if a row replaces one that it inherits."""
+    return own.scope == other.scope and vocabulary().within(other.of, own.of)
+
+
+def _holds_in_scope(own: Row, other: Row) -> bool:
+    """True if a row with a scope speaks where `other` does; a class does not win over an op."""
+    if own.of in (other.of, "all"):
+        return True
+    return not own.of.startswith("class:") and vocabulary().within(other.of, own.of)
+
+
+def member(kind: type[E], value: Any, key: str, where: str, of_op: str) -> E:
+    """The member of an enumeration that has a value.
+
+    Raises:
+        PolicyError: none has; the message says where, and which there are.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        names = ", ".join(kind)
+        raise PolicyError(f"{where}: {key} {value!r} {of_op} is not one of {names}.") from None

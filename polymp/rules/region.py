@@ -1,0 +1,79 @@
+"""Regions and the stack of them.
+
+A region says how ops run between entering and leaving it. A frame of the stack holds the region
+and what the backend has to restore on leaving, never the object that the user entered, so one
+object may be entered twice, recursively, or by many threads. Nothing here knows a framework.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from polymp.rules.policy import Policy
+
+F = TypeVar("F", bound=tuple[Any, ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What holds inside a region.
+
+    Attributes:
+        backend: "torch" or "jax".
+        device: device type that the region speaks for, such as "cpu" or "cuda".
+        enabled: False for a subregion in which ops run in the formats of their inputs.
+        format: the low format, by full name.
+        cache: True if the casts of parameters may be kept until the region ends.
+        policy: the table that decides; None for the backend's own table of that device.
+        scope: path of the module that the region is in, names joined by dots.
+        promotion: "strong" if a float32 array widens low ones that it meets, "weak" if only one
+            that something made float32 does.
+    """
+
+    backend: str
+    device: str
+    enabled: bool
+    format: str
+    cache: bool
+    policy: Policy | None = None
+    scope: str = ""
+    promotion: str = "strong"
+
+
+class Stack(threading.local, Generic[F]):
+    """The open regions of this thread, as frames, oldest first.
+
+    A frame is a tuple: the region, and after it what leaving restores. Leaving need not happen in
+    the reverse order of entering, for tasks of one event loop, and generators, interleave. A frame
+    that is pulled out from under younger ones of its device hands its state on to the next of
+    them, so that when all are left the state is what it was before the first. Two regions that
+    are equal are interchangeable: the youngest one is left.
+
+    Attributes:
+        frames: the frames of this thread.
+    """
+
+    def __init__(self) -> None:
+        """Start with no open region; called once for each thread."""
+        self.frames: list[F] = []
+
+    def pull(self, region: Region) -> F | None:
+        """Take out the youngest frame whose region equals `region`.
+
+        Returns:
+            The frame, whose state is to be restored, or None if a younger region of the device
+            stays in force.
+
+        Raises:
+            RuntimeError: no such region is open in this thread.
+        """
+        frames = self.frames
+        for at in range(len(frames) - 1, -1, -1):
+            if frames[at][0] == region:
+                pulled = frames.pop(at)
+                for i, younger in enumerate(frames[at:], start=at):
+                    if younger[0].device == region.device:
+                        frames[i] = cast(F, (younger[0], *pulled[1:]))
+                        return None
+                return pulled
+        raise RuntimeError(f"cannot leave {region}: it is not open in this thread")

@@ -1,0 +1,243 @@
+"""The vocabulary: one name of ours for every op, and how each framework spells it.
+
+`vocabulary()` reads `policies/vocabulary.toml` once; `register` adds an op of the user's own.
+Policies are written in these names; the torch backend looks aten overloads
+up in them, the jax backend primitives and functions. Nothing here imports a framework.
+"""
+
+import difflib
+import threading
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from polymp.errors import PolicyError
+
+# The class of ops that users register without saying one.
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op and its spellings.
+
+    Attributes:
+        name: ours; torch's documented name where there is one.
+        kind: its class, such as "matmul".
+        aten: functional aten overloads, "mm" or "softmax.int"; those of a registered op with
+            their namespace, "mylib::my_op".
+        jax: JAX primitives, some with a variant: "dot_general:unbatched".
+        functions: public functions of jax and libraries on it, by dotted name.
+        traces: without primitive and function, the ops that it becomes in a JAX trace.
+        note: why a side is empty.
+        fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
+        rule: of a registered op, what it does where a policy does not speak of it.
+    """
+
+    name: str
+    kind: str
+    aten: tuple[str, ...] = ()
+    jax: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    traces: tuple[str, ...] = ()
+    note: str = ""
+    fp32: str = ""
+    rule: str = ""
+
+
+class Vocabulary:
+    """All ops, by each of their names.
+
+    Attributes:
+        ops: by our name.
+        kinds: the classes, with a sentence on what their members share.
+        moving: classes that compute nothing: their ops move, pick or compare numbers.
+        registered: names of ops that were added, in order.
+    """
+
+    def __init__(
+        self, kinds: Mapping[str, str], ops: Iterable[Op], moving: Iterable[str] = ()
+    ) -> None:
+        self.kinds = dict(kinds)
+        self.moving = frozenset(moving)
+        self.ops: dict[str, Op] = {}
+        self.registered: list[str] = []
+        self._aten: dict[str, str] = {}
+        self._jax: dict[str, str] = {}
+        self._functions: dict[str, str] = {}
+        self._lock = threading.Lock()
+        for op in ops:
+            self._add(op)
+
+    def _add(self, op: Op) -> None:
+        if op.name in self.ops:
+            raise PolicyError(_taken("op", op.name, "", op.name))
+        self._add_spellings(op)
+        self.ops[op.name] = op
+
+    def _add_spellings(self, op: Op) -> None:
+        indices = (
+            ("aten op", self._aten, op.aten),
+            ("primitive", self._jax, op.jax),
+            ("function", self._functions, op.functions),
+        )
+        for what, index, names in indices:
+            for name in names:
+                if name in index:
+                    raise PolicyError(_taken(what, name, f", as {index[name]!r}", op.name))
+        for _, index, names in indices:
+            index.update(dict.fromkeys(names, op.name))
+
+    def register(self, op: Op) -> None:
+        """Add an op of the user's own, or the other framework's spelling of one.
+
+        Raises:
+            PolicyError: its name, or one of its spellings, is there already.
+        """
+        with self._lock:
+            known = self.ops.get(op.name)
+            if known is not None and known.rule and (known.kind, known.rule) == (op.kind, op.rule):
+                if bool(known.aten) != bool(op.aten) and _in_jax(known) != _in_jax(op):
+                    self._add_spellings(op)
+                    op = replace(
+                        known,
+                        aten=known.aten + op.aten,
+                        jax=known.jax + op.jax,
+                        functions=known.functions + op.functions,
+                    )
+                    self.ops[op.name] = op
+                    self.registered.append(op.name)
+                    return
+            self._add(op)
+            self.kinds.setdefault(op.kind, "Ops that users registered.")
+            self.registered.append(op.name)
+
+    def of_aten(self, overload: str) -> str:
+        """Our name of an aten overload, "" if it has none."""
+        return self._aten.get(overload, "")
+
+    def of_jax(self, primitive: str) -> str:
+        """Our name of a primitive, with or without a variant, "" if it has none."""
+        return self._jax.get(primitive, "")
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """Our names by the dotted name of a function."""
+        return self._functions
+
+    def members(self, kind: str) -> tuple[Op, ...]:
+        """The ops of a class, by name."""
+        return tuple(op for _, op in sorted(self.ops.items()) if op.kind == kind)
+
+    def within(self, inner: str, outer: str) -> bool:
+        """True if selector `inner` speaks only of ops that `outer` speaks of too.
+
+        A spelling is within its op, an op within its class, each within itself, and everything
+        within "all". "default" holds nothing but itself, for it speaks only where nothing else
+        does.
+        """
+        if outer in (inner, "all"):
+            return True
+        op = self.op_of(inner)
+        if op is None:
+            return False
+        return outer == op.name or outer == f"class:{op.kind}"
+
+    def op_of(self, selector: str) -> Op | None:
+        """The op that a selector is, or is a spelling of; None for classes and unknown names."""
+        prefix, colon, name = selector.partition(":")
+        if not colon:
+            return self.ops.get(selector)
+        known = {"aten": self.of_aten, "jax": self.of_jax}.get(prefix)
+        return self.ops.get(known(name)) if known else None
+
+    def check(self, selector: str, where: str) -> None:
+        """Refuse a selector that speaks of nothing.
+
+        Raises:
+            PolicyError: no such op or class; the message has the nearest names.
+        """
+        prefix, colon, name = selector.partition(":")
+        if name.startswith(":") and prefix in ("aten", "jax"):
+            raise PolicyError(f"{where}: {selector!r}: write {prefix}:{name.lstrip(':')}.")
+        if selector in ("all", "default") or (colon and prefix in ("aten", "jax") and name):
+            return  # whether torch or jax has such a name, its backend knows
+        if colon and prefix == "class":
+            if name not in self.kinds:
+                raise PolicyError(
+                    f"{where}: no class {name!r}.{nearest(name, self.kinds)} "
+                    f"Classes: {', '.join(sorted(self.kinds))}."
+                )
+            return
+        if colon:
+            raise PolicyError(
+                f"{where}: {selector!r} is not an op. Names with a colon are class:NAME, "
+                "aten:OVERLOAD and jax:PRIMITIVE."
+            )
+        if selector not in self.ops:
+            raise PolicyError(f"{where}: no op {selector!r}.{self.hint(selector)}")
+
+    def hint(self, name: str) -> str:
+        """What may have been meant by an op's name: a sentence, or nothing."""
+        if name in self.kinds:
+            return f" The class is written class:{name}."
+        spelled = self.of_aten(name) or self.of_jax(name)
+        if spelled:
+            side = "aten" if self.of_aten(name) else "jax"
+            return f" It is a spelling of {spelled!r}; alone it is written {side}:{name}."
+        base = name.partition(".")[0]
+        if base in self.ops:
+            return f" Did you mean {base}?"
+        if base.endswith("_") and base.rstrip("_") in self.ops:
+            return f" It writes into an argument, which keeps its format. The op is {base[:-1]}."
+        return nearest(name, self.ops) or " `polymp show amp` lists the ops."
+
+
+def _taken(what: str, name: str, owner: str, op: str) -> str:
+    return (
+        f"{what} {name!r} is in the vocabulary already{owner}: it cannot be registered as {op!r}. "
+        "Give it a rule in a policy instead."
+    )
+
+
+def _in_jax(op: Op) -> bool:
+    return bool(op.jax or op.functions)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence with the names nearest to `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=3)
+    return f" Did you mean {', '.join(close)}?" if close else ""
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    """The vocabulary of this process: the shipped one, and what was registered."""
+    text = (resources.files("polymp.policies") / "vocabulary.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    kinds = {kind: entry["summary"] for kind, entry in data.items()}
+    return Vocabulary(
+        kinds,
+        (
+            _op(name, kind, spellings)
+            for kind, entry in data.items()
+            for name, spellings in entry["ops"].items()
+        ),
+        (kind for kind, entry in data.items() if entry.get("moves")),
+    )
+
+
+def _op(name: str, kind: str, spellings: Mapping[str, Any]) -> Op:
+    return Op(
+        name,
+        kind,
+        tuple(spellings.get("aten", ())),
+        tuple(spellings.get("jax", ())),
+        tuple(spellings.get("functions", ())),
+        tuple(spellings.get("traces", ())),
+        spellings.get("note", ""),
+        spellings.get("fp32", ""),
+    )

@@ -1,0 +1,201 @@
+"""What a loss scaler saw: counts of each gradient's values, and the message of one that is stuck.
+
+Numbers only. The backends count; here the counts are put into words.
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from polymp.dtypes import FORMATS
+from polymp.errors import ScalerWarning, StuckError
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
+
+# Scaled gradients below it lose bits in float16, and below half of its smallest number become 0.
+SMALLEST_NORMAL = FORMATS["float16"].smallest_normal
+
+# What a scaler says of a loss from a bfloat16 region.
+NO_EFFECT = (
+    "GradScaler has no effect in a bfloat16 region: bfloat16 has the range of float32, and no "
+    "gradient vanishes there that float32 keeps. Leave it out, or make it "
+    "GradScaler(..., dtype=<the region's dtype>), which does nothing but for float16."
+)
+
+_SHOWN = 10  # gradients in a table, 3 in a message
+
+
+class Gradient(NamedTuple):
+    """Counts of the values of one gradient.
+
+    Attributes:
+        name: its parameter's.
+        shape: its parameter's.
+        inf: values that are Inf or -Inf.
+        nan: values that are NaN.
+        zero: values that are 0, be it that they vanished or that they are.
+        subnormal: other values that are, scaled, below float16's smallest normal number, 2**-14.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    inf: int
+    nan: int
+    zero: int
+    subnormal: int
+
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.inf} Inf, {self.nan} NaN of {self.size})"
+
+
+class GradientReport(NamedTuple):
+    """What `scaler.report()` returns; `print` shows it as a table.
+
+    Attributes:
+        rule: the scaler's constants.
+        state: the scaler's state, as Python numbers.
+        gradients: one entry for each gradient.
+        of: the loss that the scaler is for, if it is one of several.
+    """
+
+    rule: ScaleRule
+    state: ScaleState
+    gradients: tuple[Gradient, ...]
+    of: str = ""
+
+    @property
+    def bad(self) -> tuple[Gradient, ...]:
+        """The gradients with Inf or NaN in them."""
+        return tuple(g for g in self.gradients if g.inf or g.nan)
+
+    @property
+    def underflowed(self) -> float:
+        """The share of all values that are 0 or, scaled, too small for a normal float16."""
+        lost = sum(g.zero + g.subnormal for g in self.gradients)
+        return lost / max(1, sum(g.size for g in self.gradients))
+
+    def __str__(self) -> str:
+        lines = [f"{_scale(self)}; {_skips(self.state)}"]
+        if not self.gradients:
+            return f"{lines[0]}\nno gradients: ask after step and before zero_grad"
+        many = len(self.gradients)
+        lines.append(f"{len(self.bad)} of {many} gradients have Inf or NaN")
+        lines.append(f"{self.underflowed:.1%} of all values are 0 or below normal float16 numbers")
+        by_trouble = sorted(self.gradients, key=_trouble, reverse=True)
+        rows: list[tuple[str, ...]] = [("", "size", "Inf", "NaN", "zero", "subnormal")]
+        for g in by_trouble[:_SHOWN]:
+            shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
+            rows.append((g.name, str(g.size), str(g.inf), str(g.nan), *shares))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, *cells in rows:
+            right = (cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join((name.ljust(widths[0]), *right)).rstrip())
+        if many > _SHOWN:
+            lines.append(f"... and {many - _SHOWN} more in .gradients")
+        return "\n".join(lines)
+
+    @property
+    def why_stuck(self) -> str:
+        """What was seen over many skips, and what to try."""
+        state = self.state
+        said = f"{state.skips} steps in a row were skipped; {_scale(self)}."
+        if bad := self.bad:
+            first = ", ".join(map(str, bad[:3]))
+            said += f" Inf or NaN in {len(bad)} of {len(self.gradients)} gradients: {first}"
+            said += ", ..." if len(bad) > 3 else "."
+        elif self.gradients:
+            said += (
+                " No gradient here has Inf or NaN now: they were those of an earlier step, or are "
+                "another process's."
+            )
+        if state.spoiled:
+            said += (
+                f" In {state.spoiled} of these steps the loss itself was not finite before it was "
+                "scaled: no scale can mend that. Look at the data, the learning rate and the "
+                "forward pass, and keep the ops that overflow in float32 (a policy, or pin)."
+            )
+        if state.spoiled < state.skips:
+            said += (
+                " Gradients that overflow at any scale come from values beyond float16's largest, "
+                "65504: try bfloat16, which needs no scaler, or keep the modules named here in "
+                "float32 (a policy, or pin)."
+            )
+        return said
+
+
+OnStuck = Literal["warn", "raise"] | Callable[[GradientReport], Any]
+
+
+def checked_on_stuck(on_stuck: Any, after: Any) -> None:
+    """Raise if these cannot be a scaler's `on_stuck` and `stuck_after`.
+
+    Raises:
+        ValueError: `on_stuck` is another word, or `after` is no whole number from 1 up.
+    """
+    if on_stuck not in ("warn", "raise") and not callable(on_stuck):
+        raise ValueError(f"on_stuck must be 'warn', 'raise' or a function, got {on_stuck!r}.")
+    if isinstance(after, bool) or not isinstance(after, int) or after < 1:
+        raise ValueError(f"stuck_after must be a whole number from 1 up, got {after!r}.")
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of polymp, as installed and behind links, and of the frameworks around it."""
+    here = Path(__file__).parents[1]
+    specs = [find_spec(name) for name in ("torch", "jax", "flax", "optax")]
+    others = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
+    return str(here), str((here / "backends").resolve()), *others
+
+
+def outside() -> int:
+    """The `stacklevel` of the caller's warning that shows the user's line, not one of a library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries()):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def tell(on_stuck: OnStuck, report: GradientReport) -> None:
+    """Warn, raise or call, as `on_stuck` says.
+
+    Raises:
+        StuckError: `on_stuck` is "raise".
+    """
+    if on_stuck == "warn":
+        warnings.warn(report.why_stuck, ScalerWarning, stacklevel=outside())
+    elif on_stuck == "raise":
+        raise StuckError(report.why_stuck)
+    elif callable(on_stuck):
+        on_stuck(report)
+
+
+def _trouble(gradient: Gradient) -> tuple[int, float]:
+    """What a table is sorted by: values that are not finite, and the share of small ones."""
+    lost = (gradient.zero + gradient.subnormal) / max(1, gradient.size)
+    return gradient.inf + gradient.nan, lost
+
+
+def _scale(report: GradientReport) -> str:
+    state = report.state
+    whose = f" of {report.of!r}" if report.of else ""
+    bound = " (its lower bound)" if state.scale <= report.rule.min_scale else ""
+    return f"the loss scale{whose} is {state.scale:g}{bound}"
+
+
+def _skips(state: ScaleState) -> str:
+    last = f"the last {state.skips} in a row" if state.skips > 1 else "among them the last"
+    said = f"{state.skipped} step{'' if state.skipped == 1 else 's'} skipped so far"
+    if state.skips:
+        said += f", {last}"
+    if state.spoiled:
+        said += f"; in {state.spoiled} of these the loss itself was not finite"
+    return said

@@ -1,0 +1,170 @@
+"""For tests of one's own: hold torch and JAX to each other, and a function to its formats.
+
+    assert_parity(torch_fn, jax_fn, inputs)      same formats, and values that only rounding parts
+    assert_same_formats(fn, other, args=[x])     two functions, or reports, run the same formats
+    assert_casts(fn, 3, x, dtype="bfloat16")     so many casts, no more
+
+`fw` is a pytest fixture with which one test runs in each framework that is installed; users write
+`pytest_plugins = ["polymp.testing"]`. No framework is imported before it is needed, nor is pytest.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polymp.diagnostics import plain_text
+from polymp.diagnostics.report import Report
+from polymp.testing import align
+from polymp.testing.framework import Framework as Framework
+from polymp.testing.framework import installed as installed
+from polymp.testing.parity import Parity as Parity
+from polymp.testing.parity import ParityError as ParityError
+from polymp.testing.parity import assert_parity as assert_parity
+
+# --- formats and casts ----------------------------------------------------------------------------
+
+
+def assert_same_formats(
+    fn: Any,
+    other: Any,
+    *args: Any,
+    other_args: Sequence[Any] | None = None,
+    dtype: Any = None,
+    policy: Any = None,
+) -> None:
+    """Assert that two functions run the same ops in the same formats, forward.
+
+        assert_same_formats(model, faster_model, x, dtype="bfloat16")
+        assert_same_formats(polymp.explain(model, x, dtype="bfloat16"), saved_report)
+
+    In one framework a call that only one of them makes is a difference, too; of torch and JAX see
+    `assert_parity`.
+
+    Args:
+        fn: a function, a module or a `Report`.
+        other: likewise; of either framework.
+        args: of the calls.
+        other_args: of the call of `other`, if they are others: arrays of the other framework, say.
+        dtype: the low format of a region around each call; None for none, unless there is a policy.
+        policy: of that region.
+
+    Raises:
+        ParityError: they do not; its text has the first difference.
+        TypeError: `fn` or `other` is neither a function nor a report.
+    """
+    reports = [
+        _report(f, given, dtype, policy)
+        for f, given in ((fn, args), (other, args if other_args is None else other_args))
+    ]
+    sides = [next((c.backend for c in r), "") for r in reports]
+    differ = align.first_parted if len({*sides}) > 1 else align.strictly_parted
+    parted = differ(*(r.calls for r in reports))
+    if parted is not None:
+        names = (sides[0], sides[1]) if sides[0] != sides[1] else ("one", "other")
+        table = align.side_by_side(parted, names)
+        text = f"the formats part at {parted.op}, {parted.why}:\n\n{table}"
+        raise ParityError(text, parted.op, table)
+
+
+def _report(fn: Any, args: Sequence[Any], dtype: Any, policy: Any) -> Report:
+    if isinstance(fn, Report):
+        return fn
+    if not callable(fn):
+        raise TypeError(f"assert_same_formats compares functions and reports, got {fn!r}.")
+    from polymp._api import explain
+
+    return explain(fn, *args, dtype=dtype, policy=policy)
+
+
+def assert_casts(
+    fn: Any,
+    expected: int | Mapping[str, int],
+    *args: Any,
+    dtype: Any = None,
+    policy: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Assert how many arrays a function casts.
+
+        assert_casts(model, 12, x, dtype="bfloat16")
+        assert_casts(model, {"linear": 8, "layer_norm": 0}, x, dtype="bfloat16")
+
+    Args:
+        fn: a function or a module, or a `Report`.
+        expected: of all casts together; or by op, of these ops alone.
+        args: of the call.
+        dtype: the low format of a region around the call; None for none, unless there is a policy.
+        policy: of that region.
+        kwargs: of the call.
+
+    Raises:
+        ParityError: there are more or fewer; its text has the calls that cast. Its `op` is the
+            first one that has another number, "" if they were not told by op.
+        TypeError: `expected` is neither a number nor a dict of numbers by op.
+    """
+    wanted = {"": expected} if isinstance(expected, int) else expected
+    if (
+        not isinstance(wanted, Mapping)
+        or not all(
+            isinstance(op, str) and isinstance(n, int) and not isinstance(n, bool)
+            for op, n in wanted.items()
+        )
+        or isinstance(expected, bool)
+    ):
+        raise TypeError(f"expected={expected!r}: give a number of casts, or a dict of them by op.")
+    if isinstance(fn, Report):
+        report = fn
+    else:
+        from polymp._api import explain
+
+        report = explain(fn, *args, dtype=dtype, policy=policy, **kwargs)
+    wrong = []
+    for op, count in wanted.items():
+        found = sum(call.casts for call in (report.of(op) if op else report))
+        if found != count:
+            name = f"{op!r} casts" if op else "there are"
+            wrong.append((op, f"{name} {plain_text.plural(found, 'array')}, not {count}"))
+    if wrong:
+        rows = _casting(report)
+        text = f"{'; '.join(said for _, said in wrong)}.\n\n{rows}"
+        raise ParityError(text, wrong[0][0], rows)
+
+
+def _casting(report: Report) -> str:
+    rows = [
+        (
+            call.op,
+            call.module,
+            plain_text.formats(call.inputs, call.run, call.outputs),
+            call.rule,
+            str(call.casts),
+            call.source,
+        )
+        for call in report
+        if call.casts
+    ]
+    if not rows:
+        return "Nothing is cast."
+    heads = ("op", "module", "formats", "rule", "casts", "source")
+    return "\n".join(plain_text.columns(heads, rows, ("casts",)))
+
+
+# --- one test for both ----------------------------------------------------------------------------
+
+
+def __getattr__(name: str) -> Any:
+    """`fw`, the fixture: made when it is asked for, so that pytest is needed then only."""
+    if name != "fw":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    @pytest.fixture(params=installed(), name="fw")
+    def fw(request: Any) -> Framework:
+        """The verbs of each installed framework in turn; see `polymp.testing.Framework`."""
+        return Framework(request.param)
+
+    globals()["fw"] = fw
+    return fw
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "fw"})

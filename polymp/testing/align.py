@@ -1,0 +1,179 @@
+"""Which calls of two runs belong together, and where their formats part.
+
+    calls of one, calls of the other -> by name, in order -> the first pair in other formats
+
+The two frameworks take an op apart in different ways: a linear layer's bias is an addition of its
+own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a call
+that both have at the same place, in other formats, is. Nothing here knows a framework.
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from polymp.diagnostics import plain_text
+from polymp.diagnostics.report import FORWARD, Call
+from polymp.dtypes import FORMATS
+from polymp.rules.policy import Rule
+from polymp.rules.vocabulary import vocabulary
+
+# What the frameworks call a cast that the program asks for.
+_CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
+
+
+class Parted(NamedTuple):
+    """Two calls, side by side; None where one side has no such call.
+
+    Attributes:
+        one: of the first run.
+        other: of the other run.
+        why: in what they part, in words.
+    """
+
+    one: Call | None
+    other: Call | None
+    why: str
+
+    @property
+    def op(self) -> str:
+        """The name of the op."""
+        call = self.one or self.other
+        return "" if call is None else call.op
+
+
+def name_of(call: Call) -> str:
+    """By what a call is known in both frameworks: all matrix products are one op in JAX."""
+    op = vocabulary().ops.get(call.op)
+    if op is not None and op.kind == "matmul":
+        return "matmul"
+    return _CASTS.get(call.op, call.op)
+
+
+def seen(call: Call) -> tuple[str, ...]:
+    """Its name and its formats."""
+    if name_of(call) == "cast":
+        return "cast", *call.inputs, *call.outputs
+    if call.row is not None and call.row.rule is Rule.FP32_KEEP:
+        return name_of(call), str(call.row.rule)  # torch's kernel does so inside
+    return name_of(call), call.run
+
+
+def compared(calls: Iterable[Call]) -> list[Call]:
+    """The forward calls that compute with floats, and the casts that the program asks for."""
+    return [
+        call
+        for call in calls
+        if call.direction == FORWARD and (call.run or name_of(call) == "cast") and not _silent(call)
+    ]
+
+
+def _silent(call: Call) -> bool:
+    op = vocabulary().ops.get(call.op)
+    return op is not None and op.kind in vocabulary().moving
+
+
+def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
+    """The first calls of two runs that are one op in other formats; None if there are none.
+
+    Calls are aligned by name and run format; under the rule fp32_keep, by name and rule. Between
+    aligned calls, what is left over on both sides under one name was run in other formats, if a row
+    ruled it on either side. An op without a row, and nothing else left over there, may be wider in
+    JAX, which spares a rounding where only float32 reads the result. A cast to a low format that
+    only one program asks for parts them, too.
+    """
+    left, right = compared(one), compared(other)
+    ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    for what, i, to_i, j, to_j in matcher.get_opcodes():
+        if what != "equal":
+            found = _in_gap(left[i:to_i], right[j:to_j])
+            if found is not None:
+                return found
+    return None
+
+
+def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
+    names = [name_of(c) for c in left], [name_of(c) for c in right]
+    for call in left:
+        name = name_of(call)
+        if name == "cast" and "cast" not in names[1]:
+            if _narrows(call):
+                return Parted(call, None, "only one side casts to a low format here")
+        elif name in names[1]:
+            other = right[names[1].index(name)]
+            ruled = call.row is not None or other.row is not None
+            if ruled or (names[0] == names[1] and not _spared(call, other)):
+                return Parted(call, other, "in other formats")
+    for call in right:
+        if name_of(call) == "cast" and "cast" not in names[0] and _narrows(call):
+            return Parted(None, call, "only one side casts to a low format here")
+    return None
+
+
+def _spared(call: Call, other: Call) -> bool:
+    """True if a call runs in torch's format or a wider one: JAX spares roundings before float32."""
+    low, wide = (call, other) if call.backend == "torch" else (other, call)
+    known = {low.run, wide.run} <= {*FORMATS}
+    return low.backend != wide.backend and known and FORMATS[wide.run].holds(FORMATS[low.run])
+
+
+def _narrows(call: Call) -> bool:
+    formats = [*call.inputs, *call.outputs]
+    if len(formats) != 2 or not {*formats} <= {*FORMATS}:
+        return False
+    return FORMATS[formats[1]].bits < FORMATS[formats[0]].bits
+
+
+def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
+    """The first difference at all: a call that only one side has is one.
+
+    For two runs in one framework.
+    """
+    left, right = compared(one), compared(other)
+    ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    for what, i, to_i, j, to_j in matcher.get_opcodes():
+        if what == "equal":
+            continue
+        here, there = (left[i] if i < to_i else None), (right[j] if j < to_j else None)
+        if here is not None and there is not None and name_of(here) == name_of(there):
+            return Parted(here, there, "in other formats")
+        return Parted(here, there, "not the same ops")
+    return None
+
+
+def partner(call: Call, one: Iterable[Call], other: Iterable[Call]) -> Call | None:
+    """The call of the other run that stands at the place of a call of this one."""
+    left = [c for c in one if c.direction == call.direction]
+    right = [c for c in other if c.direction == call.direction]
+    at = next((i for i, c in enumerate(left) if c is call), None)
+    if at is None:
+        return None
+    names = [name_of(c) for c in left], [name_of(c) for c in right]
+    matcher = SequenceMatcher(None, *names, autojunk=False)
+    for what, i, to_i, j, to_j in matcher.get_opcodes():
+        if i <= at < to_i:
+            if what == "equal":
+                return right[j + at - i]
+            return right[min(j + at - i, to_j - 1)] if j < to_j else None
+    return None
+
+
+def side_by_side(
+    parted: Parted,
+    names: tuple[str, str],
+    calls: tuple[Sequence[Call], Sequence[Call]] | None = None,
+) -> str:
+    """Two calls as a table: op, module, formats, rule and source of each."""
+
+    def cells(call: Call | None) -> tuple[str, ...]:
+        if call is None:
+            return ("no such call", "", "", "", "")
+        formats = plain_text.formats(call.inputs, call.run, call.outputs)
+        rule = str(call.row) if call.row is not None else call.rule or "no region"
+        return call.op, call.module or "(top level)", formats, rule, call.source
+
+    heads = ("op", "module", "formats", "ruled by", "source")
+    both = cells(parted.one), cells(parted.other)
+    rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
+    return "\n".join(plain_text.columns(("", *names), rows))

@@ -1,0 +1,116 @@
+"""A few verbs with which one test runs in torch and in JAX: what `polymp.testing.fw` gives.
+
+A framework is imported when its verbs are made.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from polymp import backends
+from polymp.diagnostics.report import Report
+
+
+class Framework:
+    """A few verbs with which one test runs in torch and in JAX.
+
+    Attributes:
+        name: "torch" or "jax".
+        np: `torch` or `jax.numpy`, for the functions that both have: `fw.np.exp`.
+    """
+
+    def __init__(self, name: str) -> None:
+        backends.get(name)
+        self.name = name
+        self.np: Any = importlib.import_module("torch" if name == "torch" else "jax.numpy")
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        """An array of these numbers.
+
+        Args:
+            values: numpy array, number or nested list.
+            dtype: its name: "float32", "bfloat16", "int32", "bool", ...
+        """
+        import numpy
+
+        of = getattr(self.np, "bool_" if dtype == "bool" and self.name == "jax" else dtype)
+        if self.name == "torch":
+            return self.np.tensor(numpy.asarray(values)).to(of)
+        return self.np.asarray(values, of)
+
+    def numpy(self, x: Any) -> Any:
+        """The numbers of an array in numpy; floats in float64."""
+        import numpy
+
+        if self.name == "torch":
+            x = x.detach()
+            return (x.double() if x.is_floating_point() else x).cpu().numpy()
+        floats = self.np.issubdtype(x.dtype, self.np.floating)
+        return numpy.asarray(x).astype(numpy.float64) if floats else numpy.asarray(x)
+
+    def dtype(self, x: Any) -> str:
+        """The name of an array's dtype: "bfloat16"."""
+        return str(x.dtype).removeprefix("torch.")
+
+    def autocast(
+        self, fn: Callable[..., Any], dtype: str = "bfloat16", policy: Any = "amp"
+    ) -> Callable[..., Any]:
+        """The function in a region; in torch, one on the CPU.
+
+        Args:
+            fn: of arrays.
+            dtype: the low format of the region.
+            policy: of it.
+        """
+        if self.name == "torch":
+            from polymp.torch import autocast
+
+            region = autocast("cpu", getattr(self.np, str(dtype)), policy=policy)
+            wrapped: Callable[..., Any] = region(fn)
+            return wrapped
+        from polymp.jax import autocast as transformed
+
+        return transformed(fn, dtype=dtype, policy=policy)
+
+    def grad(self, fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        """A function that returns the value, and the gradients with respect to all arguments.
+
+        Args:
+            fn: of float arrays; returns an array with one number.
+        """
+
+        def graded(*args: Any) -> tuple[Any, Any]:
+            if self.name == "jax":
+                import jax
+
+                found: tuple[Any, Any] = jax.value_and_grad(fn, tuple(range(len(args))))(*args)
+                return found
+            leaves = [x.detach().clone().requires_grad_() for x in args]
+            value = fn(*leaves)
+            grads = self.np.autograd.grad(value, leaves, allow_unused=True)
+            pairs = zip(grads, leaves, strict=True)
+            return value.detach(), tuple(
+                self.np.zeros_like(x) if g is None else g for g, x in pairs
+            )
+
+        return graded
+
+    def explain(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+        """The report of a call: `polymp.torch.explain` or `polymp.jax.explain`."""
+        if self.name == "torch":
+            from polymp.torch import explain
+
+            report: Report = explain(fn, *args, **kwargs)
+            return report
+        from polymp.jax import explain as in_jax
+
+        return in_jax(fn, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Framework({self.name!r})"
+
+
+def installed() -> tuple[str, ...]:
+    """The frameworks that are installed, of torch and JAX."""
+    return tuple(name for name in backends.NAMES if importlib.util.find_spec(name) is not None)

@@ -1,0 +1,409 @@
+"""`assert_parity`: a torch function and a JAX function at the same inputs, held to each other.
+
+    run both -> structure -> formats, call by call -> probes -> values and gradients
+                                                       -> or the first op where they part
+
+The frameworks' runs come from their backends' `perturb`, as numbers that no framework owns;
+how far they may be apart is `rounding`'s, which calls belong together `align`'s part.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, permutations
+from typing import Any, NamedTuple
+
+from polymp import backends
+from polymp.diagnostics.rounding import Gap, Run, factor, gap, spread
+from polymp.dtypes import FORMATS
+from polymp.testing import align
+from polymp.testing.align import Parted
+
+_LOW = ("bfloat16", "float16")
+_NAMES = ("torch", "jax")
+
+
+class ParityError(AssertionError):
+    """Two functions that are not the same, or not in the same formats.
+
+    Attributes:
+        op: the name of the first op where they part, as the vocabulary has it; "" if it is not
+            known, as where the results have other shapes.
+        side_by_side: the calls of that op on both sides, as a table; "" likewise.
+        gaps: what was compared, and how far it is apart; () where formats part already.
+    """
+
+    def __init__(
+        self, text: str, op: str = "", side_by_side: str = "", gaps: Sequence[Gap] = ()
+    ) -> None:
+        super().__init__(text)
+        self.op = op
+        self.side_by_side = side_by_side
+        self.gaps = tuple(gaps)
+
+
+class Parity(NamedTuple):
+    """What was compared and found alike.
+
+    Attributes:
+        gaps: each result and gradient: error and tolerance.
+        formats: of the results, by path.
+        calls: how many forward calls each side made.
+    """
+
+    gaps: tuple[Gap, ...]
+    formats: dict[str, str]
+    calls: tuple[int, int]
+
+    @property
+    def margin(self) -> float:
+        """How many times larger the tolerance is than the error, where that is least."""
+        return min((gap.margin for gap in self.gaps), default=float("inf"))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.gaps))
+
+
+def assert_parity(
+    torch_fn: Callable[..., Any],
+    jax_fn: Callable[..., Any],
+    inputs: Any,
+    policy: Any = "amp",
+    dtype: str | None = "bfloat16",
+    grads: bool = True,
+    *,
+    probes: int = 8,
+) -> Parity:
+    """Assert that a torch function and a JAX function are the same one, in the same formats.
+
+        assert_parity(torch.softmax, jax.nn.softmax, [x, -1], dtype="float16")
+
+    Both are called with the same numbers under the same policy. In this order are compared: the
+    results' structure, shapes and dtypes; the formats, call by call; the values; and the gradients
+    of `sum(result * c)` with respect to the float inputs, for a fixed `c` from a normal
+    distribution.
+
+    Formats: the forward calls are aligned by op and run format. All matrix products are one op, as
+    in JAX. A call that only one side has is no difference, for the frameworks take ops apart in
+    different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
+    that both have in the same place, in other formats, is a difference, if a row of the policy
+    rules it; without a row, if JAX runs it in a narrower format. So is a cast to a low format that
+    only one side asks for.
+
+    Values: an array may be off by
+
+        tolerance = sqrt(2 ln(2 n / 1e-6)) * max sqrt(s_torch^2 + s_jax^2)
+
+    where n is how many numbers it has, and s the root mean square change of a number when every
+    op's result is moved by an even share of its rounding, up or down: of the unit roundoff of its
+    format, and of sqrt(k) float32 roundoffs of what a sum of k terms adds up.
+    `polymp.diagnostics.rounding` has the derivation and its sources. It grows with the roundings on
+    the way, by their formats, and with the lengths of sums; it is measured in each framework by
+    `2 * probes` runs more, with fixed seeds, so that the same call has the same tolerance. Errors
+    and tolerances are told relative to the largest magnitude in torch's array. Integers and truth
+    values are equal, but for those that a rounding turns.
+
+    Both functions are to be deterministic. torch runs on the CPU, eagerly; the JAX function is
+    traced and compiled for the default device.
+
+    Args:
+        torch_fn: takes and returns tensors, in any nesting of tuples, lists and dicts.
+        jax_fn: the same, of JAX arrays.
+        inputs: the positional arguments: a list or tuple of numpy arrays, numbers, and nestings of
+            them; or a dict of keyword arguments. Arrays may be float64, which becomes float32,
+            float32, float16, bfloat16, integers and bool. Numbers, strings and None are passed on
+            as they are.
+        policy: of the regions.
+        dtype: the low format of the regions, "bfloat16" or "float16"; None or "float32" for no
+            region at all.
+        grads: False to compare no gradients.
+        probes: runs of each of two kinds that measure the tolerance in each framework; 2 or more.
+
+    Returns:
+        What was compared, with all errors and tolerances.
+
+    Raises:
+        ParityError: they are not the same; its text has the first op where they part.
+        TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array.
+        ValueError: `dtype` is no such format, an integer is too large for JAX, an input is empty or
+            not finite, or `probes` is too small.
+        BackendMissingError: torch or JAX is not installed.
+    """
+    dtype = _checked_dtype(dtype)
+    if probes < 2:
+        raise ValueError(f"assert_parity(probes={probes!r}): two or more are needed.")
+    for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
+        if not callable(fn):
+            raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
+    args, kwargs = _arguments(inputs)
+    for name in _NAMES:
+        backends.get(name)
+    return _Pair(torch_fn, jax_fn, args, kwargs, dtype, policy, grads, probes).compared()
+
+
+class _Pair:
+    """Two functions at the same inputs."""
+
+    def __init__(
+        self,
+        torch_fn: Any,
+        jax_fn: Any,
+        args: Any,
+        kwargs: Any,
+        dtype: str | None,
+        policy: Any,
+        grads: bool,
+        probes: int,
+    ) -> None:
+        from polymp.backends.jax.diagnostics import perturb as in_jax
+        from polymp.backends.torch.diagnostics import perturb as in_torch
+
+        self._probes = probes
+        seeds = _cotangent if grads else None
+        given = args, kwargs, dtype, policy, seeds
+
+        self._torch = in_torch.Program(torch_fn, *given)
+        self._in_jax = partial(in_jax.Program, jax_fn, *given)
+
+    def compared(self) -> Parity:
+        with self._torch.watch:
+            self._jax = self._in_jax()
+            one, other = self._torch.run(), self._jax.run()
+        calls = tuple([s.call for s in run.steps] for run in (one, other))
+        _same_structure(one, other)
+        parted = align.first_parted(*calls)
+        if parted is not None:
+            raise _error(f"run in other formats: {parted.why}", parted)
+        if one.formats != other.formats:
+            raise self._other_results(one, other, calls)
+        torch_moved = [
+            [self._torch.probe(seed, alike) for seed in range(1, self._probes + 1)]
+            for alike in (False, True)
+        ]
+        jax_moved = [self._jax.probes(self._probes, alike) for alike in (False, True)]
+        gaps = tuple(_gaps(one, other, torch_moved, jax_moved))
+        if any(found.part for found in gaps):
+            raise self._off(one, other, gaps)
+        forward = tuple(len(align.compared(side)) for side in calls)
+        return Parity(gaps, one.formats, (forward[0], forward[1]))
+
+    def _other_results(self, one: Run, other: Run, calls: Any) -> ParityError:
+        """The results have other formats, and no call has."""
+        path = next(path for path in one.formats if one.formats[path] != other.formats[path])
+        said = f"{_named('result', path)} is {one.formats[path]} in torch and "
+        forward = [align.compared(side) for side in calls]
+        wanted = one.formats[path], other.formats[path]
+        last = [
+            next((c for c in reversed(side) if format in c.outputs), None)
+            for side, format in zip(forward, wanted, strict=True)
+        ]
+        return _error(f"{said}{other.formats[path]} in JAX", Parted(last[0], last[1], ""))
+
+    def _off(self, one: Run, other: Run, gaps: Sequence[Gap]) -> ParityError:
+        """Some values part: of which op first?"""
+        with self._torch.watch:
+            kept = self._torch.run(keep=True)
+            both = (False, True)
+            moved = [self._torch.run(seed, alike, True) for alike in both for seed in (1, 2)]
+        theirs = self._jax.kept()
+        at = first_off(kept, moved, theirs)
+        worst = next(found for found in gaps if found.part)
+        if at is None:
+            return _error(f"do not return the same: {worst}", None, gaps)
+        call = kept.steps[at].call
+        mine, yours = [s.call for s in kept.steps], [s.call for s in theirs.steps]
+        other_call = align.partner(call, mine, yours)
+        return _error("compute other values", Parted(call, other_call, ""), gaps)
+
+
+def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
+    """The first step of a torch run whose values no step of the JAX run has; None if none.
+
+    Axes may have another order, for the frameworks lay arrays out in different ways. A forward step
+    that a later one makes up for is none: JAX may take an op apart, and meet torch again behind it.
+
+    Args:
+        kept: a run with values.
+        moved: probes of it, with values; the second half all one way.
+        theirs: the run in JAX, with values.
+    """
+    pool: dict[int, list[Any]] = {}
+    for x in chain.from_iterable(step.values for step in theirs.steps):
+        pool.setdefault(x.size, []).append(x)
+    for x in (*theirs.results.values(), *theirs.gradients.values()):
+        pool.setdefault(x.size, []).append(x)
+    steps, half = kept.steps, len(moved) // 2
+    met: list[bool | None] = []
+    for at, step in enumerate(steps):
+        if not step.values:
+            met.append(None)  # nothing is known of it
+            continue
+        value = step.values[0]
+        probes = [run.steps[at].values[0] for run in moved]
+        around = spread(value, probes[:half], probes[half:])
+        limit = math.sqrt(2) * factor(value.size) * around.max(initial=0.0)
+        met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
+    healed = [bool(found) for found in met]
+    for at in reversed(range(len(steps))):
+        if healed[at]:
+            for source in steps[at].reads:
+                healed[source] |= steps[at].call.direction == steps[source].call.direction
+    return next((at for at, fine in enumerate(healed) if not fine and met[at] is False), None)
+
+
+def _near(one: Any, other: Any, limit: float) -> bool:
+    """True if an array is the other one, its axes in some order, within a limit."""
+    import numpy as np
+
+    orders = permutations(range(other.ndim)) if other.ndim <= 4 else [tuple(range(other.ndim))]
+    flat = one.reshape(-1)
+    with np.errstate(invalid="ignore"):
+        for order in orders:
+            x = other.transpose(order).reshape(-1)
+            same = (flat == x) | (np.isnan(flat) & np.isnan(x)) | (np.abs(flat - x) <= limit)
+            if bool(np.all(same)):
+                return True
+    return False
+
+
+def _gaps(one: Run, other: Run, torch_moved: Any, jax_moved: Any) -> Iterator[Gap]:
+    import numpy as np
+
+    for kind in ("results", "gradients"):
+        what = "result" if kind == "results" else "gradient of input"
+        for path, ours in getattr(one, kind).items():
+            theirs = getattr(other, kind)[path]
+            bases = (ours, torch_moved), (theirs, jax_moved)
+            halves = [
+                (base, *([getattr(run, kind)[path] for run in half] for half in moved))
+                for base, moved in bases
+            ]
+            name = _named(what, path)
+            if ours.dtype.kind == "f":
+                squares = [spread(*half) ** 2 for half in halves]
+                yield gap(name, ours, theirs, np.sqrt(squares[0] + squares[1]))
+            else:  # what a rounding turns in a probe, it may turn
+                turns = [x != base for base, *probes in halves for x in chain(*probes)]
+                wrong = (ours != theirs) & ~np.any(turns, 0)
+                yield Gap(name, float(np.count_nonzero(wrong)), 0.0, 1.0)
+
+
+def _same_structure(one: Run, other: Run) -> None:
+    if [*one.results] != [*other.results] and {*one.results} != {*other.results}:
+        raise ParityError(
+            "the functions return other structures: "
+            f"{_listed(one.results)} in torch, {_listed(other.results)} in JAX."
+        )
+    for path, x in one.results.items():
+        shape = other.results[path].shape
+        if x.shape != shape:
+            raise ParityError(
+                f"{_named('result', path)} has shape {x.shape} in torch and {shape} in JAX."
+            )
+    kinds = [{p: f if f in FORMATS else "" for p, f in run.formats.items()} for run in (one, other)]
+    for path in one.formats:
+        both = one.formats[path], other.formats[path]
+        if (not kinds[0][path]) != (not kinds[1][path]) or ("bool" in both and both[0] != both[1]):
+            raise ParityError(
+                f"{_named('result', path)} is {both[0]} in torch and {both[1]} in JAX."
+            )
+    for run in (one, other):  # integers have 64 bits in torch and 32 in JAX
+        run.formats.update({p: "int" for p, f in run.formats.items() if "int" in f})
+
+
+def _listed(results: Mapping[str, Any]) -> str:
+    return ", ".join(_named("result", path) for path in results) or "nothing"
+
+
+def _named(what: str, path: str) -> str:
+    return f"{what}{path.removeprefix('[0]') if what != 'result' else path}"
+
+
+def _error(what: str, parted: Parted | None, gaps: Sequence[Gap] = ()) -> ParityError:
+    """The message: where they part, then what was compared."""
+    if parted is None:
+        lines = [f"the two functions {what}", *map(str, gaps)]
+        return ParityError("\n".join(lines), gaps=gaps)
+    table = align.side_by_side(parted, ("torch", "jax"))
+    start = f"the two functions {what}" if "result" not in what[:6] else what
+    lines = [f"{start}. The first op where they part is {parted.op}:", "", table]
+    if gaps:
+        lines += ["", "compared:", *(f"  {found}" for found in gaps)]
+    return ParityError("\n".join(lines), parted.op, table, gaps)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def _checked_dtype(dtype: Any) -> str | None:
+    if dtype in (None, "float32"):
+        return None
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str):
+        name = getattr(dtype, "__name__", getattr(dtype, "name", name))
+    if name not in _LOW:
+        raise ValueError(
+            f"dtype={dtype!r} is not a format to hold regions in: use 'bfloat16' or 'float16', or "
+            "None for no region."
+        )
+    return name
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    import numpy as np
+
+    if isinstance(inputs, Mapping):
+        return (), {str(name): _prepared(x, f"[{name!r}]") for name, x in inputs.items()}
+    if (
+        isinstance(inputs, np.ndarray)
+        or not isinstance(inputs, Sequence)
+        or (isinstance(inputs, (str, bytes)))
+    ):
+        raise TypeError(
+            "inputs are a list of positional arguments, or a dict of keyword arguments; got "
+            f"{type(inputs).__name__}. For one array write [array]."
+        )
+    return tuple(_prepared(x, f"[{at}]") for at, x in enumerate(inputs)), {}
+
+
+def _prepared(x: Any, path: str) -> Any:
+    """An input with its arrays in formats that both frameworks have."""
+    import numpy as np
+
+    if isinstance(x, dict):
+        return {key: _prepared(item, f"{path}[{key!r}]") for key, item in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)([_prepared(item, f"{path}[{at}]") for at, item in enumerate(x)])
+    if x is None or (isinstance(x, (bool, int, float, str)) and not isinstance(x, np.generic)):
+        return x
+    if not isinstance(x, (np.ndarray, np.generic)):
+        raise TypeError(
+            f"input {path} is {type(x).__module__}.{type(x).__name__}. Give numpy arrays, numbers, "
+            "and lists, tuples and dicts of them."
+        )
+    array = np.asarray(x)
+    if array.size == 0:
+        raise ValueError(f"input {path} has shape {array.shape}: there is nothing to compare.")
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    elif array.dtype.kind in "iu":
+        limits = np.iinfo(np.int32)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(f"input {path} has integers beyond 32 bits, which JAX lacks.")
+        array = array.astype(np.int64)
+    elif array.dtype.kind != "b" and array.dtype.name not in ("float32", *_LOW):
+        raise TypeError(
+            f"input {path} is {array.dtype.name}. Give float32, float16, bfloat16, integers or "
+            "bool; float64 becomes float32."
+        )
+    if array.dtype.kind not in "ib" and not np.isfinite(array.astype(np.float32)).all():
+        raise ValueError(f"input {path} has numbers that are not finite: no tolerance can be told.")
+    return array
+
+
+def _cotangent(path: str, shape: tuple[int, ...]) -> Any:
+    """Float32 numbers that are the same for a path and a shape in every run."""
+    import numpy as np
+
+    seed = [len(path), *path.encode(), *shape]
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

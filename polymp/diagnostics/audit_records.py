@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Row
+from polymp.rules.row import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polymp.rules.policy import Row
+from polymp.rules.row import Row
 
 if TYPE_CHECKING:
     from polymp.diagnostics.report_diff import ReportDiff

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from polymp.diagnostics import plain_text
 from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
-from polymp.rules.policy import Row
+from polymp.rules.row import Row
 from polymp.rules.scopes import depth
 
 SECTIONS = {

@@ -16,7 +16,8 @@ from polymp.diagnostics.magnitudes import joined
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
 from polymp.rules import policy_files, scopes
-from polymp.rules.policy import Policy, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling.scale_rule import LARGEST
 

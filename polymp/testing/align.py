@@ -14,7 +14,7 @@ from typing import NamedTuple
 from polymp.diagnostics import plain_text
 from polymp.diagnostics.report import FORWARD, Call
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Rule
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 # What the frameworks call a cast that the program asks for.

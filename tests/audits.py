@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
 from polymp.rules.row import Row, Rule
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import polymp
-from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
 from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError

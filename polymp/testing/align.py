@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from polymp.diagnostics import plain_text
-from polymp.diagnostics.report import FORWARD, Call
+from polymp.diagnostics.call import FORWARD, Call
 from polymp.dtypes import FORMATS
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary

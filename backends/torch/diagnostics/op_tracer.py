@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions, weight_cast_cache
 from polymp.backends.torch.diagnostics.call_site import Place, Places
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decisions
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import vocabulary

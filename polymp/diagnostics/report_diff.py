@@ -12,9 +12,9 @@ from itertools import combinations
 from os import PathLike
 from typing import Any, NamedTuple
 
-from polymp.diagnostics import plain_text, report_html
+from polymp.diagnostics import page, plain_text
 from polymp.diagnostics.call import Call, CallList
-from polymp.diagnostics.report_html import Bar, Cell, Head, Line, Page
+from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
 
 FORMATS = ("inputs", "run", "outputs")
@@ -132,7 +132,7 @@ class ReportDiff:
         Args:
             path: file to write it to as well, in UTF-8.
         """
-        return report_html.written(report_html.html(self._page()), path)
+        return page.written(page.html(self._page()), path)
 
     def _page(self) -> Page:
         names = self.names
@@ -210,7 +210,7 @@ class ReportDiff:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return report_html.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")
+        return page.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")
 
     def __repr__(self) -> str:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from polymp.diagnostics import plain_text
+from polymp import plain_text
 from polymp.diagnostics.report_text import SECTIONS
 
 

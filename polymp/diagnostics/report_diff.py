@@ -12,7 +12,8 @@ from itertools import combinations
 from os import PathLike
 from typing import Any, NamedTuple
 
-from polymp.diagnostics import page, plain_text
+from polymp import plain_text
+from polymp.diagnostics import page
 from polymp.diagnostics.call import Call, CallList
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
@@ -194,7 +195,7 @@ class ReportDiff:
         place = "", ""
         for row in self.rows:
             if row.direction != place[1]:
-                rows += ["", f"-- {SECTIONS[row.direction]} ".ljust(width, "-")]
+                rows += ["", plain_text.heading(SECTIONS[row.direction], width)]
             if (row.module, row.direction) != place:
                 rows.append(row.module or OUTSIDE)
             place = row.module, row.direction

@@ -11,7 +11,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polymp.diagnostics import plain_text
+from polymp import plain_text
 from polymp.diagnostics.report import Report
 from polymp.testing import align
 from polymp.testing.framework import Framework as Framework

@@ -148,7 +148,7 @@ def test_faults_of_a_site_are_found(tmp_path: Path) -> None:
 def test_links_out_of_the_folder_lead_to_pages_and_copies(site: Path) -> None:
     assert "tables/amp.html" in Html(site / "policies.html").links
     assert "files/benchmarks/policies.py" in Html(site / "policies.html").links
-    assert not (site / "files" / "polymp").exists()
+    assert not (site / "files" / "polymp" / "jax.py").exists()
     copy, original = site / "files/benchmarks/policies.py", ROOT / "benchmarks/policies.py"
     assert copy.read_bytes() == original.read_bytes()
     api = {"api/polymp.html", "api/torch.html", "api/jax.html"}
@@ -279,7 +279,7 @@ def test_every_public_name_has_its_docstring(name: str, site: Path, pages: Modul
     objects = {n: x for n, x in public.items() if not n.startswith("_") and not inspect.ismodule(x)}
     modules = {n for n in pages.public(name) if inspect.ismodule(public[n])}
     assert sorted(pages.public(name)) == sorted([*objects, *modules])
-    assert modules >= ({"dtypes", "loading", "rules"} if name == "polymp" else set())
+    assert modules >= ({"dtypes"} if name == "polymp" else set())
 
     html = Html(site / "api" / f"{framework}.html")
     text = letters("".join(html.text))
@@ -321,6 +321,18 @@ def test_the_pictures_are_what_the_program_draws(draw: ModuleType) -> None:
         assert re.findall(r"(?:href|url)\S*https?:", text) == [], name
 
 
+def test_the_walks_through_the_code_name_files_that_exist(draw: ModuleType) -> None:
+    """On the page and in its pictures; the page names every file of a picture."""
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    for name, steps in draw.walks().items():
+        assert f"pictures/{name}-light.svg" in page
+        for _, file in steps:
+            assert not file or f"](../{file})" in page, file
+    named = re.findall(r"\]\(\.\./([\w/.]+)\)", page)
+    assert len(named) > 30
+    assert [file for file in named if not (DOCS.parent / file).is_file()] == []
+
+
 def test_other_data_makes_other_pictures(draw: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(draw.pictures())
     wide = dtypes.Format("float16", 6, 9)
@@ -331,5 +343,6 @@ def test_other_data_makes_other_pictures(draw: ModuleType, monkeypatch: pytest.M
         "_times",
         lambda part: {k: row | {"ours": row["ours"] * 1.5} for k, row in times(part).items()},
     )
+    monkeypatch.setattr(draw, "walks", lambda w=draw.walks: {n: s[1:] for n, s in w().items()})
     after = dict(draw.pictures())
     assert [name for name in before if before[name] == after[name]] == []

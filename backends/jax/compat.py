@@ -1,7 +1,7 @@
 """Everything private of jax that polymp touches, in one place.
 
-Each name says why it is needed and since when it has been there; `tests/jax/test_compat.py` fails
-when one changes. Supported: jax 0.10.2 to 0.11.
+Each name says why it is needed and since when it has been there;
+`tests/jax/compat/test_private_names.py` fails when one changes. Supported: jax 0.10.2 to 0.11.
 """
 
 import sys

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,16 +60,6 @@ def test_importing_changes_nothing_in_torch():
         "\nassert before == after, (before, after)\nassert 'torch._dynamo' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_every_package_is_listed():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for top in (ROOT / "polymp", ROOT / "polymp/backends", ROOT / "polymp/policies")
-        for path in top.rglob("__init__.py")
-    }
-    assert sorted(listed) == sorted(found)
 
 
 def test_unknown_backend():
@@ -133,3 +122,63 @@ def test_a_backend_whose_framework_is_missing(monkeypatch):
     assert str(error.value) == (
         "backend 'torch' needs the torch package: pip install 'polymp[torch]'."
     )
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import polymp.{}", "import polymp.backends.{}.autocast.api", "polymp.backends.get({!r})"],
+)
+def test_every_way_in_says_what_to_install(name, statement):
+    """In a fresh interpreter that has neither framework."""
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n: None if n in ('torch', 'jax') else find(n)\n"
+        "sys.modules['torch'] = sys.modules['jax'] = None\n"
+        "import polymp.backends\n"
+        f"try:\n    {statement.format(name)}\n"
+        "except polymp.BackendMissingError as error:\n    print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert run.stdout == (
+        f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'.\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["polymp", "polymp.torch", "polymp.jax"])
+def test_dir_shows_the_api_and_nothing_else(name):
+    """Neither rooms nor names that a module binds for itself; the doors once they are imported."""
+    if name != "polymp":
+        need(name.removeprefix("polymp."))
+    code = (
+        f"import polymp, {name} as module\n"
+        "before = dir(polymp)\n"
+        "assert set(before) == {*polymp.__all__, *sys.argv[1:]}, before\n"
+        "assert dir(module) == [*module.__all__, *(sys.argv[1:] if module is polymp else ())]\n"
+        "for found in dir(module): getattr(module, found)\n"
+        "shown = [n for n in dir(module) if n.startswith('_') and n != '__version__']\n"
+        "assert not shown, shown\n"
+        "space = {}; exec(f'from {module.__name__} import *', space)\n"
+        "assert set(space) - {'__builtins__'} == set(module.__all__), set(space)\n"
+    )
+    doors = [] if name == "polymp" else [name.removeprefix("polymp.")]
+    command = [sys.executable, "-c", f"import sys\n{code}", *doors]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_of_the_api_is_listed():
+    """What stands in a door that no submodule is, and no list names."""
+    code = (
+        "import polymp, polymp.torch, polymp.jax, types\n"
+        "for module in (polymp, polymp.torch, polymp.jax):\n"
+        "    for name, found in vars(module).items():\n"
+        "        hidden = name.startswith('_') or isinstance(found, types.ModuleType)\n"
+        "        assert hidden or name in module.__all__, (module, name)\n"
+    )
+    need("torch")
+    need("jax")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

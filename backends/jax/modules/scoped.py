@@ -20,11 +20,11 @@ from jax.extend import core
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.plan import Planner
 from polymp.backends.jax.modules.pin import key_name
+from polymp.callsite import outside
 from polymp.errors import PolicyWarning
 from polymp.rules import scopes
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
-from polymp.scaling.gradient_report import outside
 
 M = TypeVar("M")
 

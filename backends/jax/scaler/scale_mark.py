@@ -8,8 +8,9 @@ import jax
 
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import tree_math
+from polymp.callsite import outside
 from polymp.errors import ScalerWarning
-from polymp.scaling.gradient_report import NO_EFFECT, outside
+from polymp.scaling.gradient_report import NO_EFFECT
 from polymp.scaling.scale_rule import ScaleRule
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from polymp import cli, versions
-from polymp.cli import doctor
+from polymp.cli import doctor, policies
 from polymp.cli.doctor import Device, Engine, Facts, Framework
 from polymp.rules import policy_files, scopes
-from polymp.rules.policy import LOW
+from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
 from tests.site.test_package import HEAVY, loaded_after
@@ -328,7 +328,7 @@ def test_what_counts_as_a_difference(one, other, differ, answer, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["*.lm_head", "a.[bc].d", "x[!abc]y", "?[0-9].*", "[!a-z]"])
 def test_a_scope_is_looked_into_by_a_path_that_it_matches(pattern):
-    assert scopes.depth(pattern, cli._inside(pattern))
+    assert scopes.depth(pattern, policies.path_inside(pattern))
 
 
 # check

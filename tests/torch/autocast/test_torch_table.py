@@ -6,7 +6,7 @@ from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import cast_cache, kernels, torch_table
 from polymp.backends.torch.compat import overload
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Apply, Rule
+from polymp.rules.row import LOW, Apply, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.support.torch.version_changes import LACKS, NAMED, VERSION
 

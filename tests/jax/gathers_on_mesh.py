@@ -3,7 +3,7 @@
 Run as a module with eight CPU devices and a folder for XLA to write to; prints one line of JSON:
 for each program, in float32, in bfloat16 by hand and under autocast, the all-gathers as the
 partitioner made them (later, XLA's CPU has float32 ones alone), and the bytes of what is saved for
-backward. Autocast also with one of its two means switched off.
+backward. Autocast also with one of its means switched off.
 """
 
 import json
@@ -57,6 +57,10 @@ def scanned_again(weights: Any, x: Any, low: Low) -> Any:
     return lax.scan(layer, x, weights)[0]
 
 
+def jitted(x: Any, w: Any, low: Low) -> Any:
+    return jax.jit(lambda x, w: x @ low(w))(x, w)
+
+
 def mapped(network: Any) -> Any:
     def on_devices(weights: Any, x: Any, low: Low) -> Any:
         whole = jax.tree.map(lambda w: P(None, "d") if w.ndim == 3 else P("d"), weights)
@@ -75,8 +79,7 @@ def gathered(w: Any) -> Any:
 
 
 def read_twice(x: Any, w: Any, low: Low) -> Any:
-    whole = gathered(w)
-    return x @ low(whole) + jnp.exp(whole[0]).astype(x.dtype)
+    return x @ low(w) + jnp.exp(w[0]).astype(x.dtype)
 
 
 MESHES = {
@@ -93,12 +96,23 @@ PROGRAMS = {
     "scan and remat": scanned_again,
     "explicit": PLAIN,
     "explicit, resharded": in_a_row(lambda x, w, low: x @ jax.sharding.reshard(low(w), P())),
+    "explicit, resharded, jitted": in_a_row(
+        lambda x, w, low: jitted(x, jax.sharding.reshard(low(w), P()), lambda w: w)
+    ),
     "shard_map": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)))),
     "shard_map and scan": mapped(
         lambda weights, x, low: scanned(weights, x, lambda w: gathered(low(w)))
     ),
     "shard_map, turned": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)).T)),
-    "shard_map, read in float32 too": mapped(in_a_row(read_twice)),
+    "shard_map, jitted": mapped(
+        in_a_row(lambda x, w, low: jitted(x, gathered(low(w)), lambda w: w))
+    ),
+    "shard_map, read in float32 too": mapped(
+        in_a_row(lambda x, w, low: read_twice(x, gathered(w), low))
+    ),
+    "shard_map, read in float32 too, jitted": mapped(
+        in_a_row(lambda x, w, low: jax.jit(lambda x, w: read_twice(x, w, low))(x, gathered(w)))
+    ),
 }
 
 
@@ -160,7 +174,7 @@ def main(folder: Path) -> None:
             seen, grads = {}, {}
             for how, loss in losses(network).items():
                 seen[how], grads[how] = looked_at(loss, f"{name} {how}", args, folder)
-            with without_rounding() if name in ROUNDED else without_merging():
+            with MEANS[name]():
                 loss = losses(network)["autocast"]
                 seen["off"], grads["off"] = looked_at(loss, f"{name} off", args, folder)
         right, ours = grads["float32"], grads["autocast"]
@@ -171,8 +185,14 @@ def main(folder: Path) -> None:
     print(json.dumps(found))
 
 
-# Where the program gathers by itself; elsewhere the partitioner does.
-ROUNDED = [name for name in PROGRAMS if "shard_map" in name or "resharded" in name]
+def means(name: str) -> Any:
+    """Switches off what makes a difference to a program."""
+    if "shard_map" in name or "resharded" in name:  # the program gathers by itself
+        return without_rounding
+    return without_merging
+
+
+MEANS = {name: means(name) for name in PROGRAMS}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

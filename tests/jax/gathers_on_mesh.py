@@ -61,6 +61,11 @@ def jitted(x: Any, w: Any, low: Low) -> Any:
     return jax.jit(lambda x, w: x @ low(w))(x, w)
 
 
+def scanned_jitted(weights: Any, x: Any, low: Low) -> Any:
+    layer = jax.jit(lambda x, w: (jnp.tanh(x @ low(w)), None))
+    return lax.scan(jax.checkpoint(lambda x, w: layer(x, w)), x, weights)[0]
+
+
 def mapped(network: Any) -> Any:
     def on_devices(weights: Any, x: Any, low: Low) -> Any:
         whole = jax.tree.map(lambda w: P(None, "d") if w.ndim == 3 else P("d"), weights)
@@ -94,6 +99,13 @@ PROGRAMS = {
     "remat": computed_again,
     "scan": scanned,
     "scan and remat": scanned_again,
+    "jitted": in_a_row(jitted),
+    "jitted, one in the other": lambda weights, x, low: jax.jit(
+        lambda weights, x: in_a_row(jitted)(weights, x, low)
+    )(weights, x),
+    "jitted, scan and remat": scanned_jitted,
+    "jitted with autocast inside": PLAIN,
+    "jitted, explicit": in_a_row(jitted),
     "explicit": PLAIN,
     "explicit, resharded": in_a_row(lambda x, w, low: x @ jax.sharding.reshard(low(w), P())),
     "explicit, resharded, jitted": in_a_row(
@@ -116,7 +128,7 @@ PROGRAMS = {
 }
 
 
-def losses(network: Any) -> dict[str, Any]:
+def losses(network: Any, name: str) -> dict[str, Any]:
     def loss(weights: Any, x: Any) -> Any:
         return (network(weights, x, lambda w: w) ** 2).mean()
 
@@ -124,7 +136,8 @@ def losses(network: Any) -> dict[str, Any]:
         out = network(weights, x.astype(jnp.bfloat16), lambda w: w.astype(jnp.bfloat16))
         return (out.astype(jnp.float32) ** 2).mean()
 
-    return {"float32": loss, "by hand": by_hand, "autocast": autocast(loss)}
+    found = {"float32": loss, "by hand": by_hand, "autocast": autocast(loss)}
+    return jax.tree.map(jax.jit, found) if name == "jitted with autocast inside" else found
 
 
 def looked_at(fn: Any, name: str, args: Any, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -157,6 +170,14 @@ def without_merging() -> Iterator[None]:
 
 
 @contextmanager
+def with_calls() -> Iterator[None]:
+    with mock.patch.object(compat, "_devices", return_value=1):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@contextmanager
 def without_rounding() -> Iterator[None]:
     with mock.patch.object(moves, "TRAVELS", frozenset()):
         yield
@@ -172,10 +193,10 @@ def main(folder: Path) -> None:
             weights = jax.device_put(weights, NamedSharding(mesh, spec))
             args = weights, jax.device_put(X, NamedSharding(mesh, P("d", None)))
             seen, grads = {}, {}
-            for how, loss in losses(network).items():
+            for how, loss in losses(network, name).items():
                 seen[how], grads[how] = looked_at(loss, f"{name} {how}", args, folder)
             with MEANS[name]():
-                loss = losses(network)["autocast"]
+                loss = losses(network, name)["autocast"]
                 seen["off"], grads["off"] = looked_at(loss, f"{name} off", args, folder)
         right, ours = grads["float32"], grads["autocast"]
         seen["error"] = float(np.abs(ours - right).max() / np.abs(right).max())
@@ -189,7 +210,7 @@ def means(name: str) -> Any:
     """Switches off what makes a difference to a program."""
     if "shard_map" in name or "resharded" in name:  # the program gathers by itself
         return without_rounding
-    return without_merging
+    return with_calls if "jitted" in name else without_merging
 
 
 MEANS = {name: means(name) for name in PROGRAMS}

@@ -20,7 +20,14 @@ OWN = (
     "shard_map, jitted",
 )
 # Where the partitioner does.
-IN_A_ROW = ("plain", "weight on the left", "few rows", "remat", "explicit")
+JITTED = (
+    "jitted",
+    "jitted, one in the other",
+    "jitted, scan and remat",
+    "jitted with autocast inside",
+    "jitted, explicit",
+)
+IN_A_ROW = ("plain", "weight on the left", "few rows", "remat", "explicit", *JITTED)
 ITS = (*IN_A_ROW, "scan", "scan and remat")
 MIXED = ("shard_map, read in float32 too", "shard_map, read in float32 too, jitted")
 
@@ -48,9 +55,13 @@ def on_mesh(tmp_path_factory):
 def test_weights_are_gathered_as_by_hand(on_mesh, name):
     seen = on_mesh[name]
     ours, by_hand, full = seen["autocast"], seen["by hand"], seen["float32"]
-    assert ours["gathers"] == by_hand["gathers"]
-    assert set(ours["gathers"]) == {"bfloat16"}
-    assert ours["bytes"] == by_hand["bytes"] == full["bytes"] / 2
+    assert ours["gathers"] == ["bfloat16"] * len(full["gathers"])
+    assert ours["bytes"] == full["bytes"] / 2
+    if name == "jitted, explicit":  # where jax 0.11 gathers some of what is cast by hand twice
+        assert ours["bytes"] <= by_hand["bytes"]
+    else:
+        assert ours["bytes"] == by_hand["bytes"]
+        assert ours["gathers"] == by_hand["gathers"]
 
 
 @pytest.mark.parametrize("name", [*ITS, *OWN])

@@ -11,11 +11,25 @@ import pytest
 from tests.conftest import values_only
 
 # Where the program gathers its weights itself.
-OWN = ("explicit, resharded", "shard_map", "shard_map and scan", "shard_map, turned")
+OWN = (
+    "explicit, resharded",
+    "explicit, resharded, jitted",
+    "shard_map",
+    "shard_map and scan",
+    "shard_map, turned",
+    "shard_map, jitted",
+)
 # Where the partitioner does.
-IN_A_ROW = ("plain", "weight on the left", "few rows", "remat", "explicit")
+JITTED = (
+    "jitted",
+    "jitted, one in the other",
+    "jitted, scan and remat",
+    "jitted with autocast inside",
+    "jitted, explicit",
+)
+IN_A_ROW = ("plain", "weight on the left", "few rows", "remat", "explicit", *JITTED)
 ITS = (*IN_A_ROW, "scan", "scan and remat")
-MIXED = "shard_map, read in float32 too"
+MIXED = ("shard_map, read in float32 too", "shard_map, read in float32 too, jitted")
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +55,13 @@ def on_mesh(tmp_path_factory):
 def test_weights_are_gathered_as_by_hand(on_mesh, name):
     seen = on_mesh[name]
     ours, by_hand, full = seen["autocast"], seen["by hand"], seen["float32"]
-    assert ours["gathers"] == by_hand["gathers"]
-    assert set(ours["gathers"]) == {"bfloat16"}
-    assert ours["bytes"] == by_hand["bytes"] == full["bytes"] / 2
+    assert ours["gathers"] == ["bfloat16"] * len(full["gathers"])
+    assert ours["bytes"] == full["bytes"] / 2
+    if name == "jitted, explicit":  # where jax 0.11 gathers some of what is cast by hand twice
+        assert ours["bytes"] <= by_hand["bytes"]
+    else:
+        assert ours["bytes"] == by_hand["bytes"]
+        assert ours["gathers"] == by_hand["gathers"]
 
 
 @pytest.mark.parametrize("name", [*ITS, *OWN])
@@ -55,8 +73,9 @@ def test_nothing_more_is_saved_and_gradients_stay_as_they_are(on_mesh, name):
     assert 0 < seen["error"] < 4 * 3 * 2**-8
 
 
-def test_a_weight_that_is_read_in_float32_too_is_gathered_in_float32(on_mesh):
-    seen = on_mesh[MIXED]
+@pytest.mark.parametrize("name", MIXED)
+def test_a_weight_that_is_read_in_float32_too_is_gathered_in_float32(on_mesh, name):
+    seen = on_mesh[name]
     assert seen["autocast"]["gathers"] == seen["float32"]["gathers"] == ["float32"] * 3
 
 
@@ -71,4 +90,4 @@ def test_weights_that_are_not_rounded_first_are_gathered_in_float32(on_mesh):
 
 
 def test_every_program_is_looked_at(on_mesh):
-    assert on_mesh.keys() == {*ITS, *OWN, MIXED}
+    assert on_mesh.keys() == {*ITS, *OWN, *MIXED}

@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contract
+from polymp.jax import autocast
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -538,3 +539,21 @@ def test_repeated_ops_of_a_lowered_program_are_merged():
     with mock.patch.object(compat, "merge_repeated"):
         assert casts() == 2
     jax.clear_caches()
+
+
+def test_jitted_functions_are_lowered_in_place_on_several_devices():
+    """Those in which a contraction casts an operand, and that ask for nothing of their own."""
+
+    def calls(devices, low=jnp.float32, **asked):
+        mesh = AbstractMesh((devices,), ("d",))
+        inner = jax.jit(lambda x, w: jnp.tanh(x @ w), **asked)
+        outer = jax.jit(autocast(lambda x, w: inner(inner(x, w), w)))
+        array = jax.ShapeDtypeStruct((8, 8), low, sharding=NamedSharding(mesh, PartitionSpec("d")))
+        text = outer.trace(array, array).lower(lowering_platforms=("cpu",)).as_text()
+        return text.count("call @")
+
+    assert calls(8) == 0
+    assert calls(1) == 2
+    assert calls(8, low=jnp.bfloat16) == 2
+    mesh = AbstractMesh((8,), ("d",))
+    assert calls(8, out_shardings=NamedSharding(mesh, PartitionSpec("d"))) == 2

@@ -3,7 +3,7 @@
 Run as a module with eight CPU devices and a folder for XLA to write to; prints one line of JSON:
 for each program, in float32, in bfloat16 by hand and under autocast, the all-gathers as the
 partitioner made them (later, XLA's CPU has float32 ones alone), and the bytes of what is saved for
-backward. Autocast also with one of its two means switched off.
+backward. Autocast also with one of its means switched off.
 """
 
 import json
@@ -58,6 +58,15 @@ def scanned_again(weights: Any, x: Any, low: Low) -> Any:
     return lax.scan(layer, x, weights)[0]
 
 
+def jitted(x: Any, w: Any, low: Low) -> Any:
+    return jax.jit(lambda x, w: x @ low(w))(x, w)
+
+
+def scanned_jitted(weights: Any, x: Any, low: Low) -> Any:
+    layer = jax.jit(lambda x, w: (jnp.tanh(x @ low(w)), None))
+    return lax.scan(jax.checkpoint(lambda x, w: layer(x, w)), x, weights)[0]
+
+
 def mapped(network: Any) -> Any:
     def on_devices(weights: Any, x: Any, low: Low) -> Any:
         whole = jax.tree.map(lambda w: P(None, "d") if w.ndim == 3 else P("d"), weights)
@@ -76,8 +85,7 @@ def gathered(w: Any) -> Any:
 
 
 def read_twice(x: Any, w: Any, low: Low) -> Any:
-    whole = gathered(w)
-    return x @ low(whole) + jnp.exp(whole[0]).astype(x.dtype)
+    return x @ low(w) + jnp.exp(w[0]).astype(x.dtype)
 
 
 MESHES = {
@@ -92,18 +100,36 @@ PROGRAMS = {
     "remat": computed_again,
     "scan": scanned,
     "scan and remat": scanned_again,
+    "jitted": in_a_row(jitted),
+    "jitted, one in the other": lambda weights, x, low: jax.jit(
+        lambda weights, x: in_a_row(jitted)(weights, x, low)
+    )(weights, x),
+    "jitted, scan and remat": scanned_jitted,
+    "jitted with autocast inside": PLAIN,
+    "jitted, explicit": in_a_row(jitted),
     "explicit": PLAIN,
     "explicit, resharded": in_a_row(lambda x, w, low: x @ jax.sharding.reshard(low(w), P())),
+    "explicit, resharded, jitted": in_a_row(
+        lambda x, w, low: jitted(x, jax.sharding.reshard(low(w), P()), lambda w: w)
+    ),
     "shard_map": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)))),
     "shard_map and scan": mapped(
         lambda weights, x, low: scanned(weights, x, lambda w: gathered(low(w)))
     ),
     "shard_map, turned": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)).T)),
-    "shard_map, read in float32 too": mapped(in_a_row(read_twice)),
+    "shard_map, jitted": mapped(
+        in_a_row(lambda x, w, low: jitted(x, gathered(low(w)), lambda w: w))
+    ),
+    "shard_map, read in float32 too": mapped(
+        in_a_row(lambda x, w, low: read_twice(x, gathered(w), low))
+    ),
+    "shard_map, read in float32 too, jitted": mapped(
+        in_a_row(lambda x, w, low: jax.jit(lambda x, w: read_twice(x, w, low))(x, gathered(w)))
+    ),
 }
 
 
-def losses(network: Any) -> dict[str, Any]:
+def losses(network: Any, name: str) -> dict[str, Any]:
     def loss(weights: Any, x: Any) -> Any:
         return (network(weights, x, lambda w: w) ** 2).mean()
 
@@ -111,7 +137,8 @@ def losses(network: Any) -> dict[str, Any]:
         out = network(weights, x.astype(jnp.bfloat16), lambda w: w.astype(jnp.bfloat16))
         return (out.astype(jnp.float32) ** 2).mean()
 
-    return {"float32": loss, "by hand": by_hand, "autocast": autocast(loss)}
+    found = {"float32": loss, "by hand": by_hand, "autocast": autocast(loss)}
+    return jax.tree.map(jax.jit, found) if name == "jitted with autocast inside" else found
 
 
 def looked_at(fn: Any, name: str, args: Any, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -144,6 +171,14 @@ def without_merging() -> Iterator[None]:
 
 
 @contextmanager
+def with_calls() -> Iterator[None]:
+    with mock.patch.object(compat, "_devices", return_value=1):
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+@contextmanager
 def without_rounding() -> Iterator[None]:
     with mock.patch.object(sharded_weights, "TRAVELS", frozenset()):
         yield
@@ -159,10 +194,10 @@ def main(folder: Path) -> None:
             weights = jax.device_put(weights, NamedSharding(mesh, spec))
             args = weights, jax.device_put(X, NamedSharding(mesh, P("d", None)))
             seen, grads = {}, {}
-            for how, loss in losses(network).items():
+            for how, loss in losses(network, name).items():
                 seen[how], grads[how] = looked_at(loss, f"{name} {how}", args, folder)
-            with without_rounding() if name in ROUNDED else without_merging():
-                loss = losses(network)["autocast"]
+            with MEANS[name]():
+                loss = losses(network, name)["autocast"]
                 seen["off"], grads["off"] = looked_at(loss, f"{name} off", args, folder)
         right, ours = grads["float32"], grads["autocast"]
         seen["error"] = float(np.abs(ours - right).max() / np.abs(right).max())
@@ -172,8 +207,14 @@ def main(folder: Path) -> None:
     print(json.dumps(found))
 
 
-# Where the program gathers by itself; elsewhere the partitioner does.
-ROUNDED = [name for name in PROGRAMS if "shard_map" in name or "resharded" in name]
+def means(name: str) -> Any:
+    """Switches off what makes a difference to a program."""
+    if "shard_map" in name or "resharded" in name:  # the program gathers by itself
+        return without_rounding
+    return with_calls if "jitted" in name else without_merging
+
+
+MEANS = {name: means(name) for name in PROGRAMS}
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Everything private of jax that polymp touches, in one place.
 
-Each name says why it is needed and since when it has been there; `tests/jax/test_compat.py` fails
-when one changes. Supported: jax 0.10.2 to 0.11.
+Each name says why it is needed and since when it has been there;
+`tests/jax/compat/test_private_names.py` fails when one changes. Supported: jax 0.10.2 to 0.11.
 """
 
 import sys
@@ -16,11 +16,14 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
+from jax._src import named_sharding as _named_sharding
+from jax._src import pjit as _pjit
+from jax._src import sharding_impls as _sharding
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 # How remat splits an equation; without a rule it would ask policies about our primitive, which none
 # of them knows. Since jax 0.2.
@@ -563,3 +566,35 @@ def _is_earlier_twin(one: Any, other: Any) -> bool:
     if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
         return False
     return bool(computed(one) == computed(other))
+
+
+def lower_in_place(belongs: Callable[[Any], bool]) -> None:
+    """Lower some jitted functions into the program that calls them, in place of a call.
+
+    On several devices alone, and none that asks for shardings or layouts of its own, or has
+    effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
+
+    Args:
+        belongs: says so of a function, given its closed jaxpr.
+    """
+
+    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        jaxpr = params["jaxpr"]
+        asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
+        several = _devices(ctx.module_context.axis_context) > 1
+        if not several or asked or jaxpr.effects or not belongs(jaxpr):
+            return _pjit._pjit_lowering(ctx, *args, **params)
+        stack = ctx.name_stack.extend(f"jit({params['name']})")
+        return mlir.lower_fun(core.jaxpr_as_fun(jaxpr))(ctx.replace(name_stack=stack), *args)
+
+    mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
+
+
+_ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+
+
+def _devices(context: Any) -> int:
+    """How many devices a program is for, that is lowered in a context."""
+    if isinstance(context, _sharding.ShardingContext):
+        return context.num_devices
+    return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import Literal
 
+from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.plan import Cast, Step
 from polymp.backends.jax.autocast.values import LOW
@@ -30,38 +31,52 @@ def round_before(program: "Program") -> None:
     steps = program.steps
     if not any(step.eqn.primitive.name in TRAVELS for step in steps):
         return
-    reads: dict[Any, set[str]] = {}  # the formats in which a variable is read in the end
+    reads = _reads(program.closed, steps)
+    for at, step in enumerate(steps):
+        if step.how != "bind" or step.eqn.primitive.name not in TRAVELS:
+            continue
+        (operand,), (var,) = step.operands, step.eqn.outvars
+        formats = reads.get(var, set())
+        if len(formats) == 1 and formats <= LOW and type(operand) is not Cast:
+            if program.known(operand).is_parameter:
+                steps[at] = step._replace(how="round", parts=tuple(formats))
+
+
+def _reads(jaxpr: Any, steps: Sequence[Step]) -> dict[Any, set[str]]:
+    """By variable of a planned program, the formats in which it is read in the end."""
+    reads: dict[Any, set[str]] = {}
 
     def note(atom: Any, formats: set[str]) -> None:
         if not isinstance(atom, Literal):
             reads.setdefault(atom, set()).update(formats)
 
-    for atom in program.jaxpr.outvars:
+    for atom in compat.opened(jaxpr)[0].outvars:
         note(atom, {_WIDE})
-    for at in range(len(steps) - 1, -1, -1):
-        step = steps[at]
-        formats = _formats(step, reads)
-        travels = step.how == "bind" and step.eqn.primitive.name in TRAVELS
-        if travels and len(formats) == 1 and formats <= LOW:
-            (operand,) = step.operands
-            if type(operand) is not Cast and program.known(operand).is_parameter:
-                steps[at] = step._replace(how="round", parts=tuple(formats))
-        for operand in step.operands:
+    for step in reversed(steps):
+        for operand, formats in zip(step.operands, _formats(step, reads), strict=True):
             if type(operand) is Cast:
                 note(operand.atom, {operand.format})
             else:
                 note(operand, formats)
+    return reads
 
 
-def _formats(step: Step, reads: dict[Any, set[str]]) -> set[str]:
-    """The formats in which a step, or what reads its result, reads its operands."""
+_MOVES = op_facts.LAYOUT | TRAVELS
+
+
+def _formats(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
+    """By operand of a step, the formats in which it, or what reads its result, reads it."""
+    name, formats = step.eqn.primitive.name, {_WIDE}
+    if name in op_facts.CALLS and step.parts:
+        (plan,) = step.parts
+        inside = _reads(plan.jaxpr, plan.steps)
+        return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
     if step.how == "contract":
-        return {step.parts[0]}
-    moves = op_facts.LAYOUT | TRAVELS
-    if step.how == "bind" and step.eqn.primitive.name in moves and step.returns is None:
+        formats = {step.parts[0]}
+    elif step.how in ("bind", "round") and name in _MOVES and step.returns is None:
         (var,) = step.eqn.outvars
-        return reads.get(var, set())
-    return {_WIDE}
+        formats = reads.get(var, set())
+    return [formats] * len(step.operands)
 
 
 def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Sequence[Any]:

@@ -93,7 +93,6 @@ _EACH = frozenset(
     ppermute pvary
     """.split()
 )
-_CALLS = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2", "shard_map"})
 _RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 Held = list[Low | None]
@@ -208,7 +207,7 @@ class _Program:
 
     def inside(self, step: Step, lows: Held) -> tuple[Step, Held] | None:
         name = step.eqn.primitive.name
-        if name in _CALLS or name in _RULES:
+        if name in op_facts.CALLS or name in _RULES:
             return self.call(step, lows)
         if name == "scan":
             return self.scan(step, lows)

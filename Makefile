@@ -47,7 +47,7 @@ test-oldest test-newest: test-%: .venv-%/.ready
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -q tests/test_layers.py
+	$(PY) -m pytest -q tests/core/test_layers.py
 
 types: $(READY)
 	$(PY) -m mypy

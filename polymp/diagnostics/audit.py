@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from polymp.diagnostics import audit_plot, audit_text
 from polymp.diagnostics.audit_records import AuditRecord
-from polymp.diagnostics.suggest import Suggestion, suggest
+from polymp.diagnostics.suggest import suggest
+from polymp.diagnostics.suggestion import Suggestion
 from polymp.rules.policy_files import Source
 
 if TYPE_CHECKING:

@@ -29,12 +29,6 @@ UNTOUCHED = frozenset({"detach"})
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
 COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
-# Ops that pick numbers and change none. To run one low is to round what it picked, not what it
-# picked from: that is less work, and the gradients of what it picked from add up unrounded.
-PICKS = frozenset(
-    "embedding gather index.Tensor index_select masked_select take take_along_dim".split()
-)
-
 
 def in_float32(overload: str) -> bool:
     """True if the op's own kernel computes in float32 on low inputs, and rounds once."""

@@ -115,7 +115,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
     It takes the ruling, a cast, what to call, and the arguments.
     """
     schema = op._schema.arguments
-    in_float32, picks = op_facts.in_float32(name), name in op_facts.PICKS
+    in_float32, words = op_facts.in_float32(name), vocabulary()
+    picks = words.picks(words.of_aten(name))
     # Batch norm writes its running statistics, though its schema does not say so: a cast of them
     # would take the write. Its kernels take a low input beside float32 weights and statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}

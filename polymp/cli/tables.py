@@ -167,7 +167,7 @@ def _doctor(data: Data) -> Iterator[RenderableType]:
     if "measurements" in data:  # which say what to use here, rather than the hardware's features
         for at, found in enumerate(data["measurements"]):
             yield from ([""] if at else [])
-            yield from advice_table.drawn(found)
+            yield from advice_table.advice_parts(found)
     else:
         yield from _facts(data)
     yield ""

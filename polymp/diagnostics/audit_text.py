@@ -28,7 +28,7 @@ _HEADS = (
 _RIGHT = _HEADS[2:-1]
 
 
-def drawn(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
+def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
     """The audit as text.
 
     Args:

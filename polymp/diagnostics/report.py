@@ -56,7 +56,7 @@ class Report(CallList):
             ValueError: a pattern matches no call, an op is not in the report, or `limit` is not a
                 positive number.
         """
-        return report_text.drawn(report_text.chosen(self, modules, ops), limit, width)
+        return report_text.report_table(report_text.chosen(self, modules, ops), limit, width)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data: "title", "low", "policy", "totals" and "calls"."""

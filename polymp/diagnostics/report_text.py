@@ -25,7 +25,7 @@ _RIGHT = ("times", "casts", "bytes", "FLOPs")
 _NAMED = 5  # widened calls that are named; of more, how many
 
 
-def drawn(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
+def report_table(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
     """The report as text.
 
     Args:

@@ -11,8 +11,8 @@ from polymp.backends.jax.autocast.api import upper as upper  # noqa: E402
 from polymp.backends.jax.autocast.known_functions import register as register  # noqa: E402
 from polymp.backends.jax.diagnostics.audit import Audited as Audited  # noqa: E402
 from polymp.backends.jax.diagnostics.audit import audit as audit  # noqa: E402
-from polymp.backends.jax.diagnostics.audit import locate as locate  # noqa: E402
 from polymp.backends.jax.diagnostics.explain import explain as explain  # noqa: E402
+from polymp.backends.jax.diagnostics.locate import locate as locate  # noqa: E402
 from polymp.backends.jax.modules.pin import Pins as Pins  # noqa: E402
 from polymp.backends.jax.modules.pin import pin as pin  # noqa: E402
 from polymp.backends.jax.modules.scoped import scoped as scoped  # noqa: E402

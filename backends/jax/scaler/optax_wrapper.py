@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp.backends.jax.scaler import optimizer_step
-from polymp.backends.jax.scaler import tree_math as arithmetic
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.scaler import optimizer_step, tree_math
+from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
 from polymp.backends.jax.scaler.optimizer_step import ScaledState
 
 if TYPE_CHECKING:
@@ -99,12 +99,18 @@ def scaled(
             return updates, optimizer_step.arrays(inner)
 
         def skip() -> tuple[Any, list[Any]]:
-            updates, _ = jax.eval_shape(lambda: take(arithmetic.divided(grads, scale)))
+            updates, _ = jax.eval_shape(lambda: take(tree_math.divided(grads, scale)))
             return _nothing(updates, grads), optimizer_step.arrays(state.inner)
 
         scale = state.scaler.state.scale
-        (updates, inner), after, finite = optimizer_step.choose(
-            state.scaler, grads, take, skip, loss=loss, axis_names=axis_names
+        (updates, inner), after, finite = stepped(
+            state.scaler,
+            optimizer_step.choose,
+            grads,
+            take,
+            skip,
+            loss=loss,
+            axis_names=axis_names,
         )
         return updates, ScaledState(after, optimizer_step.with_arrays(state.inner, inner), finite)
 
@@ -113,10 +119,7 @@ def scaled(
 
 def _widened(x: Any) -> Any:
     """A parameter as wide as the gradients that the optimizer will see."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
-        return x
-    return x.astype(jnp.float32)
+    return x.astype(jnp.float32) if is_float(x) and x.dtype.itemsize < 4 else x
 
 
 def _nothing(updates: Any, grads: Any) -> Any:

@@ -22,8 +22,9 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def multiplied(tree: Any, scale: Any) -> Any:
-    """Every float of the tree times the scale."""
-    return _each_float(operator.mul, tree, scale)
+    """Every float of the tree times the scale, in the scope that `expect_scaler` looks for."""
+    with jax.named_scope(regions.SCALED):
+        return _each_float(operator.mul, tree, scale)
 
 
 @regions.as_written()
@@ -34,7 +35,7 @@ def settled(tree: Any) -> Any:
     check would call a gradient finite that is Inf where it is used.
     """
     leaves, structure = jax.tree.flatten(tree)
-    traced = [isinstance(x, jax.core.Tracer) and is_float(x) for x in leaves]
+    traced = [isinstance(x, jax.core.Tracer) and is_scalable(x) for x in leaves]
     held = iter(lax.optimization_barrier([x for x, at in zip(leaves, traced, strict=True) if at]))
     return jax.tree.unflatten(
         structure, [next(held) if at else x for x, at in zip(leaves, traced, strict=True)]
@@ -52,7 +53,7 @@ def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = N
 
     On all devices along `axis_names`; None for every axis along which they could find otherwise.
     """
-    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_float(x)], scale)
+    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
     if axis_names is None:
         axis_names = _differing_axes(finite)
     elif isinstance(axis_names, str):
@@ -62,16 +63,22 @@ def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = N
     return lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
 
 
-def is_array(x: Any) -> bool:
+def is_carried(x: Any) -> bool:
     """True for what a traced program can carry: arrays and Python numbers."""
     return isinstance(x, (*_ARRAYS, bool, int, float, complex))
 
 
-def is_float(x: Any) -> bool:
-    """True for float and complex arrays and numbers."""
+def is_scalable(x: Any) -> bool:
+    """True for float and complex arrays and numbers: what a scale multiplies."""
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
+
+
+def shown_format(x: Any) -> str:
+    """Dtype and shape of an array, as messages show them."""
+    kind = jax.typeof(x)
+    return f"{kind.dtype}{list(kind.shape)}"
 
 
 def _parts(x: Any) -> list[Any]:
@@ -127,5 +134,5 @@ def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -
 @regions.as_written()
 def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    results = iter(_by_scale(operation, [x for x in leaves if is_float(x)], scale))
-    return jax.tree.unflatten(structure, [next(results) if is_float(x) else x for x in leaves])
+    results = iter(_by_scale(operation, [x for x in leaves if is_scalable(x)], scale))
+    return jax.tree.unflatten(structure, [next(results) if is_scalable(x) else x for x in leaves])

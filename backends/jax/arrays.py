@@ -1,0 +1,31 @@
+"""What counts as an array, and as one of floats: the one answer for traces, scalers and reports."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_array(x: Any) -> bool:
+    """True for what is traced; everything else is passed as it is."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype == np.bool_ or bool(jnp.issubdtype(x.dtype, np.number))
+    return isinstance(x, jax.Array)
+
+
+def is_typed(x: Any) -> bool:
+    """True for an array, and for what stands for one where nothing is run."""
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def is_float(x: Any) -> bool:
+    """True for what has a float dtype: arrays, their types, and what stands for them."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, np.floating))
+
+
+def is_inexact(x: Any) -> bool:
+    """True for what has a float or complex dtype, and so may have a derivative."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))

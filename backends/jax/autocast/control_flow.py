@@ -36,22 +36,22 @@ class _Rebound(Inside):
 
 def plan_jit(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A jitted function."""
-    if not _takes_arrays(eqn):
+    program = eqn.params["jaxpr"]
+    if not compat.only_arrays(program):
         return _as_written(frame, eqn)
-    return _called(frame, eqn, region, _Rebound)
+    return _called(frame, eqn, program, region, _Rebound)
 
 
 def plan_remat(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A function whose values are computed again for its derivative."""
-    return _called(frame, eqn, region, _Remat)
+    return _called(frame, eqn, compat.close(eqn.params["jaxpr"]), region, _Remat)
 
 
-def _called(frame: Frame, eqn: Any, region: Region, kind: type[Inside]) -> Planned:
-    (program,) = inside(eqn)
-    plan = frame.planner.plan(program.closed, map(frame.known, eqn.invars), region)
-    writes = [k.format for k in plan.outs]
-    reads = [None] * len(eqn.invars)
-    return frame.step(eqn, reads, writes, inside=kind((plan,))), list(plan.outs)
+def _called(frame: Frame, eqn: Any, program: Any, region: Region, kind: type[Inside]) -> Planned:
+    plan = frame.planner.plan(program, map(frame.known, eqn.invars), region)
+    outs = list(plan.outs)
+    reads, writes = [None] * len(eqn.invars), [k.format for k in outs]
+    return frame.step(eqn, reads, writes, inside=kind((plan,))), outs
 
 
 class _Remat(Inside):
@@ -68,9 +68,9 @@ class _Remat(Inside):
 
 def plan_loop(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A scan or a while loop."""
-    if not _takes_arrays(eqn):
+    body, *tests = programs = inside(eqn)
+    if not all(compat.only_arrays(program.closed) for program in programs):
         return _as_written(frame, eqn)
-    body, *tests = inside(eqn)
     known = list(map(frame.known, eqn.invars))
     fixed, start, over = body.split(known)
     rows = [k._replace(product=False) for k in over]
@@ -104,10 +104,10 @@ def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None
 
 def plan_cond(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A choice between programs."""
-    if not _takes_arrays(eqn):
-        return _as_written(frame, eqn)
     known = list(map(frame.known, eqn.invars))
     branches = [(branch.closed, branch.of(known), region) for branch in inside(eqn)]
+    if not all(compat.only_arrays(branch) for branch, _, _ in branches):
+        return _as_written(frame, eqn)
     free = [frame.planner.plan(*branch) for branch in branches]
     formats = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
     plans = tuple(frame.planner.plan(*branch, formats) for branch in branches)
@@ -155,10 +155,6 @@ class _Mapped(Inside):
         )
         outs: Sequence[Any] = mapped(*values)
         return outs
-
-
-def _takes_arrays(eqn: Any) -> bool:
-    return all(compat.only_arrays(program.closed) for program in inside(eqn))
 
 
 def _as_written(frame: Frame, eqn: Any) -> Planned:

@@ -7,6 +7,7 @@ rule is planned when a derivative is first asked for, in the region of the call.
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -115,6 +116,19 @@ class _Half(NamedTuple):
     stored: Sequence[str | None] = ()
 
 
+def _once(method: Callable[..., _Half]) -> Callable[..., _Half]:
+    """A method that plans for each choice of arguments once; kept where its rules keep things."""
+
+    @wraps(method)
+    def call(self: _Rules, *choice: tuple[bool, ...]) -> _Half:
+        if choice not in self.made:
+            self.made[choice] = method(self, *choice)
+        half: _Half = self.made[choice]
+        return half
+
+    return call
+
+
 class _Forward(_Rules):
     """The rule of a `jax.custom_jvp` function.
 
@@ -147,15 +161,9 @@ class _Forward(_Rules):
         ]
         return tuple(flat[:count]), tuple(tangents)
 
+    @_once
     def planned(self, moving: tuple[bool, ...]) -> _Half:
         """The rule, when these arguments move."""
-        made = self.made
-        if moving not in made:
-            made[moving] = self.both(moving)
-        half: _Half = made[moving]
-        return half
-
-    def both(self, moving: tuple[bool, ...]) -> _Half:
         if self.planned_as is not None:
             before, change = self.planned_as
             half: _Half = before.planned(moving)
@@ -232,23 +240,9 @@ class _Reverse(_Rules):
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return function
 
+    @_once
     def forward(self, moving: tuple[bool, ...]) -> _Half:
         """The forward half, when these arguments are differentiated."""
-        made = self.made
-        if moving not in made:
-            made[moving] = self.planned_forward(moving)
-        half: _Half = made[moving]
-        return half
-
-    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
-        """The backward half, when these arguments are differentiated and these cotangents come."""
-        made = self.made
-        if (moving, coming) not in made:
-            made[moving, coming] = self.planned_backward(moving, coming)
-        half: _Half = made[moving, coming]
-        return half
-
-    def planned_forward(self, moving: tuple[bool, ...]) -> _Half:
         count = len(self.plan.outs)
         if self.planned_as is not None:
             before, change = self.planned_as
@@ -279,7 +273,9 @@ class _Reverse(_Rules):
         plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, wanted)
         return _Half(plan, tree=trees[0])
 
-    def planned_backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+    @_once
+    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+        """The backward half, when these arguments are differentiated and these cotangents come."""
         first = self.forward(moving)
         if self.planned_as is not None:
             before, change = self.planned_as

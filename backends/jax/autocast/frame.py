@@ -210,18 +210,7 @@ class Frame:
         low: str | None = None,
         inside: Inside | None = None,
     ) -> Step:
-        """The step of an equation; see `Step`.
-
-        Args:
-            eqn: the equation.
-            reads: the format in which it reads each operand; None for the one it has.
-            writes: as in `Step`, and so are the others.
-            kind: INSIDE if there is something inside.
-            params: None for the equation's own.
-            returns: None to leave the results as they come.
-            low: for a contraction.
-            inside: the programs inside.
-        """
+        """The step of an equation, with the format in which it reads each operand; see `Step`."""
         operands = list(map(self.read, eqn.invars, reads))
         if operands == eqn.invars:
             operands = eqn.invars  # one list less for each equation that reads as written

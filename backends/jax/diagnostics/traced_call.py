@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array, is_typed
+from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.modules import nnx
@@ -108,18 +108,14 @@ def called(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[...
 def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """The program of a call, and what was decided in it."""
     function, args, kwargs = called(fn, args, kwargs)
-    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    leaves = [leaf for _, leaf in paths]
-    places = list(map(is_typed, leaves))
-    arrays = [leaf for leaf, at in zip(leaves, places, strict=True) if at]
-    given = parameters(fn, modules=function is not fn)
-    names = [_path(path, given) for (path, _), at in zip(paths, places, strict=True) if at]
+    paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
+    arrays, together = apart((args, kwargs), is_typed)
+    words = parameters(fn, modules=function is not fn)
+    names = [_path(path, words) for path in paths]
     results: list[str] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        left = iter(arrays)
-        given = [next(left) if at else leaf for at, leaf in zip(places, leaves, strict=True)]
-        args, kwargs = jax.tree.unflatten(tree, given)
+        args, kwargs = together(arrays)
         outs = jax.tree_util.tree_leaves_with_path(function(*args, **kwargs))
         found = [(path, x) for path, x in outs if is_array(x)]
         results[:] = [jax.tree_util.keystr(path) or "result" for path, _ in found]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_typed
+from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted
 from polymp.backends.jax.scaler.gradient_stats import on_host
@@ -85,13 +85,10 @@ def _traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The closed jaxpr of a call; jitted functions know which arguments are static."""
     if hasattr(fn, "trace"):
         return compat.traced_jaxpr(fn.trace(*args, **kwargs))
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if is_typed(leaf)]
+    arrays, together = apart((args, kwargs), is_typed)
 
     def flat(*arrays: Any) -> Any:
-        left = iter(arrays)
-        given = [next(left) if is_typed(leaf) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(tree, given)
+        args, kwargs = together(arrays)
         return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(flat)(*arrays)

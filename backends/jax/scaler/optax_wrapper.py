@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.arrays import apart, is_float
 from polymp.backends.jax.scaler import optimizer_step, tree_math
 from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
 from polymp.backends.jax.scaler.optimizer_step import ScaledState
@@ -96,13 +96,14 @@ def scaled(
         def take(grads: Any) -> tuple[Any, list[Any]]:
             updates, inner = inside.update(grads, state.inner, params, **extra)
             optimizer_step.check_replaces((state.inner,), (inner,), "the optimizer")
-            return updates, optimizer_step.arrays(inner)
+            return updates, apart(inner, tree_math.is_carried)[0]
 
         def skip() -> tuple[Any, list[Any]]:
             updates, _ = jax.eval_shape(lambda: take(tree_math.divided(grads, scale)))
-            return _nothing(updates, grads), optimizer_step.arrays(state.inner)
+            return _nothing(updates, grads), kept
 
         scale = state.scaler.state.scale
+        kept, together = apart(state.inner, tree_math.is_carried)
         (updates, inner), after, finite = stepped(
             state.scaler,
             optimizer_step.choose,
@@ -112,7 +113,7 @@ def scaled(
             loss=loss,
             axis_names=axis_names,
         )
-        return updates, ScaledState(after, optimizer_step.with_arrays(state.inner, inner), finite)
+        return updates, ScaledState(after, together(inner), finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

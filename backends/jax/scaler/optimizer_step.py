@@ -22,6 +22,7 @@ from jax import lax
 from jax.dtypes import float0
 from jax.extend import core
 
+from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math
 from polymp.backends.jax.scaler.scale_update import factor
@@ -114,19 +115,9 @@ def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable
 
     Each is traced once. What has effects, such as a print, is always a conditional.
     """
-    leaves, structure = jax.tree.flatten(grads)
-    at = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, jax.core.Tracer) and tree_math.is_scalable(x)
-    ]
-
-    def applied(floats: list[Any]) -> Any:
-        given = dict(zip(at, floats, strict=True))
-        return apply(jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)]))
-
-    floats = [leaves[i] for i in at]
-    taken, shapes = jax.make_jaxpr(applied, return_shape=True)(floats)
+    floats, together = apart(grads, tree_math.is_traced_float)
+    applied = jax.make_jaxpr(lambda floats: apply(together(floats)), return_shape=True)
+    taken, shapes = applied(floats)
     take, keep = core.jaxpr_as_fun(taken), core.jaxpr_as_fun(jax.make_jaxpr(skip)())
 
     def branch(finite: Any, floats: list[Any]) -> list[Any]:
@@ -162,20 +153,17 @@ def step(
             f"step(grads, update, *state) needs a function for update, got {type(update)}."
         )
     refuse_scaled(state, "step")
-    leaves, structure = jax.tree.flatten(state)
+    kept, together = apart(state, tree_math.is_carried)
 
     def take(grads: Any) -> list[Any]:
         # A copy of the containers: what `update` changes in place is its own.
-        new = update(grads, *jax.tree.unflatten(structure, leaves))
+        new = update(grads, *together(kept))
         new = (new,) if len(state) == 1 else new
         check_replaces(state, new)
-        return arrays(new)
+        return apart(new, tree_math.is_carried)[0]
 
-    def skip() -> list[Any]:
-        return arrays(leaves)
-
-    result, scaling, finite = choose(rule, scaling, grads, take, skip, **options)
-    after = with_arrays(state, result)
+    result, scaling, finite = choose(rule, scaling, grads, take, lambda: kept, **options)
+    after = together(result)
     nnx.write_back(state, after)
     return after[0] if len(state) == 1 else after, scaling, finite
 
@@ -192,20 +180,6 @@ def refuse_scaled(tree: Any, name: str) -> None:
             f"{name} was given the state of an optimizer that polymp.jax.scaled has wrapped: it "
             "scales by itself, and gradients would be divided twice. Give the optimizer inside."
         )
-
-
-def arrays(tree: Any) -> list[Any]:
-    """The leaves that a traced program can carry."""
-    return [x for x in jax.tree.leaves(tree) if tree_math.is_carried(x)]
-
-
-def with_arrays(tree: Any, replaced: list[Any]) -> Any:
-    """The tree with others for its `arrays`."""
-    leaves, structure = jax.tree.flatten(tree)
-    new = iter(replaced)
-    return jax.tree.unflatten(
-        structure, [next(new) if tree_math.is_carried(x) else x for x in leaves]
-    )
 
 
 def check_replaces(old: Any, new: Any, name: str = "update") -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.autocast import regions
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -34,12 +35,8 @@ def settled(tree: Any) -> Any:
     It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
     check would call a gradient finite that is Inf where it is used.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    traced = [isinstance(x, jax.core.Tracer) and is_scalable(x) for x in leaves]
-    held = iter(lax.optimization_barrier([x for x, at in zip(leaves, traced, strict=True) if at]))
-    return jax.tree.unflatten(
-        structure, [next(held) if at else x for x, at in zip(leaves, traced, strict=True)]
-    )
+    floats, together = apart(tree, is_traced_float)
+    return together(lax.optimization_barrier(floats))
 
 
 def divided(tree: Any, scale: Any) -> Any:
@@ -73,6 +70,11 @@ def is_scalable(x: Any) -> bool:
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
+
+
+def is_traced_float(x: Any) -> bool:
+    """True for such an array whose values are not known yet."""
+    return isinstance(x, jax.core.Tracer) and is_scalable(x)
 
 
 def shown_format(x: Any) -> str:
@@ -133,6 +135,5 @@ def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -
 
 @regions.as_written()
 def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    results = iter(_by_scale(operation, [x for x in leaves if is_scalable(x)], scale))
-    return jax.tree.unflatten(structure, [next(results) if is_scalable(x) else x for x in leaves])
+    floats, together = apart(tree, is_scalable)
+    return together(_by_scale(operation, floats, scale))

@@ -1,5 +1,5 @@
 # make demo   trains the example model in every format, in torch and in JAX, and compares them
-# make test   every check that CI runs; tests/test_site.py among them builds the documentation
+# make test   every check that CI runs; tests/site/test_site.py among them builds the documentation
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make docs   the documentation, in site/
@@ -16,11 +16,14 @@ BENCH  := .venv-bench/.ready
 PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 
 # What may differ between versions.
-VERSIONED := tests/test_package.py tests/test_vocabulary.py \
-    $(addprefix tests/torch/test_, $(addsuffix .py, \
-        arguments bake compat compile compile_around cost cuda_lists custom_function differences func \
-        histories hold_blocks hold_casts lean native ops recurrent regions scaler_compile)) \
-    $(addprefix tests/jax/test_, $(addsuffix .py, compat contraction programs regions scaler_step))
+VERSIONED := tests/site/test_package.py tests/core/rules/test_vocabulary.py \
+    $(addprefix tests/torch/, $(addsuffix .py, compat/test_private_names compat/test_differences \
+        $(addprefix autocast/test_, arguments compile compile_around cuda_lists custom_function func \
+            lean_policy ops policy_cost recurrent regions torch_table) \
+        $(addprefix weights/test_, bake hold_block hold_casts) \
+        $(addprefix scaler/test_, compile histories))) \
+    $(addprefix tests/jax/, $(addsuffix .py, compat/test_private_names scaler/test_optimizer_step \
+        $(addprefix autocast/test_, contraction random_programs regions)))
 
 DEVICE  ?= cuda
 MINUTES ?= 9
@@ -44,6 +47,7 @@ test-oldest test-newest: test-%: .venv-%/.ready
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m pytest -q tests/test_layers.py
 
 types: $(READY)
 	$(PY) -m mypy

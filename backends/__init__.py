@@ -15,15 +15,22 @@ def get(name: str) -> ModuleType:
 
     Raises:
         ValueError: there is no such backend.
-        BackendMissingError: its framework is not installed, or this version lacks it.
+        BackendMissingError: its framework is not installed.
     """
     if name not in NAMES:
         raise ValueError(f"no backend {name!r}; there are {', '.join(NAMES)}")
-    if importlib.util.find_spec(f"polymp.backends.{name}") is None:
-        raise BackendMissingError(f"this version of polymp has no {name} backend yet.")
+    require(name)
+    return importlib.import_module(f"polymp.backends.{name}")
+
+
+def require(name: str) -> None:
+    """Look for the framework of a backend, before anything imports it.
+
+    Raises:
+        BackendMissingError: it is not installed.
+    """
     if importlib.util.find_spec(name) is None:
         raise BackendMissingError(
             f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'."
         )
     versions.warn_beyond(name, importlib.import_module(name).__version__)
-    return importlib.import_module(f"polymp.backends.{name}")

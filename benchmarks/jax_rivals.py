@@ -36,15 +36,15 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from tests.jax import running, walker  # noqa: E402
-from tests.jax.corpus import PROGRAMS, corpus  # noqa: E402
+from tests.support.jax import corpus_runs, walker  # noqa: E402
+from tests.support.jax.corpus import PROGRAMS, corpus  # noqa: E402
 
 FORMATS = ("bfloat16", "float16")
 LOOPS = ("scan", "while", "cond")
 RAN = {"eager": "runs eagerly", "jit": "runs under jit", "gradient": "its gradient runs"}
 STALL = 300  # seconds without a finished program, after which a process is given up
 Fn = Callable[..., Any]
-Graded = Callable[..., running.Ran]  # (leaves, scale) -> results and gradients
+Graded = Callable[..., corpus_runs.Ran]  # (leaves, scale) -> results and gradients
 
 
 # How each library is asked, as its own README asks it.
@@ -58,19 +58,19 @@ class Adapted:
     graded: Graded | None = None
 
 
-def float32(it: running.Problem, fmt: str) -> Adapted:
+def float32(it: corpus_runs.Problem, fmt: str) -> Adapted:
     """The program itself."""
     return Adapted(it.fn)
 
 
-def polymp(it: running.Problem, fmt: str) -> Adapted:
+def polymp(it: corpus_runs.Problem, fmt: str) -> Adapted:
     """`autocast` around the function."""
     from polymp.jax import autocast
 
     return Adapted(autocast(it.fn, dtype=jnp.dtype(fmt)))
 
 
-def jmp(it: running.Problem, fmt: str) -> Adapted:
+def jmp(it: corpus_runs.Problem, fmt: str) -> Adapted:
     """A policy: arguments cast to the low format, results to float32."""
     import jmp
 
@@ -82,7 +82,7 @@ def jmp(it: running.Problem, fmt: str) -> Adapted:
     return Adapted(forward)
 
 
-def mpx(it: running.Problem, fmt: str) -> Adapted:
+def mpx(it: corpus_runs.Problem, fmt: str) -> Adapted:
     """`cast_function` for results; `filter_value_and_grad`, scaled by a constant, for gradients."""
     import mpx
 
@@ -95,25 +95,25 @@ def mpx(it: running.Problem, fmt: str) -> Adapted:
         for i, leaf in zip(it.at, chosen, strict=True):
             full[i] = leaf
         out = jax.tree.leaves(it.fn(*jax.tree.unflatten(tree, full)))
-        return sum(map(running._weighted, out)), out
+        return sum(map(corpus_runs._weighted, out)), out
 
-    def graded(chosen: list[Any], scale: Any) -> running.Ran:
+    def graded(chosen: list[Any], scale: Any) -> corpus_runs.Ran:
         scaling = mpx.DynamicLossScaling(scale, jnp.float32(1))
         rest = [None if i in it.at else leaf for i, leaf in enumerate(leaves)]
         (_, out), _, _, grads = mpx.filter_value_and_grad(cost, scaling, has_aux=True)(chosen, rest)
-        return running.Ran(out, grads)
+        return corpus_runs.Ran(out, grads)
 
     return Adapted(mpx.cast_function(it.fn, dtype, return_dtype=jnp.float32), graded)
 
 
-def jaxamp(it: running.Problem, fmt: str) -> Adapted:
+def jaxamp(it: corpus_runs.Problem, fmt: str) -> Adapted:
     """`amp` around the function."""
     from jaxamp import amp
 
     return Adapted(amp(it.fn, compute_dtype=jnp.dtype(fmt).type))
 
 
-def grampax(it: running.Problem, fmt: str) -> Adapted:
+def grampax(it: corpus_runs.Problem, fmt: str) -> Adapted:
     """`autocast` around the function of one argument, as it sees no other: a tuple of all."""
     from grampax import autocast
 
@@ -191,7 +191,7 @@ def scaler_jaxamp(floor: float | None) -> tuple[Any, Step] | None:
 class Library:
     """How a library is asked, and the distributions whose versions matter."""
 
-    adapt: Callable[[running.Problem, str], Adapted]
+    adapt: Callable[[corpus_runs.Problem, str], Adapted]
     packages: tuple[str, ...] = ()
     scaler: Callable[[float | None], tuple[Any, Step] | None] | None = None
 
@@ -241,11 +241,11 @@ def work(
 
 def _reference(name: str, formats: Iterable[str]) -> dict[str, Any]:
     """float32's results and gradients, and how far others may be from them."""
-    ran = running.reference(name)
+    ran = corpus_runs.reference(name)
     return {
         "out": [_plain(x) for x in ran.out],
         "grads": [_plain(x) for x in ran.grads],
-        "bounds": {fmt: running.bounds(name, fmt) for fmt in formats},
+        "bounds": {fmt: corpus_runs.bounds(name, fmt) for fmt in formats},
     }
 
 
@@ -263,7 +263,7 @@ def _row(library: str, name: str, fmt: str, exact: dict[str, Any], eager: bool) 
             row["errors"][what] = f"{type(error).__name__}: {text}"
             return None
 
-    it = attempt("program", lambda: running.problem(name))
+    it = attempt("program", lambda: corpus_runs.problem(name))
     if it is None:
         return row
     made = attempt("call", lambda: LIBRARIES[library].adapt(it, fmt))
@@ -276,11 +276,12 @@ def _row(library: str, name: str, fmt: str, exact: dict[str, Any], eager: bool) 
     if eager:
         row["eager"] = attempt("eager", lambda: made.forward(*it.args)) is not None
     ran = attempt(
-        "gradient", lambda: jax.jit(graded, compiler_options=running.QUICK)(it.inputs()[0], scale)
+        "gradient",
+        lambda: jax.jit(graded, compiler_options=corpus_runs.QUICK)(it.inputs()[0], scale),
     )
     out = ran and ran.out  # jit has run the function, too; compiling is what takes the time
     if ran is None:
-        jitted = jax.jit(made.forward, compiler_options=running.QUICK)
+        jitted = jax.jit(made.forward, compiler_options=corpus_runs.QUICK)
         out = attempt("jit", lambda: jax.tree.leaves(jitted(*it.args)))
 
     got = {"out": out, "grads": ran and ran.grads}
@@ -288,7 +289,7 @@ def _row(library: str, name: str, fmt: str, exact: dict[str, Any], eager: bool) 
         if got[part] is not None:
             found = [_plain(x) for x in got[part]]
             row[f"{part} finite"] = all(bool(np.isfinite(x).all()) for x in found)
-            away = [running.distance(a, b) for a, b in zip(found, exact[part], strict=True)]
+            away = [corpus_runs.distance(a, b) for a, b in zip(found, exact[part], strict=True)]
             row[f"{part} close"] = all(d <= b for d, b in zip(away, limits, strict=True))
             if part == "grads":
                 size = np.linalg.norm([np.linalg.norm(x) for x in exact[part]])

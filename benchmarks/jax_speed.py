@@ -32,7 +32,7 @@ from ways_jax import FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS, WEAK
 from workloads_jax import DYNAMIC, LARGE, PLAIN, SCALED, SMALL, Made, Size
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.jax import hlo, transformer
+from tests.support.jax import hlo, transformer
 
 # From jax 0.11 on, XLA runs bfloat16 contractions of a CPU in a slow kernel; see docs.
 OLD = jax.__version_info__ < (0, 11)

@@ -93,7 +93,7 @@ def flax_mlp(features: int, layers: int) -> Any:
 
 
 def flax_transformer(size: Any) -> Any:
-    """The transformer of tests/jax/transformer.py; its layers are written with flax's own."""
+    """The transformer of tests/support/jax/transformer.py, its layers written with flax's own."""
     from flax import linen as nn
 
     class Layer(nn.Module):

@@ -1,8 +1,9 @@
 """The programs that jax_speed.py runs, each in any of the ways of ways_jax.py.
 
     mlp          Linears of one width, a train step
-    train        the transformer of tests/jax/transformer.py, a train step; also with its layers in
-                 a scan with remat; with parameters sharded over all devices; and its loss alone
+    train        the transformer of tests/support/jax/transformer.py, a train step; also with its
+                 layers in a scan with remat; with parameters sharded over all devices; and its loss
+                 alone
     accumulate   the same transformer, gradients of eight microbatches added up by a scan, a step
     decode       a transformer of 50 M parameters: token by token, batch 1, with a cache
     convnet      residual blocks of convolutions, a train step
@@ -33,8 +34,8 @@ from ways_jax import FLAX, FROZEN, FULL, HAND
 from polymp.jax import GradScaler, autocast, freeze
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.jax import transformer
-from tests.jax.transformer import Params, cross_entropy, layer_norm
+from tests.support.jax import transformer
+from tests.support.jax.transformer import Params, cross_entropy, layer_norm
 
 RATE = 1e-3
 LINEARS = ("qkv", "out", "up", "down")
@@ -207,7 +208,7 @@ def block(
     cache: tuple[Array, Array] | None = None,
     at: Any = 0,
 ) -> tuple[Array, Any]:
-    """A layer as in tests/jax/transformer.py.
+    """A layer as in tests/support/jax/transformer.py.
 
     Args:
         p: of one layer.

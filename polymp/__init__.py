@@ -5,22 +5,38 @@ This module imports neither framework. The users' entry points are `polymp.torch
 of the user's own follow policies, `polymp.explain` says which op ran in which format, and why.
 """
 
-from polymp import dtypes as dtypes
-from polymp._api import explain as explain
-from polymp.diagnostics.report import Report as Report
-from polymp.errors import BackendMissingError as BackendMissingError
-from polymp.errors import ForbiddenOpError as ForbiddenOpError
-from polymp.errors import PolicyError as PolicyError
-from polymp.errors import PolympError as PolympError
-from polymp.rules import policy_files as _policy_files
-from polymp.rules.custom_ops import register_op as register_op
-from polymp.rules.decisions import Decisions as Decisions
-from polymp.rules.decisions import recording as recording
-from polymp.rules.policy import Policy as Policy
-from polymp.rules.region import Region as Region
-from polymp.scaling.scale_rule import ScaleRule as ScaleRule
-from polymp.scaling.scale_rule import ScaleState as ScaleState
-
-policy = _policy_files.load
+from polymp import dtypes
+from polymp._api import explain, register_op
+from polymp.diagnostics.report import Report
+from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
+from polymp.rules.decisions import Decisions, recording
+from polymp.rules.policy import Policy
+from polymp.rules.policy_files import load as policy
+from polymp.rules.region import Region
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackendMissingError",
+    "Decisions",
+    "ForbiddenOpError",
+    "Policy",
+    "PolicyError",
+    "PolympError",
+    "Region",
+    "Report",
+    "ScaleRule",
+    "ScaleState",
+    "__version__",
+    "dtypes",
+    "explain",
+    "policy",
+    "recording",
+    "register_op",
+]
+
+
+def __dir__() -> list[str]:
+    """The API, with the doors that are imported, and not the rooms behind it."""
+    return [*__all__, *(door for door in ("jax", "testing", "torch") if door in globals())]

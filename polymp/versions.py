@@ -4,6 +4,7 @@ import re
 import warnings
 from functools import cache
 
+from polymp.callsite import outside
 from polymp.errors import VersionWarning
 
 # By framework: the first version, and the first that is not tested any more.
@@ -40,7 +41,7 @@ def warn_beyond(name: str, version: str) -> None:
         f"does not know. Update polymp, or install a tested version: "
         f"pip install '{name}{bounds(name)}'.",
         VersionWarning,
-        stacklevel=4,  # where polymp.torch or polymp.jax is imported
+        stacklevel=outside(),
     )
 
 

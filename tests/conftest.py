@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-from tests import frameworks
+from tests.support import frameworks
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
 # Random programs take as long as they take, and are the same ones in every run.
@@ -60,17 +60,22 @@ def need(name: str) -> None:
     raise pytest.skip.Exception(f"{name} is not installed", allow_module_level=True)
 
 
+def _folder(path: Path) -> str:
+    """The folder of tests/ that a test is in."""
+    return path.relative_to(Path(__file__).parent).parts[0]
+
+
 class _Missing(pytest.Module):
     """A test module that cannot be imported: skipped or failed as a whole."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        need(self.path.parent.name)
+        need(_folder(self.path))
         return []
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> object:
-    """Do not import tests/torch and tests/jax where the framework is missing."""
-    folder = module_path.parent.name
+    """Do not import what is in tests/torch and tests/jax where the framework is missing."""
+    folder = _folder(module_path)
     if folder in FRAMEWORKS and not _has(folder):
         return _Missing.from_parent(parent, path=module_path)
     return None
@@ -93,6 +98,6 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(params=FRAMEWORKS)
 def fw(request: pytest.FixtureRequest) -> ModuleType:
-    """The verbs of each framework in turn: see tests/frameworks."""
+    """The verbs of each framework in turn: see tests/support/frameworks."""
     need(request.param)
     return frameworks.load(request.param)

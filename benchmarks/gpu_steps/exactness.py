@@ -21,9 +21,9 @@ from pairing import machine
 from torch.utils._pytree import tree_leaves
 
 from gpu_steps.worker import Here
-from tests.torch import ops, run_ops
-from tests.torch.outcomes import Outcome, Seen, on_data
-from tests.torch.run_ops import Case
+from tests.support.torch import ops, run_ops
+from tests.support.torch.outcomes import Outcome, Seen, on_data
+from tests.support.torch.run_ops import Case
 
 Outcomes = dict[Case, Outcome]
 Enter = Callable[[torch.dtype], AbstractContextManager[Any]]

@@ -3,7 +3,8 @@
     python docs/pictures/draw.py
 
 formats: the ranges of the float formats, of `polymp.dtypes`. speed: rows of the newest records in
-benchmarks/results. In the repository are the files that this makes; a test compares them.
+benchmarks/results. The others: the walks through the code of walks.toml. In the repository are the
+files that this makes; a test compares them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import io
 import json
 import math
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
 
 from polymp.dtypes import FORMATS
 
@@ -30,6 +34,7 @@ THEMES = {
     "dark": {"ink": "#e6e8ee", "soft": "#8a93a5", "main": "#8c9eff", "other": "#ffb066"},
 }
 WIDTH = 4.6  # inches; what fits a phone with letters of a readable size
+STEP = 0.56  # inches, of a step of a walk
 SHOWN = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -120,6 +125,35 @@ def _base(times: dict[str, dict[str, Any]], ours: str, exact: str) -> float:
     return float(times[f"{ours} / {exact.partition(': ')[2]}"]["base"])
 
 
+def walks() -> dict[str, list[tuple[str, str]]]:
+    """What happens and the file that does it, step by step, by the name of the walk."""
+    data = tomllib.loads((HERE / "walks.toml").read_text(encoding="utf-8"))
+    return {name: [(text, file) for text, file in walk["steps"]] for name, walk in data.items()}
+
+
+def walk(steps: list[tuple[str, str]], colors: Colors) -> Figure:
+    """A box for each step, from top to bottom; pale if none of our files does it."""
+    figure, axes = _figure(STEP * len(steps), left=0.01, right=0.99, bottom=0.01, top=0.99)
+    for at, (text, file) in enumerate(steps):
+        y, edge = -float(at), colors["main"] if file else colors["soft"]
+        box = FancyBboxPatch(
+            (0.02, y - 0.34), 0.96, 0.68, boxstyle="round,pad=0,rounding_size=0.02",
+            mutation_aspect=WIDTH / STEP, linewidth=1.2, edgecolor=edge, facecolor="none",
+        )  # fmt: skip
+        axes.add_patch(box)
+        shift = 0.13 if file else 0.0
+        middle = {"ha": "center", "va": "center"}
+        axes.text(0.5, y + shift, text, color=colors["ink"], weight="bold", **middle)
+        axes.text(0.5, y - 0.17, file, color=colors["ink"], fontsize=8, **middle)
+        if at:
+            arrow = {"arrowstyle": "->", "color": colors["soft"], "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", (0.5, y + 0.34), (0.5, y + 0.66), arrowprops=arrow)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-len(steps) + 0.5, 0.5)
+    axes.set_axis_off()
+    return figure
+
+
 def _figure(height: float, **margins: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height))
     figure.subplots_adjust(**({"right": 0.98} | margins))
@@ -138,14 +172,15 @@ def _styled(figure: Figure, axes: Axes, colors: Colors) -> Figure:
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and text of every file."""
     style = {"svg.hashsalt": "polymp", "svg.fonttype": "none", "font.size": 9}
-    drawings: tuple[Callable[[Colors], Figure], ...] = (formats, speed)
+    drawings: dict[str, Callable[[Colors], Figure]] = {"formats": formats, "speed": speed}
+    drawings |= {name: partial(walk, steps) for name, steps in walks().items()}
     with mpl.rc_context(style):
-        for draw in drawings:
+        for name, draw in drawings.items():
             for theme, colors in THEMES.items():
                 out = io.StringIO()
                 draw(colors).savefig(out, format="svg", transparent=True, metadata={"Date": None})
                 text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-                yield f"{draw.__name__}-{theme}.svg", text
+                yield f"{name}-{theme}.svg", text
 
 
 def main() -> int:

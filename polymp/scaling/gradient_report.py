@@ -4,14 +4,11 @@ Numbers only. The backends count; here the counts are put into words.
 """
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from polymp.callsite import outside
 from polymp.dtypes import FORMATS
 from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
@@ -145,23 +142,6 @@ def checked_on_stuck(on_stuck: Any, after: Any) -> None:
         raise ValueError(f"on_stuck must be 'warn', 'raise' or a function, got {on_stuck!r}.")
     if isinstance(after, bool) or not isinstance(after, int) or after < 1:
         raise ValueError(f"stuck_after must be a whole number from 1 up, got {after!r}.")
-
-
-@cache
-def _libraries() -> tuple[str, ...]:
-    """Folders of polymp, as installed and behind links, and of the frameworks around it."""
-    here = Path(__file__).parents[1]
-    specs = [find_spec(name) for name in ("torch", "jax", "flax", "optax")]
-    others = [str(Path(spec.origin).parent) for spec in specs if spec and spec.origin]
-    return str(here), str((here / "backends").resolve()), *others
-
-
-def outside() -> int:
-    """The `stacklevel` of the caller's warning that shows the user's line, not one of a library."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries()):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def tell(on_stuck: OnStuck, report: GradientReport) -> None:

@@ -1,20 +1,24 @@
-"""Which calls of two runs belong together, and where their formats part.
+"""Which calls of two runs belong together, and where their formats or their values part.
 
     calls of one, calls of the other -> by name, in order -> the first pair in other formats
+    values of one, values of the other -> the first step whose values the other does not have
 
 The two frameworks take an op apart in different ways: a linear layer's bias is an addition of its
 own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a call
 that both have at the same place, in other formats, is. Nothing here knows a framework.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from itertools import chain, permutations
+from typing import Any, NamedTuple
 
 from polymp.diagnostics import plain_text
-from polymp.diagnostics.report import FORWARD, Call
+from polymp.diagnostics.call import FORWARD, Call
+from polymp.diagnostics.rounding import Run, factor, spread
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Rule
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 # What the frameworks call a cast that the program asks for.
@@ -177,3 +181,53 @@ def side_by_side(
     both = cells(parted.one), cells(parted.other)
     rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
     return "\n".join(plain_text.columns(("", *names), rows))
+
+
+def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
+    """The first step of a torch run whose values no step of the JAX run has; None if none.
+
+    Axes may have another order, for the frameworks lay arrays out in different ways. A forward step
+    that a later one makes up for is none: JAX may take an op apart, and meet torch again behind it.
+
+    Args:
+        kept: a run with values.
+        moved: probes of it, with values; the second half all one way.
+        theirs: the run in JAX, with values.
+    """
+    pool: dict[int, list[Any]] = {}
+    for x in chain.from_iterable(step.values for step in theirs.steps):
+        pool.setdefault(x.size, []).append(x)
+    for x in (*theirs.results.values(), *theirs.gradients.values()):
+        pool.setdefault(x.size, []).append(x)
+    steps, half = kept.steps, len(moved) // 2
+    met: list[bool | None] = []
+    for at, step in enumerate(steps):
+        if not step.values:
+            met.append(None)  # nothing is known of it
+            continue
+        value = step.values[0]
+        probes = [run.steps[at].values[0] for run in moved]
+        around = spread(value, probes[:half], probes[half:])
+        limit = math.sqrt(2) * factor(value.size) * around.max(initial=0.0)
+        met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
+    healed = [bool(found) for found in met]
+    for at in reversed(range(len(steps))):
+        if healed[at]:
+            for source in steps[at].reads:
+                healed[source] |= steps[at].call.direction == steps[source].call.direction
+    return next((at for at, fine in enumerate(healed) if not fine and met[at] is False), None)
+
+
+def _near(one: Any, other: Any, limit: float) -> bool:
+    """True if an array is the other one, its axes in some order, within a limit."""
+    import numpy as np
+
+    orders = permutations(range(other.ndim)) if other.ndim <= 4 else [tuple(range(other.ndim))]
+    flat = one.reshape(-1)
+    with np.errstate(invalid="ignore"):
+        for order in orders:
+            x = other.transpose(order).reshape(-1)
+            same = (flat == x) | (np.isnan(flat) & np.isnan(x)) | (np.abs(flat - x) <= limit)
+            if bool(np.all(same)):
+                return True
+    return False

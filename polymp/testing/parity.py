@@ -7,19 +7,18 @@ The frameworks' runs come from their backends' `perturb`, as numbers that no fra
 how far they may be apart is `rounding`'s, which calls belong together `align`'s part.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, permutations
+from itertools import chain
 from typing import Any, NamedTuple
 
 from polymp import backends
-from polymp.diagnostics.rounding import Gap, Run, factor, gap, spread
+from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.dtypes import FORMATS
 from polymp.testing import align
 from polymp.testing.align import Parted
+from polymp.testing.parity_inputs import arguments, checked_dtype, cotangent
 
-_LOW = ("bfloat16", "float16")
 _NAMES = ("torch", "jax")
 
 
@@ -129,13 +128,13 @@ def assert_parity(
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
-    dtype = _checked_dtype(dtype)
+    dtype = checked_dtype(dtype)
     if probes < 2:
         raise ValueError(f"assert_parity(probes={probes!r}): two or more are needed.")
     for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
         if not callable(fn):
             raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     for name in _NAMES:
         backends.get(name)
     return _Pair(torch_fn, jax_fn, args, kwargs, dtype, policy, grads, probes).compared()
@@ -159,7 +158,7 @@ class _Pair:
         from polymp.backends.torch.diagnostics import perturb as in_torch
 
         self._probes = probes
-        seeds = _cotangent if grads else None
+        seeds = cotangent if grads else None
         given = args, kwargs, dtype, policy, seeds
 
         self._torch = in_torch.Program(torch_fn, *given)
@@ -206,7 +205,7 @@ class _Pair:
             both = (False, True)
             moved = [self._torch.run(seed, alike, True) for alike in both for seed in (1, 2)]
         theirs = self._jax.kept()
-        at = first_off(kept, moved, theirs)
+        at = align.first_off(kept, moved, theirs)
         worst = next(found for found in gaps if found.part)
         if at is None:
             return _error(f"do not return the same: {worst}", None, gaps)
@@ -214,56 +213,6 @@ class _Pair:
         mine, yours = [s.call for s in kept.steps], [s.call for s in theirs.steps]
         other_call = align.partner(call, mine, yours)
         return _error("compute other values", Parted(call, other_call, ""), gaps)
-
-
-def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
-    """The first step of a torch run whose values no step of the JAX run has; None if none.
-
-    Axes may have another order, for the frameworks lay arrays out in different ways. A forward step
-    that a later one makes up for is none: JAX may take an op apart, and meet torch again behind it.
-
-    Args:
-        kept: a run with values.
-        moved: probes of it, with values; the second half all one way.
-        theirs: the run in JAX, with values.
-    """
-    pool: dict[int, list[Any]] = {}
-    for x in chain.from_iterable(step.values for step in theirs.steps):
-        pool.setdefault(x.size, []).append(x)
-    for x in (*theirs.results.values(), *theirs.gradients.values()):
-        pool.setdefault(x.size, []).append(x)
-    steps, half = kept.steps, len(moved) // 2
-    met: list[bool | None] = []
-    for at, step in enumerate(steps):
-        if not step.values:
-            met.append(None)  # nothing is known of it
-            continue
-        value = step.values[0]
-        probes = [run.steps[at].values[0] for run in moved]
-        around = spread(value, probes[:half], probes[half:])
-        limit = math.sqrt(2) * factor(value.size) * around.max(initial=0.0)
-        met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
-    healed = [bool(found) for found in met]
-    for at in reversed(range(len(steps))):
-        if healed[at]:
-            for source in steps[at].reads:
-                healed[source] |= steps[at].call.direction == steps[source].call.direction
-    return next((at for at, fine in enumerate(healed) if not fine and met[at] is False), None)
-
-
-def _near(one: Any, other: Any, limit: float) -> bool:
-    """True if an array is the other one, its axes in some order, within a limit."""
-    import numpy as np
-
-    orders = permutations(range(other.ndim)) if other.ndim <= 4 else [tuple(range(other.ndim))]
-    flat = one.reshape(-1)
-    with np.errstate(invalid="ignore"):
-        for order in orders:
-            x = other.transpose(order).reshape(-1)
-            same = (flat == x) | (np.isnan(flat) & np.isnan(x)) | (np.abs(flat - x) <= limit)
-            if bool(np.all(same)):
-                return True
-    return False
 
 
 def _gaps(one: Run, other: Run, torch_moved: Any, jax_moved: Any) -> Iterator[Gap]:
@@ -330,80 +279,3 @@ def _error(what: str, parted: Parted | None, gaps: Sequence[Gap] = ()) -> Parity
     if gaps:
         lines += ["", "compared:", *(f"  {found}" for found in gaps)]
     return ParityError("\n".join(lines), parted.op, table, gaps)
-
-
-# --- inputs ---------------------------------------------------------------------------------------
-
-
-def _checked_dtype(dtype: Any) -> str | None:
-    if dtype in (None, "float32"):
-        return None
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, str):
-        name = getattr(dtype, "__name__", getattr(dtype, "name", name))
-    if name not in _LOW:
-        raise ValueError(
-            f"dtype={dtype!r} is not a format to hold regions in: use 'bfloat16' or 'float16', or "
-            "None for no region."
-        )
-    return name
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    import numpy as np
-
-    if isinstance(inputs, Mapping):
-        return (), {str(name): _prepared(x, f"[{name!r}]") for name, x in inputs.items()}
-    if (
-        isinstance(inputs, np.ndarray)
-        or not isinstance(inputs, Sequence)
-        or (isinstance(inputs, (str, bytes)))
-    ):
-        raise TypeError(
-            "inputs are a list of positional arguments, or a dict of keyword arguments; got "
-            f"{type(inputs).__name__}. For one array write [array]."
-        )
-    return tuple(_prepared(x, f"[{at}]") for at, x in enumerate(inputs)), {}
-
-
-def _prepared(x: Any, path: str) -> Any:
-    """An input with its arrays in formats that both frameworks have."""
-    import numpy as np
-
-    if isinstance(x, dict):
-        return {key: _prepared(item, f"{path}[{key!r}]") for key, item in x.items()}
-    if isinstance(x, (list, tuple)):
-        return type(x)([_prepared(item, f"{path}[{at}]") for at, item in enumerate(x)])
-    if x is None or (isinstance(x, (bool, int, float, str)) and not isinstance(x, np.generic)):
-        return x
-    if not isinstance(x, (np.ndarray, np.generic)):
-        raise TypeError(
-            f"input {path} is {type(x).__module__}.{type(x).__name__}. Give numpy arrays, numbers, "
-            "and lists, tuples and dicts of them."
-        )
-    array = np.asarray(x)
-    if array.size == 0:
-        raise ValueError(f"input {path} has shape {array.shape}: there is nothing to compare.")
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
-    elif array.dtype.kind in "iu":
-        limits = np.iinfo(np.int32)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise ValueError(f"input {path} has integers beyond 32 bits, which JAX lacks.")
-        array = array.astype(np.int64)
-    elif array.dtype.kind != "b" and array.dtype.name not in ("float32", *_LOW):
-        raise TypeError(
-            f"input {path} is {array.dtype.name}. Give float32, float16, bfloat16, integers or "
-            "bool; float64 becomes float32."
-        )
-    if array.dtype.kind not in "ib" and not np.isfinite(array.astype(np.float32)).all():
-        raise ValueError(f"input {path} has numbers that are not finite: no tolerance can be told.")
-    return array
-
-
-def _cotangent(path: str, shape: tuple[int, ...]) -> Any:
-    """Float32 numbers that are the same for a path and a shape in every run."""
-    import numpy as np
-
-    seed = [len(path), *path.encode(), *shape]
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

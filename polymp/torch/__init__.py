@@ -1,26 +1,45 @@
 """Mixed precision for PyTorch: `from polymp.torch import autocast, GradScaler`."""
 
-from polymp.backends import get as _get
+from polymp.backends.torch.autocast.api import autocast, is_autocast_available
+from polymp.backends.torch.autocast.checkpoint import checkpoint
+from polymp.backends.torch.autocast.custom_function import custom_bwd, custom_fwd
+from polymp.backends.torch.autocast.custom_ops import register
+from polymp.backends.torch.diagnostics.audit import audit
+from polymp.backends.torch.diagnostics.explain import explain
+from polymp.backends.torch.diagnostics.locate import locate
+from polymp.backends.torch.modules.pin import pin
+from polymp.backends.torch.modules.scoped import scoped
+from polymp.backends.torch.scaler.expect_scaler import expect_scaler
+from polymp.backends.torch.scaler.grad_scaler import GradScaler
+from polymp.backends.torch.scaler.loss_scalers import LossScalers
+from polymp.backends.torch.weights.bake import bake
+from polymp.backends.torch.weights.freeze import Frozen, freeze
+from polymp.backends.torch.weights.hold_casts import hold_casts
+from polymp.torch import cpu, cuda
 
-_get("torch")  # says what to install if torch is missing
+__all__ = [
+    "Frozen",
+    "GradScaler",
+    "LossScalers",
+    "audit",
+    "autocast",
+    "bake",
+    "checkpoint",
+    "cpu",
+    "cuda",
+    "custom_bwd",
+    "custom_fwd",
+    "expect_scaler",
+    "explain",
+    "freeze",
+    "hold_casts",
+    "is_autocast_available",
+    "locate",
+    "pin",
+    "register",
+    "scoped",
+]
 
-from polymp.backends.torch.autocast.api import autocast as autocast  # noqa: E402
-from polymp.backends.torch.autocast.api import is_autocast_available as is_autocast_available  # noqa: E402
-from polymp.backends.torch.autocast.checkpoint import checkpoint as checkpoint  # noqa: E402
-from polymp.backends.torch.autocast.custom_function import custom_bwd as custom_bwd  # noqa: E402
-from polymp.backends.torch.autocast.custom_function import custom_fwd as custom_fwd  # noqa: E402
-from polymp.backends.torch.autocast.custom_ops import register as register  # noqa: E402
-from polymp.backends.torch.diagnostics.audit import audit as audit  # noqa: E402
-from polymp.backends.torch.diagnostics.explain import explain as explain  # noqa: E402
-from polymp.backends.torch.diagnostics.locate import locate as locate  # noqa: E402
-from polymp.backends.torch.modules.pin import pin as pin  # noqa: E402
-from polymp.backends.torch.modules.scoped import scoped as scoped  # noqa: E402
-from polymp.backends.torch.scaler.expect_scaler import expect_scaler as expect_scaler  # noqa: E402
-from polymp.backends.torch.scaler.grad_scaler import GradScaler as GradScaler  # noqa: E402
-from polymp.backends.torch.scaler.loss_scalers import LossScalers as LossScalers  # noqa: E402
-from polymp.backends.torch.weights.bake import bake as bake  # noqa: E402
-from polymp.backends.torch.weights.freeze import Frozen as Frozen  # noqa: E402
-from polymp.backends.torch.weights.freeze import freeze as freeze  # noqa: E402
-from polymp.backends.torch.weights.hold_casts import hold_casts as hold_casts  # noqa: E402
-from polymp.torch import cpu as cpu  # noqa: E402
-from polymp.torch import cuda as cuda  # noqa: E402
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from tests.torch.compiling import Count, Net
+    from tests.support.torch.compiled import Count, Net
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "ipu", "maia")
 
@@ -61,7 +61,7 @@ def count() -> Iterator[Count]:
     """A backend for torch.compile; nothing compiled before or after counts."""
     import torch._dynamo
 
-    from tests.torch.compiling import Count
+    from tests.support.torch.compiled import Count
 
     torch._dynamo.reset()
     yield Count()
@@ -70,6 +70,6 @@ def count() -> Iterator[Count]:
 
 @pytest.fixture
 def net() -> Net:
-    from tests.torch.compiling import Net
+    from tests.support.torch.compiled import Net
 
     return Net()

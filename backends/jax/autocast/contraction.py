@@ -70,6 +70,21 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     return outs
 
 
+def _casts(jaxpr: Any) -> bool:
+    """True if a contraction in a program, or in a function jitted in it, casts an operand.
+
+    The forward and the backward pass of a jitted function are two functions: to have their casts
+    merged, both are lowered into their caller.
+    """
+    for eqn in compat.opened(jaxpr)[0].eqns:
+        if eqn.primitive is contraction_p:
+            if any(v.aval.dtype != eqn.params["run"] for v in eqn.invars[:2]):
+                return True
+        elif eqn.primitive.name == "jit" and _casts(eqn.params["jaxpr"]):
+            return True
+    return False
+
+
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
 def _run(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
     return contraction_p.bind(*operands, of=of, params=params, run=run, out=out)
@@ -260,3 +275,4 @@ compat.remat_rules[contraction_p] = _remat
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
 # JAX would keep what the rule makes of the first contraction, and copy it for its likes.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
+compat.lower_in_place(_casts)

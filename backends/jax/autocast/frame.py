@@ -28,8 +28,9 @@ from polymp.backends.jax.autocast.values import (
 )
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decisions
-from polymp.rules.policy import Decision, Policy, Rule
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
+from polymp.rules.row import Rule
 
 _UNKNOWN = (
     "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "

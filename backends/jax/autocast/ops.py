@@ -23,8 +23,9 @@ from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fixed, name_of
 from polymp.dtypes import widest
 from polymp.rules import decisions
-from polymp.rules.policy import Decision, Rule
+from polymp.rules.policy import Decision
 from polymp.rules.region import Region
+from polymp.rules.row import Rule
 
 UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
 

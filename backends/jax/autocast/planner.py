@@ -126,7 +126,7 @@ def _finished(frame: Frame) -> Plan:
     )
 
 
-def _followed(step: Step, record: decisions.Decisions, region: Region) -> Step:
+def _followed(step: Step, record: decisions.Recorder, region: Region) -> Step:
     """The step, with a name on all that it becomes, if calls are followed."""
     under = region.policy.name if region.enabled and region.policy is not None else ""
     name = record.follow(step, region.format if region.enabled else "", under)

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.frame import Frame
 from polymp.backends.jax.autocast.plan import Cast, Kind, Step
 from polymp.backends.jax.autocast.values import LOW
+from polymp.backends.jax.jaxprs import CALLS
 
 # Send the elements of one array to other devices, and change none of them.
 TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
@@ -28,38 +30,53 @@ def round_before(frame: Frame) -> None:
     steps = frame.steps
     if not any(step.eqn.primitive.name in TRAVELS for step in steps):
         return
-    reads: dict[Any, set[str]] = {}  # the formats in which a variable is read in the end
+    reads = _reads(frame.closed, steps)
+    for at, step in enumerate(steps):
+        if step.kind is not Kind.BIND or step.eqn.primitive.name not in TRAVELS:
+            continue
+        (operand,), (var,) = step.operands, step.eqn.outvars
+        formats = reads.get(var, set())
+        if len(formats) == 1 and formats <= LOW and type(operand) is not Cast:
+            if frame.known(operand).is_parameter:
+                (low,) = formats
+                steps[at] = step._replace(kind=Kind.ROUND, low=low)
+
+
+def _reads(jaxpr: Any, steps: Sequence[Step]) -> dict[Any, set[str]]:
+    """By variable of a planned program, the formats in which it is read in the end."""
+    reads: dict[Any, set[str]] = {}
 
     def note(atom: Any, formats: set[str]) -> None:
         if not isinstance(atom, Literal):
             reads.setdefault(atom, set()).update(formats)
 
-    for atom in frame.jaxpr.outvars:
+    for atom in compat.opened(jaxpr)[0].outvars:
         note(atom, {_WIDE})
-    for at in range(len(steps) - 1, -1, -1):
-        step = steps[at]
-        formats = _formats(step, reads)
-        travels = step.kind is Kind.BIND and step.eqn.primitive.name in TRAVELS
-        if travels and len(formats) == 1 and formats <= LOW:
-            (operand,) = step.operands
-            if type(operand) is not Cast and frame.known(operand).is_parameter:
-                steps[at] = step._replace(kind=Kind.ROUND, low=formats.pop())
-        for operand in step.operands:
+    for step in reversed(steps):
+        for operand, formats in zip(step.operands, _formats(step, reads), strict=True):
             if type(operand) is Cast:
                 note(operand.atom, {operand.format})
             else:
                 note(operand, formats)
+    return reads
 
 
-def _formats(step: Step, reads: dict[Any, set[str]]) -> set[str]:
-    """The formats in which a step, or what reads its result, reads its operands."""
+_MOVES = op_facts.LAYOUT | TRAVELS
+
+
+def _formats(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
+    """By operand of a step, the formats in which it, or what reads its result, reads it."""
+    name, formats = step.eqn.primitive.name, {_WIDE}
+    if name in CALLS and step.inside is not None:
+        (plan,) = step.inside.plans
+        inside = _reads(plan.jaxpr, plan.steps)
+        return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
     if step.kind is Kind.CONTRACT and step.low:
-        return {step.low}
-    moves = op_facts.LAYOUT | TRAVELS
-    if step.kind is Kind.BIND and step.eqn.primitive.name in moves and step.returns is None:
+        formats = {step.low}
+    elif step.kind in (Kind.BIND, Kind.ROUND) and name in _MOVES and step.returns is None:
         (var,) = step.eqn.outvars
-        return reads.get(var, set())
-    return {_WIDE}
+        formats = reads.get(var, set())
+    return [formats] * len(step.operands)
 
 
 def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Sequence[Any]:

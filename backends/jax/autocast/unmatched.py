@@ -7,11 +7,11 @@ from jax.extend import core
 
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.modules.scoped import called_paths
+from polymp.callsite import outside
 from polymp.errors import PolicyWarning
 from polymp.rules import scopes
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
-from polymp.scaling.gradient_report import outside
 
 
 def warn_of_unmatched(closed: Any, region: Region, fn: Any) -> None:

@@ -1,7 +1,7 @@
 """Everything private of jax that polymp touches, in one place.
 
-Each name says why it is needed and since when it has been there; `tests/jax/test_compat.py` fails
-when one changes. Supported: jax 0.10.2 to 0.11.
+Each name says why it is needed and since when it has been there;
+`tests/jax/compat/test_private_names.py` fails when one changes. Supported: jax 0.10.2 to 0.11.
 """
 
 import sys
@@ -19,6 +19,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core
 from jax.interpreters import ad
 
+from polymp.backends.jax.compat.mlir import lower_in_place as lower_in_place
 from polymp.backends.jax.compat.mlir import merge_repeated as merge_repeated
 from polymp.backends.jax.compat.mlir import readers as readers
 from polymp.backends.jax.compat.recording import Places as Places

@@ -25,9 +25,10 @@ from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import called
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.diagnostics.audit_records import Audit, Measured
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Measured
+from polymp.diagnostics.call import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
-from polymp.diagnostics.report import BACKWARD, FORWARD
 
 
 class Audited:

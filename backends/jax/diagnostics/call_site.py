@@ -2,15 +2,15 @@
 
 import os
 import re
-import sysconfig
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from polymp import callsite
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import regions
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
+from polymp.backends.jax.scaler import grad_scaler, optax_wrapper, optimizer_step, scale_update
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
 
 
 class Scope(NamedTuple):
@@ -68,7 +68,7 @@ _PATH = re.compile(r"[\w./\[\]-]+")
 def source(traceback: Any) -> str:
     """File and line of the innermost code that is not a library's: "train.py:12"; "" if none."""
     for code, offset in zip(*compat.frames(traceback), strict=True):
-        if not _is_library(code.co_filename):
+        if not callsite.is_library(code.co_filename, *_LIBRARIES):
             return f"{Path(code.co_filename).name}:{_line(code, offset)}"
     return ""
 
@@ -84,9 +84,9 @@ def _line(code: Any, offset: int) -> int:
 def is_library(closed: Any) -> bool:
     """True if a jaxpr was traced from a function of a library, and not by a rewrite of ours."""
     filename, _, _ = compat.traced_from(closed)
-    if filename is None or filename.startswith(_roots()[1]):
+    if filename is None or callsite.is_ours(filename):
         return False  # what is rewritten keeps the lines that it was written in
-    return _is_library(filename)
+    return callsite.is_library(filename, *_LIBRARIES)
 
 
 @cache
@@ -95,34 +95,13 @@ def is_update(traceback: Any) -> bool:
     return any(_updates(code.co_filename) for code in compat.frames(traceback).codes)
 
 
-@cache
 def _updates(filename: str) -> bool:
-    path = Path(filename)
-    ours = filename.startswith(_roots()[1]) and path.name in _SCALING
-    return ours or f"{os.sep}optax{os.sep}_src{os.sep}" in filename
+    return filename in _SCALING or f"{os.sep}optax{os.sep}_src{os.sep}" in filename
 
 
-_SCALING = frozenset({"grad_scaler.py", "optimizer_step.py", "optax_wrapper.py", "scale_update.py"})
+_SCALING = frozenset(
+    module.__file__ for module in (grad_scaler, optax_wrapper, optimizer_step, scale_update)
+)
 
 # Whose lines say nothing of the user's program.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
-
-
-@cache
-def _roots() -> tuple[str, ...]:
-    found = [sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[3])]
-    for name in _LIBRARIES:
-        spec = find_spec(name)
-        if spec is not None and spec.origin is not None:
-            found.append(str(Path(spec.origin).parent))
-    return tuple(root + os.sep for root in found)
-
-
-@cache
-def _is_library(filename: str) -> bool:
-    if filename.startswith("<"):
-        return not filename.startswith(("<stdin>", "<ipython", "<python-input"))
-    standard = _roots()[0]
-    if filename.startswith(standard) and "site-packages" in filename:
-        return filename.startswith(_roots()[1:])
-    return filename.startswith(_roots())

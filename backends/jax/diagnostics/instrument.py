@@ -27,7 +27,7 @@ from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.sites import Site
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
-from polymp.diagnostics.report import BACKWARD, FORWARD
+from polymp.diagnostics.call import BACKWARD, FORWARD
 
 
 class Event(NamedTuple):

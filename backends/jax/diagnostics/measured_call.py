@@ -12,7 +12,7 @@ from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measures import is_measured
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
-from polymp.diagnostics.report import BACKWARD, Call
+from polymp.diagnostics.call import BACKWARD, Call
 
 
 class MeasuredCall(NamedTuple):

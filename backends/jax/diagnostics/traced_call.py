@@ -37,7 +37,7 @@ class Followed(NamedTuple):
     saved: dict[str, int]
 
 
-class Record(decisions.Decisions):
+class Record(decisions.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
     def __init__(self) -> None:

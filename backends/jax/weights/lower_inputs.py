@@ -26,7 +26,8 @@ from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.autocast.values import declared
 from polymp.backends.jax.jaxprs import Inner, inside
 from polymp.errors import PolicyError
-from polymp.rules.policy import Rule, Why
+from polymp.rules.policy import Why
+from polymp.rules.row import Rule
 
 
 class Low(NamedTuple):

@@ -15,8 +15,9 @@ from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import op_facts, recurrent, regions, torch_table
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
 from polymp.errors import ForbiddenOpError
-from polymp.rules.policy import LOW, Apply, Decision, Policy, Row, Rule
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
+from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 Call = Callable[..., Any]

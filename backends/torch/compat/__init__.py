@@ -1,7 +1,7 @@
 """Everything private of torch that polymp touches, in one place.
 
-Each name says why it is needed and since when it has been there; `tests/torch/test_compat.py`
-fails when one changes. Supported: torch 2.11 to 2.15.
+Each name says why it is needed and since when it has been there;
+`tests/torch/compat/test_private_names.py` fails when one changes. Supported: torch 2.11 to 2.15.
 """
 
 import ctypes

@@ -4,7 +4,6 @@ Both are read off the Python stack, so nothing is hooked and no module is change
 """
 
 import os
-import sysconfig
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polymp import callsite
 from polymp.backends.torch import compat
+from polymp.backends.torch.scaler import (
+    fused_step,
+    grad_scaler,
+    loss_scalers,
+    scale_update,
+    unscale,
+)
 
 
 class Place(NamedTuple):
@@ -88,9 +95,6 @@ class Places:
 _RECOMPUTES = frozenset({"recompute_fn", "unpack_hook", "backward"})
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[3]) + os.sep
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_TYPED = ("<stdin>", "<ipython", "<python-input")  # at a prompt
 
 
 @cache
@@ -106,12 +110,9 @@ def _kind(filename: str) -> str:
         if end.startswith(_OPTIM):
             return "update"
         return _TORCH_S.get(end, "library")
-    if filename.startswith(_OURS):
-        return "update" if Path(filename).name in _SCALING else "library"
-    if filename.startswith("<"):
-        return "user" if filename.startswith(_TYPED) else "library"
-    standard = filename.startswith(_STANDARD) and "site-packages" not in filename
-    return "library" if standard else "user"
+    if filename in _SCALING:
+        return "update"
+    return "library" if callsite.is_library(filename) else "user"
 
 
 _TORCH_S = {
@@ -121,5 +122,5 @@ _TORCH_S = {
 }
 _OPTIM = "optim" + os.sep
 _SCALING = frozenset(
-    {"grad_scaler.py", "loss_scalers.py", "unscale.py", "scale_update.py", "fused_step.py"}
+    module.__file__ for module in (fused_step, grad_scaler, loss_scalers, scale_update, unscale)
 )

@@ -16,10 +16,10 @@ from torch import nn
 from polymp.backends.torch.autocast import kernels, regions, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.modules import subclass
+from polymp.callsite import outside
 from polymp.errors import PolicyError, PolicyWarning
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
-from polymp.scaling.gradient_report import outside
 
 
 class Place:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from polymp.backends.torch import compat
+from polymp.callsite import outside
 from polymp.errors import ScalerWarning
-from polymp.scaling.gradient_report import outside
 
 _scalers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _told: "weakref.WeakSet[Any]" = weakref.WeakSet()

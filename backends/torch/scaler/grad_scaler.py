@@ -38,13 +38,13 @@ from polymp.backends.torch.scaler.findings import (
 from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
+from polymp.callsite import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import (
     NO_EFFECT,
     OnStuck,
     checked_on_stuck,
-    outside,
 )
 from polymp.scaling.scale_rule import ScaleRule
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from polymp import callsite
 from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions
 
@@ -223,8 +224,7 @@ class Asks(TorchFunctionMode):
 
 
 def _harmless(frame: Any) -> bool:
-    ours = frame.f_globals.get("__name__", "").startswith("polymp.backends.")
-    return ours or frame.f_code in _HARMLESS
+    return callsite.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS
 
 
 def module_path(paths: Mapping[int, str]) -> str:

@@ -1,0 +1,1 @@
+"""Tests of the rooms that know no framework."""

@@ -1,0 +1,1 @@
+"""Tests of reports and audits made by hand: their numbers, text, pages and pictures."""

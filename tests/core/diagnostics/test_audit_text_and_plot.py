@@ -1,0 +1,331 @@
+"""An audit as text and as a picture: the numbers are those of the arrays, and nothing overlaps."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+import matplotlib
+
+from polymp.diagnostics import audit_plot, audit_text
+from polymp.diagnostics.magnitudes import NARROW
+from polymp.dtypes import FORMATS
+from tests.support import audits
+from tests.support.audits import gradient, magnitudes, measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RANDOM = np.random.default_rng(1)
+
+
+def small() -> Any:
+    """Two modules; one overflows, and its weight's gradient vanishes."""
+    up = [1.0] * 90 + [70_000.0] * 9 + [np.inf]
+    results = [
+        measured("linear", "net.up", up),
+        measured("exp", "net.up", [2.0**-20] * 3 + [0.0], run="bfloat16", source="model.py:2"),
+        measured("sum", "", [300.0], source="train.py:3", run="float32"),
+        measured("matmul", "net.up", [2.0**-30, 1.0], direction="backward", source="model.py:1"),
+        measured("linear", "net.up", [1.0], direction="recompute"),
+    ]
+    small = [2.0**-26] * 3 + [2.0**-16]
+    return audits.audit(results, [gradient("net.up.weight", small)], scale=1024.0)
+
+
+def test_the_helper_counts_what_an_array_holds() -> None:
+    m = magnitudes([0.0, -1.0, 1.5, 70_000.0, np.inf, np.nan])
+    assert (m.values, m.largest, m.inf, m.nan, m.zeros) == (6, 70_000.0, True, True, 1 / 6)
+    assert m.shares("float16").overflow == 3 / 6
+    assert m.shares("bfloat16").overflow == 2 / 6
+    assert magnitudes([2.0**-20]).shares("float16") == (0, 0, 1)
+    assert magnitudes([2.0**-26]).shares("float16") == (0, 1, 0)
+
+
+PRINTED = """\
+audit of 3 steps
+
+loss scale: 2**10 = 1024; the largest at which no float16 gradient overflows: 2**14 = 16384
+gradients that become zero in float16: 67 % unscaled, none at that scale
+
+over, under, sub: percent of values that float16 would make Inf, zero, subnormal
+
+op        source           largest |x|  over  under  sub  in bf16  in e4m3  in e5m2  here
+--------  ----------  ----------------  ----  -----  ---  -------  -------  -------  ----
+-- forward: results of ops -------------------------------------------------------------------------
+net.up
+  linear  model.py:1   2**16.1 = 7e+04    10              1.0/-/-   10/-/-   10/-/-  Inf
+  exp     model.py:2  2**-20 = 9.5e-07                75            -/75/-   -/75/-
+(top level)
+  sum     train.py:3    2**8.2 = 3e+02
+-- recompute: the forward again, for the backward --------------------------------------------------
+net.up
+  linear  model.py:1          2**0 = 1
+-- backward: gradients that ops made ---------------------------------------------------------------
+net.up
+  matmul  model.py:1          2**0 = 1           50                 -/50/-   -/50/-
+-- backward: gradients of parameters ---------------------------------------------------------------
+net.up
+  weight              2**-16 = 1.5e-05           75   25           -/100/-  -/75/25"""
+
+
+def test_printed_by_direction_and_module() -> None:
+    assert str(small()) == PRINTED
+
+
+def test_what_became_of_the_values_here_is_told() -> None:
+    base = magnitudes([1.0, 2.0])
+    rows = [
+        measured("exp", "m", base._replace(burst=0.25, inf=True, nan=True)),
+        measured("mul", "m", base._replace(vanished=0.5)),
+        measured("add", "m", base, numbers=(1e-12,)),
+    ]
+    text = " ".join(str(audits.audit(rows, [])).split())
+    for words in ("Inf, NaN, 25 % Inf only for fp16", "50 % zero only for fp16"):
+        assert words in text
+    assert "1e-12 is zero in fp16" in text
+    assert "loss scale" not in text
+
+
+def test_the_fault_stands_first() -> None:
+    audit = audits.transformer(8)
+    text = str(audit)
+    said = text.index("first value that is not finite:\nmatmul (aten:matmul) in blocks.0.attn")
+    assert said < text.index("loss scale") < text.index("encoder.blocks.0")
+    assert max(map(len, text.splitlines())) == 100
+    assert "not finite" not in str(audits.transformer(8, faulty=False))
+
+
+def test_an_audit_of_nothing_and_of_zeros() -> None:
+    assert str(audits.audit([], [], steps=0)) == "audit of 0 steps"
+    assert "no finite gradient other than zero" in str(audits.audit([], [gradient("w", [0.0])]))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0, "0"), (1.0, "2**0 = 1"), (65536.0, "2**16 = 65536"), (1e-3, "2**-10.0 = 0.001")],
+)
+def test_powers(value: float, words: str) -> None:
+    assert audit_text.power(value) == words
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (0, ""),
+        (1e-7, "<.1"),
+        (0.0014, "0.1"),
+        (0.0999, "10"),
+        (0.53, "53"),
+        (0.9999, ">99"),
+        (1, "100"),
+    ],
+)
+def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
+    assert audit_text._percent(part) == words
+
+
+# The picture.
+
+
+def panels(figure: Figure) -> tuple[Axes, Axes]:
+    """The two that have the rows."""
+    left, right = (axes for axes in figure.axes if axes.get_xlabel() == "magnitude")
+    return left, right
+
+
+def bands(axes: Axes) -> dict[int, tuple[float, float]]:
+    """The ends of each row's band."""
+    return {
+        round(bar.get_y() + bar.get_height() / 2): (bar.get_x(), bar.get_x() + bar.get_width())
+        for bars in axes.containers
+        for bar in bars
+    }
+
+
+def ticks(axes: Axes) -> dict[int, float]:
+    """Where each row's largest magnitude is marked."""
+    upright = [line for line in axes.lines if list(line.get_xdata()) == [line.get_xdata()[0]] * 2]
+    return {
+        round(float(np.mean(line.get_ydata()))): float(line.get_xdata()[0])
+        for line in upright
+        if np.ptp(line.get_ydata()) == pytest.approx(0.8)
+    }
+
+
+def drawn_texts(figure: Figure) -> list[Any]:
+    """The visible texts, with where they are."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    found = [t for t in figure.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text()]
+    hidden = [t for axes in figure.axes if not axes.axison for t in axes.get_xticklabels()]
+    hidden += [t for axes in figure.axes if not axes.axison for t in axes.get_yticklabels()]
+    return [t for t in found if t not in hidden]
+
+
+def overlapping(figure: Figure) -> list[tuple[str, str]]:
+    """Pairs of texts that are drawn over each other, or over the figure's edge."""
+    boxes = [(t.get_text(), t.get_window_extent()) for t in drawn_texts(figure)]
+    page = figure.bbox
+    bad = [
+        (text, "edge")
+        for text, box in boxes
+        if box.x0 < page.x0 or box.x1 > page.x1 or box.y0 < page.y0 or box.y1 > page.y1
+    ]
+    for at, (text, box) in enumerate(boxes):
+        bad += [(text, other) for other, there in boxes[:at] if box.overlaps(there)]
+    return bad
+
+
+def test_a_band_reaches_from_5_to_95_percent_and_the_tick_is_the_largest() -> None:
+    values = RANDOM.lognormal(-3, 2, 20_000).astype(np.float32)
+    back = RANDOM.lognormal(-12, 1, 20_000).astype(np.float32)
+    audit = audits.audit([measured("linear", "m", values)], [gradient("m.weight", back)])
+    for axes, array in zip(panels(audit.plot()), (values, back), strict=True):
+        low, high = bands(axes)[0]
+        # A bin is a sixteenth of a power of two wide, and drawn from where it begins.
+        assert low == pytest.approx(np.log2(np.quantile(array, 0.05)), abs=0.1)
+        assert high == pytest.approx(np.log2(np.quantile(array, 0.95)), abs=0.1)
+        assert ticks(axes) == {0: pytest.approx(math.log2(array.max()))}
+
+
+def test_a_row_for_each_module_with_all_that_belongs_to_it() -> None:
+    audit = small()
+    rows = {row.module: row for row in audit_plot.layers(audit)}
+    assert list(rows) == ["net.up", ""]
+    forward, back = rows["net.up"].forward, rows["net.up"].gradient
+    assert forward is not None
+    assert back is not None
+    assert forward.values == 104, "both ops, and not the recompute"
+    assert back.values == 6, "of the op and of the parameter"
+    assert rows[""].gradient is None
+    left, right = panels(audit.plot())
+    assert [t.get_text() for t in left.get_yticklabels()] == ["net.up", "(top level)"]
+    assert ticks(left) == {0: math.log2(70_000), 1: math.log2(300)}
+    assert ticks(right) == {0: 0.0}
+    assert left.get_xlim() == right.get_xlim()
+    assert left.get_ylim() == right.get_ylim()
+
+
+def test_parameters_belong_to_the_innermost_module_that_ran() -> None:
+    names = ["a.b.weight", "a.b.c.weight", "x.y.bias", "scale"]
+    audit = audits.audit([measured("linear", "a.b", [1.0])], [gradient(n, [1.0]) for n in names])
+    found = {row.module: row.gradient.values for row in audit_plot.layers(audit) if row.gradient}
+    assert found == {"a.b": 2, "x.y": 1, "": 1}
+
+
+def test_the_ranges_are_those_of_the_formats() -> None:
+    left, _ = panels(small().plot())
+    lines = {
+        (round(float(line.get_xdata()[0]), 6), line.get_color())
+        for line in left.lines
+        if list(line.get_ydata()) == [0, 1]
+    }
+    colors = audit_plot._LIGHT.formats
+    for name in NARROW:
+        f = FORMATS[name]
+        for edge in (f.smallest_subnormal, f.smallest_normal, f.max):
+            assert (round(math.log2(edge), 6), colors[name]) in lines
+    assert len(lines) == 3 * len(NARROW)
+    texts = [t.get_text() for t in drawn_texts(small().plot())]
+    assert all(texts.count(name) == 2 for name in NARROW), "each labelled in both panels"
+    one = small().plot(format="bfloat16")
+    assert [n for n in NARROW if n in {t.get_text() for t in drawn_texts(one)}] == ["bfloat16"]
+    assert one.get_figheight() < small().plot().get_figheight()
+
+
+def test_what_has_no_place_on_the_axis_is_written_beside_it() -> None:
+    audit = audits.audit(
+        [measured("linear", "m", [1.0, np.inf, np.nan]), measured("linear", "n", [np.nan])],
+        [gradient("m.w", [0.0, 0.0]), gradient("n.w", [1.0])],
+    )
+    left, right = panels(audit.plot())
+    assert [(t.get_text(), t.xy[1]) for t in left.texts] == [("Inf NaN", 0), ("NaN", 1)]
+    assert [(t.get_text(), t.xy[1]) for t in right.texts] == [("all zero", 0)]
+    assert ticks(left) == {0: 0.0}
+    assert ticks(right) == {1: 0.0}
+
+
+@pytest.mark.parametrize("depth", [1, 8, 60])
+def test_nothing_overlaps_and_the_height_grows(depth: int) -> None:
+    figure = audits.transformer(depth + 2).plot(dark=depth == 8)
+    assert overlapping(figure) == []
+    sizes = {t.get_fontsize() for t in panels(figure)[0].get_yticklabels()}
+    assert sizes == {8.5}
+    rows = len(audit_plot.layers(audits.transformer(depth + 2)))
+    base = figure.get_figheight() - 0.2 * rows
+    assert base == pytest.approx(0.62 + 4 * 0.22 + 0.06 + 0.55)
+
+
+def test_the_overlap_is_noticed() -> None:
+    figure = audits.transformer(8).plot()
+    left, _ = panels(figure)
+    left.text(0.5, 0.5, "one thing", transform=left.transAxes)
+    left.text(0.5, 0.5, "another", transform=left.transAxes)
+    figure.text(0.99, 0.5, "beyond the edge")
+    bad = overlapping(figure)
+    assert ("another", "one thing") in bad
+    assert ("beyond the edge", "edge") in bad
+
+
+def test_far_out_magnitudes_stay_on_the_axis() -> None:
+    wide = [2.0**-120] * 10 + [2.0**120]
+    figure = audits.audit([measured("linear", "m" * 70, wide)], []).plot()
+    left, _ = panels(figure)
+    low, high = left.get_xlim()
+    assert low < -120
+    assert high > 120
+    assert overlapping(figure) == []
+    label = left.get_yticklabels()[0].get_text()
+    assert len(label) == 40
+    assert label.startswith("\u2026m")
+
+
+def test_saved_by_suffix(tmp_path: Path) -> None:
+    audit = small()
+    audit.plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("a.svg", "b.svg"):
+        audit.plot(tmp_path / name, dark=True)
+    svg = (tmp_path / "a.svg").read_text()
+    assert "net.up</text>" in svg
+    assert audit_plot._DARK.page in svg
+    assert svg == (tmp_path / "b.svg").read_text(), "the same picture is the same file"
+
+
+def test_the_users_own_style_does_not_change_it() -> None:
+    def look(figure: Figure) -> Any:
+        return [(t.get_text(), t.get_fontsize(), t.get_color()) for t in drawn_texts(figure)]
+
+    plain = look(small().plot())
+    own = {"font.size": 30, "text.color": "red", "axes.grid": True, "axes.titlesize": 40}
+    with matplotlib.rc_context(own):
+        assert look(small().plot()) == plain
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_bad_input_is_refused_before_anything_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="format='float32' is not one of float16, bfloat16, "):
+        small().plot(format="float32")
+    with pytest.raises(ValueError, match=r"a\.txt' does not end in one of \.png, \.svg, \.pdf"):
+        small().plot(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match="nothing was measured: run a step inside of the audit"):
+        audits.audit([], []).plot(tmp_path / "a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(
+        ImportError, match=r"^Audit\.plot needs matplotlib: pip install matplotlib$"
+    ):
+        small().plot(tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
+    assert str(small()) == PRINTED, "the table needs no package"

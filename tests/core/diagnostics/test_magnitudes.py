@@ -1,0 +1,244 @@
+"""Magnitudes: their shares against what numpy and ml_dtypes make of every single value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from polymp.diagnostics.magnitudes import (
+    BINS,
+    INF,
+    NARROW,
+    SHIFT,
+    Magnitudes,
+    Shares,
+    joined,
+    lower_edge,
+    of_float,
+)
+from polymp.dtypes import FORMATS
+from tests.conftest import need
+from tests.support.audits import magnitudes
+
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+TINY = lower_edge(1)  # below it, bins do not tell values from zero
+
+
+def edges(format: str) -> list[float]:
+    """Where a format changes its mind, and the float32 beside on both sides."""
+    it = FORMATS[format]
+    step = 2.0 ** (math.frexp(it.max)[1] - 1 - it.mantissa)
+    points = [it.max, it.max + step / 2, it.smallest_normal, it.smallest_subnormal / 2]
+    found = [np.float32(p) for p in points if p < 3.4e38]
+    for direction in (np.float32(0), np.float32(np.inf)):
+        found += [np.nextafter(p, direction) for p in found[: len(points)]]
+    return [float(x) for x in found]
+
+
+ALL_EDGES = sorted({x for format in NARROW for x in edges(format)})
+
+
+def rounded(values: Any, format: str) -> Shares:
+    """What becomes of the values, one by one, by the framework that rounds them."""
+    wide = np.abs(np.asarray(values, np.float32))
+    with np.errstate(over="ignore"):
+        low = wide.astype(DTYPES[format]).astype(np.float32)
+    lost = ~np.isfinite(low)
+    zero = (low == 0) & (wide != 0)
+    small = ~lost & ~zero & (wide != 0) & (wide < FORMATS[format].smallest_normal)
+    return Shares(float(lost.mean()), float(zero.mean()), float(small.mean()))
+
+
+def told(value: float, format: str) -> bool:
+    """False of the values of which the docstring says that bins do not tell."""
+    size, bottom = abs(value), FORMATS[format].smallest_subnormal / 2
+    if size == bottom or 0 < size < TINY:
+        return False
+    return {
+        "float16": not 65520 <= size < 65536,
+        "bfloat16": not (2 - 2**-8) * 2.0**127 <= size < math.inf,
+        "float8_e4m3fn": size != 464,
+        "float8_e5m2": True,
+    }[format]
+
+
+anything = st.one_of(
+    st.floats(width=32),
+    st.sampled_from([*ALL_EDGES, 0.0, -0.0, math.inf, -math.inf, math.nan]),
+    st.integers(-149, 127).map(lambda e: math.ldexp(1.0, e)),
+    st.tuples(st.integers(-28, 17), st.floats(1, 2, width=32)).map(lambda p: p[1] * 2.0 ** p[0]),
+)
+
+
+@pytest.mark.parametrize("format", NARROW)
+@settings(max_examples=150)
+@given(st.lists(anything, min_size=1, max_size=30))
+@example([0.0])
+@example(ALL_EDGES)
+def test_shares_are_those_of_rounding_every_value(format: str, values: list[float]) -> None:
+    kept = [x for x in values if told(x, format)]
+    if kept:
+        np.testing.assert_allclose(magnitudes(kept).shares(format), rounded(kept, format))
+
+
+@pytest.mark.parametrize(
+    ("format", "value", "ours", "right"),
+    [
+        ("float16", 65520.0, Shares(0, 0, 0), Shares(1, 0, 0)),
+        ("bfloat16", 3.4e38, Shares(0, 0, 0), Shares(1, 0, 0)),
+        ("float8_e4m3fn", 464.0, Shares(1, 0, 0), Shares(0, 0, 0)),
+        ("float16", 2.0**-25, Shares(0, 0, 1), Shares(0, 1, 0)),
+        ("bfloat16", 1e-40, Shares(0, 0, 0), Shares(0, 0, 1)),
+    ],
+)
+def test_what_the_docstring_says_is_not_told(
+    format: str, value: float, ours: Shares, right: Shares
+) -> None:
+    assert magnitudes([value]).shares(format) == ours
+    assert rounded([value], format) == right
+
+
+def test_the_oracle_tells_the_three_apart() -> None:
+    assert rounded([65504, 65536, 2**-26, 2**-20], "float16") == Shares(0.25, 0.25, 0.25)
+    assert rounded([448, 480, math.nan, 0], "float8_e4m3fn") == Shares(0.5, 0, 0)
+    assert magnitudes([65504, 65536, 2**-26, 2**-20]).shares("float16") == (0.25, 0.25, 0.25)
+
+
+@given(st.lists(st.floats(2**-40, 2**40), min_size=1, max_size=20), st.integers(-30, 30))
+def test_shares_at_a_scale_are_those_of_the_scaled_values(values: list[float], power: int) -> None:
+    values = [float(np.float32(x)) for x in values]
+    scale = 2.0**power
+    for format in NARROW:
+        found = magnitudes(values).shares(format, scale)
+        assert found == magnitudes([x * scale for x in values]).shares(format)
+
+
+def test_float32_overflows_where_it_is_not_finite() -> None:
+    found = magnitudes([3.4e38, math.inf, math.nan, 1e-30]).shares("float32")
+    assert found == Shares(0.5, 0, 0)
+    assert magnitudes([1.0]).shares("float64") == Shares(0, 0, 0)
+
+
+def test_nothing_counted_has_no_shares() -> None:
+    none = Magnitudes(0, 0, (0,) * BINS, 0.0)
+    assert none.shares("float16") == Shares(0, 0, 0)
+    assert (none.zeros, none.quantile(0.5)) == (0.0, 0.0)
+
+
+@given(st.lists(anything, min_size=1, max_size=40), st.sampled_from([0.0, 0.05, 0.5, 0.95, 1.0]))
+def test_quantiles_are_numpys_rounded_down(values: list[float], share: float) -> None:
+    sizes = np.abs(np.array(values, np.float32))
+    sizes = np.sort(sizes[np.isfinite(sizes) & (sizes >= np.float32(TINY))])
+    found = magnitudes(values).quantile(share)
+    if not sizes.size:
+        assert found == 0.0
+        return
+    exact = sizes[max(math.ceil(share * sizes.size) - 1, 0)]
+    assert found == lower_edge(of_float(float(exact)))
+    assert found <= exact
+
+
+def test_a_quantile_of_known_numbers() -> None:
+    found = magnitudes([0, 0, 1, 2, 4, 8, math.inf, math.nan])
+    assert [found.quantile(q) for q in (0, 0.25, 0.5, 0.51, 1)] == [1, 1, 2, 4, 8]
+
+
+@given(st.lists(anything, min_size=1, max_size=30), st.integers(-20, 20))
+def test_scaled_is_what_the_scaled_values_are(values: list[float], power: int) -> None:
+    """Exact while both are normal in float32."""
+    factor, low, high = 2.0**power, 2.0**-126, FORMATS["float32"].max
+
+    def stays(x: float) -> bool:
+        return x == 0 or not math.isfinite(x) or all(low <= abs(x) * f <= high for f in (1, factor))
+
+    kept = [x for x in values if stays(x)]
+    if kept:
+        found, exact = magnitudes(kept).scaled(factor), magnitudes([x * factor for x in kept])
+        assert found.bins[:INF] == exact.bins[:INF]
+        assert sum(found.bins[INF:]) == sum(exact.bins[INF:])
+        assert found.largest == exact.largest
+
+
+def test_scaled_at_the_ends_of_float32_stays_finite_and_is_not_zero() -> None:
+    top = magnitudes([3e38, math.inf, 0.0]).scaled(4.0)
+    assert (top.bins[INF - 1], top.bins[INF], top.bins[0]) == (1, 1, 1)
+    assert top.largest == float(np.float32(3e38)) * 4
+    bottom = magnitudes([2.0**-125, 0.0]).scaled(2.0**-20)
+    assert (bottom.bins[1], bottom.bins[0]) == (1, 1)
+    subnormal = magnitudes([2.0**-127]).scaled(2.0)
+    assert subnormal.bins == magnitudes([2.0**-126]).bins
+    assert magnitudes([2.0**-126]).scaled(0.5).bins == magnitudes([2.0**-127]).bins
+    same = magnitudes([1.0])
+    assert same.scaled(1) is same
+
+
+@given(st.lists(st.lists(anything, min_size=1, max_size=10), min_size=1, max_size=5))
+def test_joined_is_what_all_values_are(many: list[list[float]]) -> None:
+    assert joined(map(magnitudes, many)) == magnitudes([x for values in many for x in values])
+
+
+def test_joined_weighs_what_was_lost_by_the_number_of_values() -> None:
+    one, other = (magnitudes([1.0] * n) for n in (1, 3))
+    found = joined([one._replace(burst=1.0, vanished=0.5), other._replace(vanished=0.5)])
+    assert (found.burst, found.vanished) == (0.25, 0.5)
+    with pytest.raises(ValueError, match="at least one"):
+        joined([])
+
+
+@given(st.floats(width=32, allow_nan=False))
+def test_a_number_is_in_the_bin_of_its_float32(value: float) -> None:
+    bits = np.float32(value).view(np.uint32)
+    assert of_float(value) == (int(bits) & 0x7FFFFFFF) >> SHIFT
+
+
+def test_bins_begin_where_they_say_and_numbers_beyond_float32_are_infinite() -> None:
+    for bin in range(INF):
+        edge = lower_edge(bin)
+        assert of_float(edge) == bin
+        assert bin == 0 or of_float(math.nextafter(edge, 0)) == bin - 1
+    assert of_float(1e300) == of_float(-math.inf) == of_float(math.nan) == INF
+
+
+def patterns(dtype: Any) -> Any:
+    """Every value of a format of 16 bits or less; of float32, one of each of many bits."""
+    if dtype == np.float32:
+        return np.arange(0, 2**32, 104729, np.uint64).astype(np.uint32).view(np.float32)
+    return np.arange(2**16, dtype=np.uint16).view(dtype)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16"])
+def test_the_backends_count_as_numpy_does(framework: str, format: str) -> None:
+    need(framework)
+    values = patterns({**DTYPES, "float32": np.float32}[format])
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        wide = values.astype(np.float32)
+    expected = (wide.view(np.uint32) & 0x7FFFFFFF) >> SHIFT
+    if framework == "torch":
+        import torch
+
+        from polymp.backends.torch.diagnostics.measure import _bins_of
+
+        bits = torch.from_numpy(values.view(np.int32 if format == "float32" else np.int16))
+        found = _bins_of(bits.view(getattr(torch, format))).numpy()
+    else:
+        import jax.numpy as jnp
+
+        from polymp.backends.jax.diagnostics import measures
+
+        chunks = np.array_split(values, range(measures.SAMPLE, values.size, measures.SAMPLE))
+        found = np.concatenate([np.asarray(measures.sample(jnp.asarray(c))) for c in chunks])
+    real = ~np.isnan(wide)
+    np.testing.assert_array_equal(found[real], expected[real])
+    assert (found[~real] >= INF).all()

@@ -1,0 +1,215 @@
+"""The page of a report: complete, sorted as it says, and made of nothing that a program wrote."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from polymp.diagnostics.call import Call
+from polymp.diagnostics.report import Report
+from tests.support import reports
+
+VOID = {"meta", "input", "br", "link", "img"}
+NASTY = "</script><script>alert('1')</script><b a=\"&amp;\">"
+
+
+class Parsed(HTMLParser):
+    """A page as a browser reads it: tags that close in order, rows of cells, and attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(page)
+        self.close()
+        assert self.open == [], f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open[-1:] == [tag], f"</{tag}> in {self.open}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & {*self.open}:
+            self.rows[-1][-1] += data
+        if self.open:
+            self.texts[self.open[-1]][-1] += data
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.seen if name == tag]
+
+    def column(self, name: str) -> list[str]:
+        return [row[self.rows[0].index(name)] for row in self.rows[1:]]
+
+
+def nasty() -> Report:
+    """Every text in it is markup."""
+    given = {"spelling": NASTY, "direction": "forward", "region": NASTY, "run": NASTY}
+    call = reports.call(NASTY, NASTY, source=NASTY, inputs=(NASTY,), outputs=(NASTY,), **given)
+    call = call._replace(saved=((NASTY, 2),), casts=1, cast_bytes=8, flops=8, kept=4)
+    widened = reports.call(NASTY, NASTY, inputs=("bfloat16", "float32"), outputs=("float32",))
+    return Report([call, widened], title=NASTY, low=NASTY, policy=NASTY)
+
+
+def test_the_parser_notices_what_is_not_escaped_and_what_is_not_closed() -> None:
+    page = reports.in_torch().to_html()
+    with pytest.raises(AssertionError, match="in "):
+        Parsed(page.replace("</td></tr>", "</tr>", 1))
+    with pytest.raises(AssertionError, match="in "):
+        Parsed(page.replace(">blocks.0.attn", "></td>", 1))
+    planted = Parsed(page.replace("train.py:7", "<script>1</script>"))
+    assert len(planted.of("script")) == 2
+
+
+@pytest.mark.parametrize("make", [reports.in_torch, reports.in_jax, nasty, Report])
+def test_well_formed_and_loads_nothing(make: type[Report]) -> None:
+    page = make().to_html()
+    parsed = Parsed(page)
+    assert page.startswith("<!DOCTYPE html>")
+    assert len(parsed.of("script")) == len(parsed.of("style")) == 1
+    assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in parsed.seen}
+    assert not [a for _, a in parsed.seen if {"src", "href", "action", "onclick"} & {*a}]
+    assert "default-src 'none'" in str(parsed.of("meta"))
+    assert not re.search(r"url\(|@import|https?:|fetch\(|XMLHttp", page)
+    identifiers = [a["id"] for _, a in parsed.seen if "id" in a]
+    assert len(identifiers) == len({*identifiers})
+
+
+def test_what_a_program_wrote_is_only_text() -> None:
+    page, plain = nasty().to_html(), reports.in_torch().to_html()
+    parsed = Parsed(page)
+    assert {tag for tag, _ in parsed.seen} == {tag for tag, _ in Parsed(plain).seen}
+    for column in ("module", "op", "source"):
+        assert NASTY in parsed.column(column)
+    assert parsed.texts["title"] == parsed.texts["h1"] == [NASTY]
+    assert NASTY in [option["value"] for option in parsed.of("option")]
+    assert any(row.get("data-k1") == NASTY for row in parsed.of("tr"))
+    assert "<b a=" not in page
+    assert "alert('" not in page
+
+
+def test_every_call_has_its_row_widest_first() -> None:
+    report = reports.in_torch()
+    parsed = Parsed(report.to_html())
+    assert parsed.rows[0] == [
+        "#", "module", "op", "times", "direction", "source", "rule", "formats", "casts", "bytes",
+        "saved", "FLOPs", "kept",
+    ]  # fmt: skip
+    assert len(parsed.rows) == 10
+    assert sorted(map(int, parsed.column("#"))) == list(range(1, 10))
+    assert parsed.column("bytes")[:4] == ["600 KiB", "168 KiB", "72.0 KiB", ""]
+    marked = [at for at, th in enumerate(parsed.of("th")) if "aria-sort" in th]
+    assert [parsed.rows[0][at] for at in marked] == ["bytes"]
+    assert parsed.of("th")[marked[0]]["aria-sort"] == "descending"
+    linear = parsed.rows[2]
+    assert linear[3:7] == ["3", "forward", "model.py:20", "lower, class:matmul, torch-cuda"]
+    assert linear[7:] == ["fp32 x3 -> bf16", "7", "168 KiB", "2 cached", "6.00 M", ""]
+
+
+def test_numbers_sort_by_their_values_and_not_by_their_words() -> None:
+    report = reports.in_torch()
+    cells = [td for td in Parsed(report.to_html()).of("td")]
+    by_row = [cells[i : i + 13] for i in range(0, len(cells), 13)]
+    order = sorted(report.calls, key=lambda call: (-call.cast_bytes, -call.flops))
+    for at, get in {9: "cast_bytes", 11: "flops", 12: "kept", 3: "times", 8: "casts"}.items():
+        assert [float(row[at]["data-v"] or "nan") for row in by_row] == [
+            float(getattr(call, get)) for call in order
+        ]
+    heads = Parsed(report.to_html()).of("th")
+    numeric = [at for at, head in enumerate(heads) if head.get("class") == "n"]
+    assert numeric == [at for at, cell in enumerate(by_row[0]) if "data-v" in cell]
+
+
+def test_large_numbers_keep_their_order() -> None:
+    flops = [123_456_789_000 + n for n in (2, 1, 3)]
+    report = Report([reports.linear("m", f"{n}", cast_bytes=0, flops=n) for n in flops])
+    values = [td["data-v"] for td in Parsed(report.to_html()).of("td") if "data-v" in td]
+    assert values[5::7] == [str(n) for n in sorted(flops, reverse=True)]
+
+
+def test_the_selects_offer_what_the_rows_have() -> None:
+    parsed = Parsed(reports.in_torch().to_html())
+    selects = [a for a in parsed.of("select") if "data-kind" in a]
+    assert [a["data-kind"] for a in selects] == ["0", "1", "2"]
+    rows = [tr for tr in parsed.of("tr") if tr]
+    options = [option["value"] for option in parsed.of("option")]
+    for kind, wanted in enumerate(
+        (["forward", "backward", "recompute"], ["bfloat16", "float32", "no float"],
+         ["fp32", "lower", "no region", "no row"])
+    ):  # fmt: skip
+        assert sorted({str(row[f"data-k{kind}"]) for row in rows}) == sorted(wanted)
+        assert options[: len(wanted) + 1] == ["", *wanted]
+        options = options[len(wanted) + 1 :]
+    assert options == [str(at) for at in range(13)], "and all columns, to sort by on a phone"
+
+
+def test_heads_are_buttons_and_fields_have_labels() -> None:
+    parsed = Parsed(reports.in_torch().to_html())
+    assert parsed.texts["button"][:13] == parsed.rows[0]
+    fields = len(parsed.of("select")) + len(parsed.of("input"))
+    assert len(parsed.of("label")) == fields == 5
+
+
+def test_totals_are_bars_of_the_right_length() -> None:
+    parsed = Parsed(reports.in_torch().to_html())
+    assert parsed.texts["figcaption"] == [
+        "FLOPs by format", "Casts", "Bytes cast: 840 KiB", "float32 kept: 1.50 MiB",
+    ]  # fmt: skip
+    lengths = [str(i["style"]) for i in parsed.of("i")]
+    assert lengths[:2] == ["width:100.0%", "width:0.5%"]
+    assert lengths[2:4] == ["width:100.0%", f"width:{100 * 2 / 11:.1f}%"]
+    assert "widened to float32 by a float32 input: add in head, model.py:32" in parsed.texts["p"]
+
+
+def test_many_rows_stay_small() -> None:
+    page = reports.long(5000).to_html()
+    assert len(Parsed(page).rows) == 5001
+    assert len(page) < 5000 * 700
+    assert "96 other modules" in page
+
+
+def test_written_to_a_file_and_framed_in_a_notebook(tmp_path: Path) -> None:
+    report = nasty()
+    page = report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page == report.to_html()
+    frames = Parsed(report._repr_html_()).of("iframe")
+    assert [frame["srcdoc"] for frame in frames] == [page]
+    assert frames[0]["title"] == NASTY
+
+
+def test_a_page_of_differences() -> None:
+    diff = reports.in_torch().diff(reports.in_jax())
+    page = diff.to_html()
+    parsed = Parsed(page)
+    assert parsed.rows[0] == ["#", "module", "op", "direction", "what", "torch", "jax"]
+    assert parsed.column("what")[:4] == ["casts", "only in torch", "only in jax", "formats, rule"]
+    assert len(parsed.rows) == 1 + len(diff)
+    assert parsed.texts["figcaption"] == list(diff.totals())
+    assert Parsed(diff._repr_html_()).of("iframe")[0]["srcdoc"] == page
+
+
+def test_differences_of_markup_are_only_text() -> None:
+    def torn(call: Call) -> Call:
+        return call._replace(op=NASTY + "2")
+
+    diff = nasty().diff(
+        Report([torn(call) for call in nasty()], title=NASTY * 2, policy=NASTY[::-1])
+    )
+    parsed = Parsed(diff.to_html())
+    assert len(parsed.of("script")) == 1
+    assert not parsed.of("b")[len(diff.totals()) * 2 :]
+    assert parsed.column("op").count(NASTY) == 2

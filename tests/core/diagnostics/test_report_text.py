@@ -1,0 +1,253 @@
+"""A report as text: what is printed is what was counted, and it reads well without any package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from polymp.diagnostics import plain_text, report_text
+from polymp.diagnostics.report import Report
+from tests.support import reports
+
+PRINTED = """\
+Net: 9 call sites, policy amp in bfloat16
+
+op           times  source       rule             formats          casts     bytes  saved      FLOPs
+-----------  -----  -----------  ---------------  ---------------  -----  --------  --------  ------
+
+-- forward -----------------------------------------------------------------------------------------
+embed
+  embedding      1  model.py:9   no row           fp32 -> fp32
+blocks.0.attn
+  softmax        1  model.py:22  fp32,            bf16 -> fp32         1   600 KiB
+                                   torch-cuda
+  linear         3  model.py:20  lower,           fp32 x3 -> bf16      7   168 KiB  2 cached  6.00 M
+                                   class:matmul,
+                                   torch-cuda
+head
+  linear         1  model.py:31  lower,           fp32 x3 -> bf16      3  72.0 KiB            9.00 M
+                                   class:matmul,
+                                   torch-cuda
+  add            1  model.py:32  no row           bf16, fp32 ->
+                                                    fp32
+(top level)
+  sum            1  train.py:7                    fp32 -> fp16                                80.0 k
+                                                    (in fp32)
+
+-- backward ----------------------------------------------------------------------------------------
+head
+  matmul         1  model.py:31  no row           bf16 -> bf16                                18.0 M
+blocks.0.attn
+  matmul         1  model.py:20  no row           bf16 -> bf16                                4.00 M
+
+-- recompute: the forward again, for the backward --------------------------------------------------
+blocks.0.attn
+  relu           1  model.py:21  no row           bf16 -> bf16
+
+totals
+  FLOPs    37.0 M (99.8 %) in bf16, 80.0 k (0.22 %) in fp32
+  casts    11, 840 KiB read and written
+  saved    2 cached
+  kept     1.50 MiB of float32 for the backward pass
+  widened  to float32 by a float32 input: add in head, model.py:32"""
+
+
+def test_printed_by_module_with_the_widest_costs_first() -> None:
+    assert str(reports.in_torch()) == PRINTED
+    assert repr(reports.in_torch()) == "Report('Net', 9 calls, 11 casts)"
+
+
+def ops(text: str) -> list[str]:
+    """The indented first words of the listed rows, above the totals."""
+    body = text.partition("\ntotals\n")[0].splitlines()
+    return [line.split()[0] for line in body if line.startswith("  ") and line[2] != " "]
+
+
+def test_the_order_is_that_of_the_costs_and_not_of_the_calls() -> None:
+    calls = reports.in_torch().calls
+    reverse = Report(tuple(reversed(calls)))
+    assert ops(str(reports.in_torch()))[1:3] == ["softmax", "linear"]
+    assert ops(str(reverse))[3:5] == ["softmax", "linear"]
+    # Modules are in the order of their first calls, which is now another one.
+    heads = [line for line in str(reverse).splitlines() if line in {c.module for c in calls}]
+    assert heads[:4] == ["", "", "head", "blocks.0.attn"]
+    cheap, dear = (reports.linear("m", f"a.py:{n}", cast_bytes=0, flops=n) for n in (5, 7))
+    text = str(Report([cheap, dear]))
+    assert 0 < text.index("a.py:7") < text.index("a.py:5")
+
+
+def test_a_report_that_is_long_keeps_to_its_width() -> None:
+    report = reports.long(300)
+    for width in (80, 100, 140):
+        lines = report.table(width=width).splitlines()
+        assert max(map(len, lines)) == width
+        assert all(line == line.rstrip() for line in lines)
+    assert len(ops(str(report))) == 300
+
+
+def test_names_that_do_not_fit_are_broken_and_nothing_is_lost() -> None:
+    name, source = "aten_" + "x" * 90, "deep/" * 12 + "model.py:12345"
+    text = str(Report([reports.linear("m", source), reports.call(name, "m")]))
+    assert max(map(len, text.splitlines())) == 100
+    letters = Counter("".join(text.split()))
+    assert letters["x"] >= 90
+    assert letters["/"] == 12
+    assert not Counter("12345") - letters
+
+
+def test_a_limit_keeps_the_widest_and_says_how_many_are_not_listed() -> None:
+    report = reports.in_torch()
+    text = report.table(limit=2)
+    assert ops(text) == ["softmax", "linear"]
+    assert "7 call sites with lower costs not listed" in text
+    assert text.partition("totals")[2] == PRINTED.partition("totals")[2], "totals are of all"
+    assert "not listed" not in report.table(limit=9)
+    for limit in (0, -3):
+        with pytest.raises(ValueError, match=f"limit={limit}: give the number of calls"):
+            report.table(limit=limit)
+
+
+def test_a_part_of_a_report_has_the_totals_of_that_part() -> None:
+    report = reports.in_torch()
+    assert ops(report.table(modules="*.attn")) == ["softmax", "linear", "matmul", "relu"]
+    assert ops(report.table(modules=["embed", "he*"])) == ["embedding", "linear", "add", "matmul"]
+    assert ops(report.table(modules="")) == ["sum"]
+    assert ops(report.table(ops=["add", "aten:softmax.int"])) == ["softmax", "add"]
+    part = report.table(modules="head", ops="linear")
+    assert ops(part) == ["linear"]
+    assert "9.00 M (100 %) in bf16" in part
+    assert "casts  3, 72.0 KiB" in part
+    assert "widened" not in part
+
+
+def test_what_is_not_in_the_report_is_an_error_that_lists_what_is() -> None:
+    report = reports.in_torch()
+    with pytest.raises(ValueError, match=r"modules='tail' matches no call; .* 'blocks\.0\.attn'"):
+        report.table(modules=["head", "tail"])
+    with pytest.raises(ValueError, match=r"ops='sofmax' is not in the report; .*'softmax'"):
+        report.table(ops="sofmax")
+    with pytest.raises(ValueError, match="and 88 more"):
+        reports.long(100).table(modules="tail")
+
+
+def test_widened_calls_are_named_and_counted() -> None:
+    def add(line: int) -> object:
+        given = {"inputs": ("bfloat16", "float32"), "outputs": ("float32",), "run": "float32"}
+        return reports.call("add", "", source=f"model.py:{line}", **given)
+
+    said = report_text.widening(Report([add(n) for n in range(8)]))
+    assert said.count("model.py") == 5
+    assert said.endswith("; and 3 more calls")
+    assert report_text.widening(reports.in_jax()) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "widened"),
+    [
+        ({}, True),
+        ({"outputs": ("float32", "float32")}, True),
+        # As of layer_norm: the statistics are float32, and the result is not.
+        ({"outputs": ("bfloat16", "float32", "float32")}, False),
+        ({"inputs": ("float32", "float32")}, False),
+        ({"inputs": ("bfloat16", "float16")}, False),
+        ({"outputs": ("bfloat16",)}, False),
+        ({"row": reports.ADD}, False),
+        ({"region": ""}, False),
+        ({"direction": "backward"}, False),
+    ],
+)
+def test_widened_is_only_what_no_row_asked_for(given: dict, widened: bool) -> None:
+    known = {"inputs": ("bfloat16", "float32"), "run": "float32", "outputs": ("float32",)}
+    call = reports.call("add", "m", **(known | given))
+    assert Report([call]).widened() == [call][: int(widened)]
+
+
+def test_all_of_it_is_plain_data() -> None:
+    report = reports.in_torch()
+    data = json.loads(json.dumps(report.to_dict()))
+    assert (data["title"], data["low"], data["policy"]) == ("Net", "bfloat16", "amp")
+    assert data["totals"] == {
+        "flops": {"bfloat16": 37_000_000, "float32": 80_000},
+        "casts": 11,
+        "cast_bytes": 840 * 1024,
+        "saved": {"cached": 2},
+        "kept": 1536 * 1024,
+        "widened": 1,
+    }
+    assert len(data["calls"]) == 9
+    linear = data["calls"][1]
+    assert (linear["times"], linear["casts"], linear["saved"]) == (3, 7, {"cached": 2})
+    assert linear["row"] == "class:matmul = lower, policies/torch-cuda.toml"
+    assert linear["rule"] == "lower"
+    assert linear["inputs"] == ["float32"] * 3
+
+
+def test_an_empty_report_is_one_line() -> None:
+    assert str(Report(title="nothing")) == "nothing: 0 call sites"
+    assert str(Report()) == "report: 0 call sites"
+
+
+def test_no_package_is_needed_to_print() -> None:
+    # None in sys.modules makes an import of that name fail.
+    program = """if True:
+        import sys
+        for name in ("rich", "numpy", "matplotlib", "torch", "jax"):
+            sys.modules[name] = None
+        from tests.support import reports
+        print(reports.in_torch())
+        report = reports.in_torch()
+        print(len(report.to_html()) > 1000, bool(report.diff(reports.in_jax())))
+    """
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stderr == ""
+    assert ran.stdout == f"{PRINTED}\nTrue True\n"
+
+
+@pytest.mark.parametrize(
+    ("formats", "words"),
+    [
+        ((("float32", "bfloat16"), "bfloat16", ("bfloat16",)), "fp32, bf16 -> bf16"),
+        ((("bfloat16",), "float32", ("bfloat16",)), "bf16 -> bf16 (in fp32)"),
+        ((("float32",), "float32", ("float32", "float16")), "fp32 -> fp32, fp16 (in fp32)"),
+        ((("float16",) * 3, "float16", ("float16",)), "fp16 x3 -> fp16"),
+        ((("float32",), "", ("float32",)), "fp32 -> fp32"),
+        (((), "float64", ("float64",) * 2), "none -> fp64 x2"),
+        ((("float8_e4m3fn",), "float8_e5m2", ()), "e4m3 -> none (in e5m2)"),
+    ],
+)
+def test_formats_in_short(formats: tuple, words: str) -> None:
+    assert plain_text.formats(*formats) == words
+
+
+@pytest.mark.parametrize(
+    ("count", "bytes", "number"),
+    [
+        (0, "0 B", "0"),
+        (999, "999 B", "999"),
+        (1000, "1000 B", "1.00 k"),
+        (1023, "1023 B", "1.02 k"),
+        (1024, "1.00 KiB", "1.02 k"),
+        (1536, "1.50 KiB", "1.54 k"),
+        (123_456, "121 KiB", "123 k"),
+        (999_600, "976 KiB", "1.00 M"),
+        (1_048_575, "1.00 MiB", "1.05 M"),
+        (5 * 2**40, "5.00 TiB", "5.50 T"),
+    ],
+)
+def test_sizes_and_numbers_to_three_digits(count: int, bytes: str, number: str) -> None:
+    assert (plain_text.size(count), plain_text.amount(count)) == (bytes, number)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (0, ""), (1e-9, "<0.01 %"), (0.0022, "0.22 %"), (0.051, "5.1 %"), (0.5, "50 %"),
+        (0.992, "99.2 %"), (0.99999, ">99.9 %"), (1, "100 %"),
+    ],
+)  # fmt: skip
+def test_a_share_is_all_or_nothing_only_if_it_is(part: float, words: str) -> None:
+    assert plain_text.share(part) == words

@@ -1,0 +1,335 @@
+"""What is suggested for measured data: rows, another format, a loss scale, or nothing."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import polymp
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
+from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
+from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
+from polymp.errors import PolicyError
+from polymp.rules.row import Row, Rule
+from polymp.scaling.scale_rule import LARGEST
+from tests.conftest import need
+
+LOWER, LINEAR = Row("matmul", Rule.LOWER), Row("linear", Rule.LOWER)
+
+
+def of(values: Sequence[float] = (1.0,), **told: Any) -> Magnitudes:
+    """What is counted in values."""
+    bins = [0] * BINS
+    for value in values:
+        bins[of_float(value)] += 1
+    largest = max(map(abs, values), default=0.0)
+    return Magnitudes(len(values), len(values), tuple(bins), largest, **told)
+
+
+def measured(op: str = "matmul", module: str = "attention", **told: Any) -> Measured:
+    """A result; in float16, of values round 1, unless told otherwise."""
+    numbers = {name: told.pop(name) for name in ("burst", "vanished", "inf", "nan") if name in told}
+    magnitudes = of(told.pop("values", (1.0,)), **numbers)
+    given = {"spelling": f"aten:{op}", "source": "net.py:3", "direction": "forward"}
+    given |= {"region": "float16", "row": None, "run": "float16"} | told
+    return Measured(op=op, module=module, magnitudes=magnitudes, **given)
+
+
+def fault(kind: str, op: str = "matmul", module: str = "attention", **told: Any) -> Fault:
+    given = {"spelling": f"aten:{op}", "source": "net.py:3", "direction": "forward"}
+    given |= {"run": "float16", "row": None, "inputs": (), "found": "Inf", "why": "It broke."}
+    return Fault(op=op, module=module, kind=kind, **(given | told))
+
+
+def audit(
+    *results: Measured, fault: Fault | None = None, scale: float = 1.0, gradients: Any = ()
+) -> Audit:
+    a = Audit()
+    a.results, a.gradients, a.fault, a.scale, a.steps = results, gradients, fault, scale, 1
+    return a
+
+
+def gradient(*values: float) -> Measured:
+    return measured("gradient", "head.weight", direction="backward", run="float32", values=values)
+
+
+def test_nothing_is_suggested_where_nothing_is_wrong() -> None:
+    found = suggest(audit(measured(), gradients=[gradient(1e-3, 0.0)]))
+    assert not found
+    assert found == Suggestion()
+    assert str(found) == "# Nothing to change."
+    assert found.apply("amp") == polymp.policy("amp")
+
+
+def test_an_op_that_overflows_runs_in_float32_in_its_module() -> None:
+    found = suggest(audit(measured(burst=0.25), measured("softmax")))
+    assert (found.rules, found.scopes) == ({}, {"attention": {"matmul": "fp32"}})
+    assert found.reasons == (
+        "matmul in attention net.py:3: float16 makes Inf of 25% of its values, which float32 "
+        "holds.",
+    )
+    policy = found.apply("amp")
+    assert policy.why("matmul", "float16", "attention").rule is Rule.FP32
+    assert policy.why("matmul", "float16", "head").rule is Rule.LOWER
+
+
+def test_without_a_module_the_row_holds_everywhere() -> None:
+    found = suggest(audit(measured("exp", "", burst=1e-6)), base="torch-cpu")
+    assert (found.rules, found.scopes) == ({"exp": "fp32"}, {})
+
+
+def test_a_fault_that_was_not_measured_is_enough() -> None:
+    found = suggest(audit(fault=fault("overflow")))
+    assert found.scopes == {"attention": {"matmul": "fp32"}}
+    assert found.reasons == ("matmul in attention net.py:3: It broke.",)
+
+
+def test_a_row_speaks_of_the_op_that_was_decided_for() -> None:
+    made_of = measured("bmm", spelling="aten:bmm", burst=0.5, row=LOWER)
+    assert suggest(audit(made_of)).scopes == {"attention": {"matmul": "fp32"}}
+
+
+def test_a_row_for_a_class_is_answered_by_one_for_the_op() -> None:
+    of_class = measured("bmm", burst=0.5, row=Row("class:matmul", Rule.LOWER))
+    assert suggest(audit(of_class)).scopes == {"attention": {"bmm": "fp32"}}
+
+
+def test_an_op_without_a_name_of_ours_goes_by_its_spelling() -> None:
+    unnamed = measured("_weird", spelling="aten:_weird", burst=0.5)
+    assert suggest(audit(unnamed)).scopes == {"attention": {"aten:_weird": "fp32"}}
+
+
+@pytest.mark.parametrize("spelling", ["aten:_to_copy", "jax:convert_element_type", "mine.f", ""])
+def test_what_no_row_can_speak_of_is_told(spelling: str) -> None:
+    found = suggest(audit(measured("_weird", spelling=spelling, burst=0.5)))
+    assert not found
+    assert found.reasons[0].endswith("No row can speak of it: mend the program.")
+
+
+@pytest.mark.parametrize(
+    ("module", "scope"),
+    [
+        ("a.0.b", "a.0.b"),
+        ("a.b[0]", "a.b[[]0]"),
+        ("a*", "a[*]"),
+        ("net/~/linear", ""),
+        ("a..b", ""),
+    ],
+)
+def test_a_module_becomes_a_pattern_that_matches_it_alone(module: str, scope: str) -> None:
+    found = suggest(audit(measured(module=module, burst=0.5)))
+    rows = {"matmul": "fp32"}
+    assert (found.rules, found.scopes) == ((rows, {}) if not scope else ({}, {scope: rows}))
+    assert found.apply("amp").why("matmul", "float16", module).rule is Rule.FP32
+
+
+def test_what_would_round_the_same_numbers_again_runs_in_float32_too() -> None:
+    up = measured("linear", "mlp.up", burst=0.1, inf=True)
+    down = measured("linear", "mlp.down", nan=True, row=LINEAR)
+    beside = measured("linear", "head", nan=True, row=LINEAR)
+    rows = {"linear": "fp32"}
+    found = suggest(audit(up, measured("relu", "mlp", inf=True), down, beside))
+    assert found.scopes == {"mlp.up": rows, "mlp.down": rows}
+    assert found.reasons[1].startswith("linear in mlp.down net.py:3: it reads what overflowed")
+    assert suggest(audit(down, up, beside)).scopes == {"mlp.up": rows}
+    bounded = measured("layer_norm", "mlp.norm", nan=True, run="float32")
+    assert suggest(audit(up, bounded, down)).scopes == {"mlp.up": rows}
+    finite = measured("linear", "mlp.down", row=LINEAR)
+    assert suggest(audit(up, finite)).scopes == {"mlp.up": rows}
+    inner = measured("linear", "mlp.up.low", nan=True, row=LINEAR)
+    assert suggest(audit(up, inner, down)).scopes == {"mlp.up": rows, "mlp.up.low": rows}
+
+
+def test_modules_that_are_alike_share_a_pattern() -> None:
+    rows = [measured(module=f"blocks.{i}.attention", burst=0.5) for i in range(3)]
+    found = suggest(audit(*rows))
+    assert found.scopes == {"blocks.*.attention": {"matmul": "fp32"}}
+    assert suggest(audit(*rows[:2])).scopes.keys() == {"blocks.0.attention", "blocks.1.attention"}
+
+
+def test_many_places_that_overflow_are_too_many_for_rows() -> None:
+    ops = [measured("linear", name, burst=0.1) for name in ("start", "down", "head")]
+    found = suggest(audit(*ops))
+    assert (found.dtype, found.rules, found.scopes) == ("bfloat16", {}, {})
+    assert found.reasons[0].startswith("3 of 3 ops that compute in float16 make Inf")
+    assert suggest(audit(*ops[:2])).dtype is None
+    assert found.apply("amp") == polymp.policy("amp")
+
+
+def test_what_overflows_on_the_way_in_is_beyond_rows() -> None:
+    broke = fault("overflow", "linear", "start")
+    found = suggest(audit(measured("linear", "start", inf=True), fault=broke))
+    assert found.dtype == "bfloat16"
+    assert "it overflows by what it is given" in found.reasons[0]
+    found = suggest(audit(measured("linear", "start", inf=True, burst=0.1), fault=broke))
+    assert found.scopes == {"start": {"linear": "fp32"}}
+
+
+def test_a_quarter_of_all_ops_is_too_many_if_they_are_not_alike() -> None:
+    places = [("linear", "start"), *(("matmul", f"blocks.{i}") for i in range(3))]
+    burst = [measured(op, module, burst=0.1) for op, module in places]
+    assert suggest(audit(*burst, *[measured()] * 8)).dtype == "bfloat16"
+    assert suggest(audit(*burst, *[measured()] * 12)).dtype is None
+    assert suggest(audit(*burst[1:])).dtype is None
+
+
+def test_a_parameter_beyond_float16_is_beyond_rows() -> None:
+    weight = Operand("float32", (4, 4), 1.0, 7e4, 0.0, 0.0, 0.0, "start.weight")
+    found = suggest(audit(fault=fault("overflow", "linear", "start", inputs=(weight,))))
+    assert found.dtype == "bfloat16"
+    assert "start.weight holds 7e+04, and float16 ends at 65504" in found.reasons[0]
+    within = weight._replace(largest=65504.0)
+    found = suggest(audit(fault=fault("overflow", "linear", "start", inputs=(within,))))
+    assert found.scopes == {"start": {"linear": "fp32"}}
+
+
+def test_an_op_that_loses_most_of_its_values_runs_in_float32() -> None:
+    assert suggest(audit(measured("mul", vanished=0.6))).scopes == {"attention": {"mul": "fp32"}}
+    assert not suggest(audit(measured("mul", vanished=0.4)))
+
+
+@pytest.mark.parametrize("kind", ["underflow", "number"])
+def test_the_fault_alone_is_mended_if_it_lost_values(kind: str) -> None:
+    others = measured("exp", "head", vanished=0.9)
+    found = suggest(audit(others, fault=fault(kind, "add", "norm")))
+    assert found.scopes == {"norm": {"add": "fp32"}}
+
+
+def test_what_lost_values_on_the_way_to_an_underflow_runs_in_float32_too() -> None:
+    rows = [measured("mul", vanished=0.9), measured("exp", vanished=0.3), measured("mean")]
+    found = suggest(audit(*rows, fault=fault("underflow", "mean")))
+    assert found.scopes == {"attention": {"mean": "fp32", "mul": "fp32"}}
+
+
+def test_a_number_that_became_zero_is_kept_in_float32() -> None:
+    found = suggest(audit(measured("add", "norm", numbers=(1e-12,))))
+    assert found.scopes == {"norm": {"add": "fp32"}}
+    assert "makes zero of the number 1e-12" in found.reasons[0]
+
+
+def test_data_that_are_no_numbers_are_told_and_nothing_is_changed() -> None:
+    bad = Operand("float32", (8, 4), 0.1, 2.0, 0.0, 0.0, 0.03, "x")
+    found = suggest(audit(measured(burst=0.5), fault=fault("input", inputs=(bad,))))
+    assert not found
+    assert found.reasons == (
+        "matmul in attention net.py:3: its input 'x' has NaN: look at the data or the "
+        "parameters. It broke.",
+    )
+    assert str(found).endswith("# Nothing to change.")
+
+
+def test_a_quotient_of_zeros_is_told_and_nothing_is_changed() -> None:
+    found = suggest(audit(fault=fault("operation", "div", found="NaN")))
+    assert not found
+    assert "NaN in float32 too: look at what it is given" in found.reasons[0]
+
+
+def test_what_made_an_operation_fail_is_mended() -> None:
+    rows = [measured("mul", vanished=1.0), measured("rsqrt", source="net.py:4", run="float32")]
+    broke = fault("operation", "rsqrt", source="net.py:4")
+    assert suggest(audit(*rows, fault=broke)).scopes == {"attention": {"mul": "fp32"}}
+    assert not suggest(audit(*reversed(rows), fault=broke))
+
+
+def test_gradients_that_vanish_get_the_scale_that_fits() -> None:
+    a = audit(measured(), gradients=[gradient(2.0**-30, 2.0**-32, 0.0)])
+    found = suggest(a)
+    assert found.init_scale == a.fitting_scale() == 2.0**44
+    assert "gradients: 100% of the values that are not zero are zero in float16" in found.reasons[0]
+    assert not suggest(audit(measured(), gradients=[gradient(2.0**-30)], scale=2.0**20))
+    assert not suggest(audit(measured(region="bfloat16"), gradients=[gradient(2.0**-30)]))
+
+
+def test_gradients_that_an_op_made_zero_count_as_lost() -> None:
+    told = {"direction": "backward", "values": (2.0**-20, 0.0, 0.0, 0.0)}
+    a = audit(measured("linear", "head", vanished=0.75, **told))
+    assert a.suggest().init_scale == a.fitting_scale() == 2.0**34
+    assert not audit(measured("linear", "head", vanished=0.2, **told)).suggest()
+
+
+def test_a_scale_is_one_that_a_scaler_takes() -> None:
+    assert suggest(audit(measured(), gradients=[gradient(2.0**-125)])).init_scale == LARGEST
+
+
+def test_gradients_that_are_all_zero_get_a_scale_to_start_with() -> None:
+    found = suggest(audit(measured(), gradients=[gradient(0.0, 0.0)]))
+    assert found.init_scale == FIRST
+    assert not suggest(audit(measured(), gradients=[gradient(0.0, 0.0)], scale=2.0**10))
+
+
+def test_gradients_that_fit_at_no_scale_need_bfloat16() -> None:
+    wide = gradient(1e4, *([1e-9] * 9))
+    found = suggest(audit(measured(), gradients=[wide]))
+    assert (found.dtype, found.init_scale) == ("bfloat16", None)
+
+
+def test_gradients_that_overflow_get_a_lower_scale() -> None:
+    back = measured("linear", "head", direction="backward", burst=0.1, values=(2.0**10,))
+    found = suggest(audit(measured(), back, scale=2.0**16))
+    assert found.init_scale == 2.0**4
+    assert not found.scopes
+    broke = fault("overflow", "linear", "head", direction="backward")
+    assert suggest(audit(measured(), fault=broke, scale=2.0**16)).init_scale == 2.0**15
+    assert suggest(audit(back)).scopes == {"head": {"linear": "fp32"}}
+
+
+def test_an_op_that_a_row_has_in_float32_already_is_left_to_the_program() -> None:
+    had = polymp.policy("amp").override(scopes={"attention": {"matmul": "fp32"}})
+    row = had.why("matmul", "float16", "attention").row
+    a = audit(measured(burst=0.5, row=row))
+    found = suggest(a, base=had)
+    assert not found
+    assert found == a.suggest(base=had)
+    assert found.reasons[0].endswith("says float32 already: mend the program.")
+    assert a.suggest() == suggest(a, base="amp") != found
+
+
+def test_what_another_policy_says_is_suggested_for_the_one_that_ran() -> None:
+    exp = audit(measured("exp", "", burst=0.5))
+    assert suggest(exp, base="amp").rules == {"exp": "fp32"}
+    kept = polymp.policy("lean").why("softmax", "float16").row
+    spread = audit(measured("softmax", "", burst=0.5, row=kept))
+    assert suggest(spread, base="lean").rules == {"softmax": "fp32"}
+
+
+def test_a_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(PolicyError, match="ampp"):
+        suggest(audit(), base="ampp")
+
+
+def test_the_text_is_a_part_of_a_policy_file() -> None:
+    rows = measured("exp", "", burst=0.5), measured(module="blocks.0", burst=0.5)
+    found = suggest(audit(*rows), base="torch-cpu")
+    data = tomllib.loads(str(found))
+    assert data == {"rules": {"exp": "fp32"}, "scopes": {"blocks.0": {"matmul": "fp32"}}}
+    assert polymp.policy({"extends": "torch-cpu", **data}).rows == found.apply("torch-cpu").rows
+    whole = Suggestion(dtype="bfloat16", init_scale=1024.0, reasons=("one\ntwo",))
+    assert str(whole) == ("# one two\n# Compute in bfloat16.\n# Start with a loss scale of 1024.")
+    assert tomllib.loads(str(whole)) == {}
+
+
+@pytest.mark.parametrize("base", ["amp", "lean", "matmul", "torch-cpu"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_backends_take_what_is_suggested(framework: str, base: str) -> None:
+    need(framework)
+    spelled = {"torch": "aten:_weight_norm_interface", "jax": "jax:clamp"}[framework]
+    ops = ["matmul", "linear", "exp", "softmax", "mul", "add", "div", "sum", "sqrt"]
+    rows = [measured(op, "m", burst=0.5) for op in ops[:1]]
+    rows += [measured(op, "m", vanished=0.9) for op in ops[1:]]
+    rows += [measured("none", "", spelling=spelled, vanished=0.9)]
+    policy = suggest(audit(*rows), base=base).apply(base)
+    assert {row.of for row in policy.rows if row.scope == "m"} == set(ops)
+    if framework == "torch":
+        from polymp.backends.torch.autocast import validate as torch_checks
+
+        torch_checks.check(policy, "cpu", "float16")
+    else:
+        from polymp.backends.jax.autocast import validate as jax_checks
+
+        jax_checks.check(policy)
+    for op in ops:
+        assert policy.why(op, "float16", "m").rule is Rule.FP32

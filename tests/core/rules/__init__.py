@@ -1,0 +1,1 @@
+"""Tests of policies, scopes, regions, dtypes and the vocabulary."""

@@ -1,0 +1,1 @@
+"""Tests of the rule by which a loss scale changes."""

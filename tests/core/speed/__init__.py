@@ -1,0 +1,1 @@
+"""Tests of the dtype that is advised and of predicted times."""

@@ -1,0 +1,376 @@
+"""`polymp.testing`: what it notices, what it refuses, and how tight its tolerance is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polymp
+from polymp import testing
+from polymp.diagnostics import rounding, trees
+from polymp.diagnostics.call import Call
+from polymp.diagnostics.report import Report
+from polymp.rules.row import Row, Rule
+from polymp.testing import (
+    ParityError,
+    assert_casts,
+    assert_parity,
+    assert_same_formats,
+)
+from polymp.testing import fw as fw
+from polymp.testing.align import first_parted, strictly_parted
+from tests.conftest import FRAMEWORKS, need
+
+X = np.random.default_rng(0).standard_normal((5, 8))
+W = np.random.default_rng(1).standard_normal((8, 8))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared() -> Iterator[None]:
+    """What a recording prepares, once for all tests here."""
+    with polymp.recording():
+        yield
+
+
+@pytest.fixture
+def both() -> None:
+    for name in FRAMEWORKS:
+        need(name)
+
+
+def in_torch(x: Any, w: Any) -> Any:
+    import torch
+
+    return torch.softmax(x @ w, -1)
+
+
+def in_jax(x: Any, w: Any) -> Any:
+    import jax
+
+    return jax.nn.softmax(x @ w)
+
+
+# --- the tolerance --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_an_error_of_three_times_the_tolerance_fails(dtype: str | None) -> None:
+    """Planted into one number of the result, and not seen by the gradients."""
+    found = assert_parity(in_torch, in_jax, [X, W], dtype=dtype)
+    assert found.margin > 1
+    print(f"\n{dtype or 'float32'}: tolerance / error {found.margin:.1f}, at the least")
+    result = found.gaps[0]
+    for times, fails in ((3.0, True), (0.1, False)):
+        planted = times * result.tolerance * result.largest
+
+        def off(x: Any, w: Any, planted: float = planted) -> Any:
+            return in_jax(x, w).at[0, 0].add(planted)
+
+        if not fails:
+            assert assert_parity(in_torch, off, [X, W], dtype=dtype).gaps[0].margin > 1
+            continue
+        with pytest.raises(ParityError, match="result: off by"):
+            assert_parity(in_torch, off, [X, W], dtype=dtype)
+
+
+@pytest.mark.usefixtures("both")
+def test_a_wrong_gradient_fails_though_the_result_is_right() -> None:
+    import jax
+
+    def detached(x: Any, w: Any) -> Any:
+        return in_jax(x, jax.lax.stop_gradient(w))
+
+    with pytest.raises(ParityError) as caught:
+        assert_parity(in_torch, detached, [X, W])
+    assert [gap.what for gap in caught.value.gaps if gap.part] == ["gradient of input[1]"]
+    assert assert_parity(in_torch, detached, [X, W], grads=False).margin > 1
+
+
+@pytest.mark.usefixtures("both")
+def test_the_same_call_has_the_same_tolerance() -> None:
+    one, other = (assert_parity(in_torch, in_jax, [X, W], probes=2) for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.usefixtures("both")
+def test_a_longer_sum_has_a_wider_tolerance_and_a_lower_format_too() -> None:
+    def tolerance_of(n: int, dtype: str | None) -> float:
+        x = np.full((1, n), 1.0)
+        import jax.numpy as jnp
+        import torch
+
+        parity = assert_parity(torch.sum, jnp.sum, [x], dtype=dtype, grads=False)
+        return parity.gaps[0].tolerance
+
+    # sqrt(n) roundoffs of float32 and one of the result, on both sides, by chance.
+    short, long = tolerance_of(16, None), tolerance_of(16 * 256, None)
+    assert 6 < long / short < 30
+    product = {
+        dtype: assert_parity(lambda x, w: x @ w, lambda x, w: x @ w, [X, W], dtype=dtype)
+        for dtype in (None, "float16", "bfloat16")
+    }
+    high, half, brain = (p.gaps[0].tolerance for p in product.values())
+    assert 4 < brain / half < 16  # 2**-8 by 2**-11
+    assert half / high > 100
+
+
+def test_the_roundings_of_an_op() -> None:
+    u = {name: rounding.unit_roundoff(name) for name in ("float32", "bfloat16", "float16")}
+    assert u == {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+    assert rounding.movement("matmul", "matmul", "bfloat16", 64) == (2.0**-8, 8 * 2.0**-24)
+    assert rounding.movement("add", "elementwise", "float16") == (2.0**-11, 0.0)
+    assert rounding.movement("exp", "power", "float32") == (2.0**-24, 8 * 2.0**-24)
+    assert rounding.movement("maximum", "elementwise", "float16") == (0.0, 0.0)
+
+
+def test_the_factor_is_what_hoeffding_says() -> None:
+    for count in (1, 1000):
+        factor = rounding.factor(count)
+        assert 2 * count * np.exp(-(factor**2) / 2) == pytest.approx(1e-6)
+    rng = np.random.default_rng(0)
+    sums = rng.uniform(-1, 1, (100_000, 20)).sum(1)
+    for bound in (2.0, 3.0):
+        share = np.mean(np.abs(sums) > bound * np.sqrt(20 / 3))
+        assert share <= 2 * np.exp(-(bound**2) / 2)
+
+
+def test_a_gap() -> None:
+    one, spread = np.array([1.0, -4.0]), np.array([0.01, 0.0])
+    near = rounding.gap("result", one, one + np.array([0.01, 0.0]), spread)
+    assert not near.part
+    assert near.error == pytest.approx(0.0025)
+    assert near.tolerance == pytest.approx(rounding.factor(2) * 0.0025)
+    assert rounding.gap("result", one, one + np.array([0.0, 0.1]), spread).part
+    assert rounding.gap("result", one, one * np.nan, spread).part
+    infinite = np.array([np.inf, 1.0])
+    assert not rounding.gap("result", infinite, infinite, spread).part
+    assert rounding.gap("result", infinite, -infinite, spread).part
+
+
+# --- structure, formats and bad input -------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("both")
+def test_nested_inputs_and_results_integers_and_constants() -> None:
+    import jax.numpy as jnp
+    import torch
+
+    def ours(tree: Any, at: Any, flag: bool) -> Any:
+        x = tree["w"][0][at]
+        return {"low": x @ tree["w"][1], "at": torch.argmax(x, -1), "more": (x > 0, None)}
+
+    def theirs(tree: Any, at: Any, flag: bool) -> Any:
+        x = tree["w"][0][at]
+        return {"low": x @ tree["w"][1], "at": jnp.argmax(x, -1), "more": (x > 0, None)}
+
+    inputs = [{"w": [X, W]}, np.array([2, 0]), True]
+    parity = assert_parity(ours, theirs, inputs)
+    assert parity.formats == {"['low']": "bfloat16", "['at']": "int", "['more'][0]": "bool"}
+    assert [gap.what for gap in parity.gaps][-2:] == [
+        "gradient of input[0]['w'][0]",
+        "gradient of input[0]['w'][1]",
+    ]
+    named = {"tree": inputs[0], "at": inputs[1], "flag": False}
+    assert assert_parity(ours, theirs, named, probes=2).formats == parity.formats
+    with pytest.raises(ParityError, match=r"result\['at'\]: off by"):
+        assert_parity(ours, lambda *a: {**theirs(*a), "at": theirs(*a)["at"] + 1}, inputs)
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda y: (y, y), "other structures: result in torch, result[0], result[1] in JAX."),
+        (lambda y: y.T, "result has shape (5, 8) in torch and (8, 5) in JAX."),
+        (lambda y: y > 0, "result is float32 in torch and bool in JAX."),
+    ],
+)
+def test_other_structures_shapes_and_dtypes(changed: Any, said: str) -> None:
+    with pytest.raises(ParityError) as caught:
+        assert_parity(in_torch, lambda x, w: changed(in_jax(x, w)), [X, W])
+    assert said in str(caught.value)
+    assert caught.value.op == ""
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize(
+    ("inputs", "error", "said"),
+    [
+        (X, TypeError, "got ndarray. For one array write [array]."),
+        ("x", TypeError, "got str."),
+        ([{"x": object()}], TypeError, "input [0]['x'] is builtins.object."),
+        ([X.astype(complex)], TypeError, "input [0] is complex128."),
+        ([X, np.array([2**40])], ValueError, "input [1] has integers beyond 32 bits"),
+        ([np.zeros((0, 3))], ValueError, "input [0] has shape (0, 3)"),
+        ([X, W * np.inf], ValueError, "input [1] has numbers that are not finite"),
+    ],
+)
+def test_bad_inputs(inputs: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as caught:
+        assert_parity(in_torch, in_jax, inputs)
+    assert said in str(caught.value)
+
+
+@pytest.mark.usefixtures("both")
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="dtype='float8' is not a format to hold regions in"):
+        assert_parity(in_torch, in_jax, [X, W], dtype="float8")
+    with pytest.raises(ValueError, match="probes=1"):
+        assert_parity(in_torch, in_jax, [X, W], probes=1)
+    with pytest.raises(TypeError, match="needs a jax function, got 3"):
+        assert_parity(in_torch, 3, [X, W])  # type: ignore[arg-type]
+    with pytest.raises(polymp.PolicyError, match="nonsense"):
+        assert_parity(in_torch, in_jax, [X, W], policy="nonsense")
+    with pytest.raises(TypeError, match="the torch function returns object as result"):
+        assert_parity(lambda x, w: object(), in_jax, [X, W])
+
+
+def test_trees() -> None:
+    tree = {"b": [X, None, 2], "a": (W,)}
+    found = trees.arrays(tree)
+    assert list(found) == ["['a'][0]", "['b'][0]"]
+    again = trees.rebuilt(tree, iter([X, W]))
+    assert again["a"][0] is X
+    assert again["b"][0] is W
+    assert again["b"][1:] == [None, 2]
+    assert isinstance(again["a"], tuple)
+
+
+# --- alignment ------------------------------------------------------------------------------------
+
+
+def call(op: str, run: str, backend: str = "torch", rule: Rule | None = None) -> Call:
+    row = Row(op, rule) if rule is not None else None
+    outputs, inputs = (run,), ("float32",)
+    return Call(
+        backend, op, f"x:{op}", "", "a.py:1", "forward", "bfloat16", row, inputs, run, outputs
+    )
+
+
+def test_what_one_framework_takes_apart_is_no_difference() -> None:
+    ours = [call("linear", "bfloat16", rule=Rule.LOWER), call("gelu", "bfloat16")]
+    theirs = [
+        call("linear", "bfloat16", "jax", Rule.LOWER),
+        call("add", "bfloat16", "jax"),
+        call("mul", "bfloat16", "jax"),
+        call("erfc", "bfloat16", "jax"),
+    ]
+    assert first_parted(ours, theirs) is None
+    parted = strictly_parted(ours, theirs)
+    assert parted is not None
+    assert parted.op == "gelu"
+    wide = [call("linear", "float32", "jax", Rule.FP32), *theirs[1:]]
+    found = first_parted(ours, wide)
+    assert found is not None
+    assert (found.one, found.other) == (ours[0], wide[0])
+
+
+def test_all_products_are_one_op_and_jax_may_spare_a_rounding() -> None:
+    assert first_parted([call("mm", "bfloat16")], [call("linear", "bfloat16", "jax")]) is None
+    assert first_parted([call("mul", "bfloat16")], [call("mul", "float32", "jax")]) is None
+    assert first_parted([call("mul", "float32")], [call("mul", "bfloat16", "jax")]) is not None
+
+
+# --- formats and casts ----------------------------------------------------------------------------
+
+
+def test_the_same_formats(fw: Any) -> None:
+    x, w = fw.array(X), fw.array(W)
+
+    def one(x: Any, w: Any) -> Any:
+        return fw.np.exp(x @ w)
+
+    def other(x: Any, w: Any) -> Any:
+        return fw.np.tanh(x @ w)
+
+    assert_same_formats(one, one, x, w, dtype="bfloat16")
+    report = fw.explain(one, x, w, dtype="bfloat16")
+    assert_same_formats(report, one, x, w, dtype="bfloat16")
+    with pytest.raises(ParityError, match="the formats part at exp, not the same ops") as caught:
+        assert_same_formats(one, other, x, w, dtype="bfloat16")
+    assert "tanh" in caught.value.side_by_side
+    with pytest.raises(ParityError, match="in other formats") as caught:
+        assert_same_formats(report, one, x, w, dtype="float16")
+    assert caught.value.op in ("matmul", "linear")
+    with pytest.raises(TypeError, match="functions and reports, got 3"):
+        assert_same_formats(one, 3, x, w)
+
+
+@pytest.mark.usefixtures("both")
+def test_the_same_formats_in_two_frameworks() -> None:
+    import jax.numpy as jnp
+    import torch
+
+    ours, theirs = [torch.tensor(a).float() for a in (X, W)], [jnp.asarray(a) for a in (X, W)]
+    region = {"dtype": "bfloat16", "policy": "amp"}
+    assert_same_formats(in_torch, in_jax, *ours, other_args=theirs, **region)
+    left = polymp.explain(in_torch, *ours, **region)
+    with pytest.raises(ParityError) as caught:
+        assert_same_formats(left, polymp.explain(in_jax, *theirs))
+    assert caught.value.op == "matmul"
+    assert "jax" in caught.value.side_by_side
+
+
+def test_the_number_of_casts(fw: Any) -> None:
+    x, w = fw.array(X), fw.array(W)
+
+    def function(x: Any, w: Any) -> Any:
+        return fw.np.tanh(x @ w)
+
+    product = "matmul" if fw.name == "torch" else "linear"
+    assert_casts(function, 0, x, w)
+    assert_casts(function, 2, x, w, dtype="bfloat16")
+    assert_casts(function, {product: 2, "tanh": 0}, x, w, dtype="bfloat16", policy="amp")
+    assert_casts(fw.explain(function, x, w, dtype="float16"), 2)
+    with pytest.raises(ParityError) as caught:
+        assert_casts(function, {"tanh": 0, product: 1}, x, w, dtype="bfloat16")
+    assert str(caught.value).startswith(f"'{product}' casts 2 arrays, not 1.\n\nop ")
+    assert (caught.value.op, "test_parity.py:" in str(caught.value)) == (product, True)
+    with pytest.raises(ParityError, match=r"there are 2 arrays, not 3\."):
+        assert_casts(function, 3, x, w, dtype="bfloat16")
+    for wrong in (True, "two", {"exp": 1.5}):
+        with pytest.raises(TypeError, match="give a number of casts, or a dict"):
+            assert_casts(function, wrong, x, w)  # type: ignore[arg-type]
+    with pytest.raises(ParityError, match="Nothing is cast"):
+        assert_casts(Report(), 1)
+
+
+# --- one test for both ----------------------------------------------------------------------------
+
+
+def test_the_verbs(fw: Any) -> None:
+    x = fw.array([[1.0, 2.0], [3.0, 4.0]])
+    assert (fw.dtype(x), fw.dtype(fw.array([1], "int32"))) == ("float32", "int32")
+    assert fw.dtype(fw.array([True], "bool")) == "bool"
+    assert fw.numpy(fw.array(1.5, "bfloat16")) == 1.5
+    low = fw.autocast(lambda a: a @ a, dtype="float16")(x)
+    assert fw.dtype(low) == "float16"
+    assert fw.numpy(low).tolist() == [[7.0, 10.0], [15.0, 22.0]]
+    value, (dx, dy) = fw.grad(lambda x, y: (x * x).sum() + 0 * y)(x, fw.array(2.0))
+    assert (fw.numpy(value), fw.numpy(dx).tolist()) == (30.0, [[2.0, 4.0], [6.0, 8.0]])
+    assert fw.numpy(dy) == 0
+    assert fw.np.exp is sys.modules["torch" if fw.name == "torch" else "jax.numpy"].exp
+    assert len(fw.explain(fw.np.exp, x)) == 1
+    assert repr(fw) == f"Framework({fw.name!r})"
+
+
+def test_the_fixture_runs_in_each_installed_framework(fw: Any) -> None:
+    assert fw.name in testing.installed()
+    with pytest.raises(ValueError, match="no backend 'mxnet'"):
+        testing.Framework("mxnet")
+
+
+def test_importing_imports_no_framework_and_no_pytest() -> None:
+    code = (
+        "import sys, polymp.testing as t; "
+        "assert not {'torch', 'jax', 'numpy', 'pytest'} & {*sys.modules}; assert 'fw' in dir(t)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'fx'"):
+        testing.fx  # noqa: B018

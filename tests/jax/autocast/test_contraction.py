@@ -1,0 +1,470 @@
+"""The contraction: low operands, float32 sums, and gradients rounded as often as promised.
+
+The reference is the product in float64, numpy's or the plain primitive's, of the same rounded
+operands: products of two low values are exact in float32, so all that may differ is the order of
+the sum and the one rounding of the result.
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from polymp.backends.jax.autocast import contraction_forms
+from polymp.backends.jax.autocast.contraction import contract
+from polymp.dtypes import FORMATS
+from tests.support.jax import hlo
+
+LOW = ("bfloat16", "float16")
+SIZES = (1, 2, 3, 5, 8, 33)
+
+
+def rounded(x: Any, format: str) -> np.ndarray:
+    """The array as the low format holds it, in float64."""
+    return np.asarray(x).astype(jnp.dtype(format)).astype(np.float64)
+
+
+def dot(lhs, rhs, dims, run="bfloat16", out="float32"):
+    params = {"dimension_numbers": dims, "precision": None, "out_sharding": None}
+    return contract(lax.dot_general_p, lhs, rhs, params=params, run=run, out=out)
+
+
+def close(got: Any, true: Any, length: int) -> None:
+    """Within the rounding of a float32 sum of `length` terms, and of the result's own format.
+
+    A sum of n terms in any order errs by at most (n - 1) u sum|terms|; here the largest result
+    stands for the sum of sizes, times a headroom of 8 for cancellation.
+    """
+    u = FORMATS["float32"].eps / 2
+    own = FORMATS[got.dtype.name].eps / 2
+    scale = np.abs(true).max(initial=0) + FORMATS[got.dtype.name].smallest_normal
+    error = np.abs(np.asarray(got, np.float64) - true).max(initial=0)
+    assert error <= (8 * length * u + 1.01 * own) * scale
+
+
+def with_gradients(fn: Any) -> Any:
+    """As one program: the value of two operands and the gradients of both by a cotangent."""
+
+    @jax.jit
+    def both(lhs, rhs, ct):
+        value, pull = jax.vjp(fn, lhs, rhs)
+        return value, *pull(ct)
+
+    return both
+
+
+@st.composite
+def products(draw):
+    """Shapes and dimension numbers of a product, every order of dimensions included."""
+    groups = {name: draw(st.lists(st.sampled_from(SIZES), max_size=2)) for name in "bclr"}
+    lhs = [(name, i, s) for name in "bcl" for i, s in enumerate(groups[name])]
+    rhs = [(name, i, s) for name in "bcr" for i, s in enumerate(groups[name])]
+    lhs, rhs = draw(st.permutations(lhs)), draw(st.permutations(rhs))
+
+    def places(dims: Any, name: str) -> tuple[int, ...]:
+        return tuple(dims.index((name, i, s)) for i, s in enumerate(groups[name]))
+
+    dims = (
+        (places(lhs, "c"), places(rhs, "c")),
+        (places(lhs, "b"), places(rhs, "b")),
+    )
+    turn = draw(st.permutations(range(len(groups["b"] + groups["l"] + groups["r"]))))
+    formats = draw(st.tuples(*[st.sampled_from(("float32", "low"))] * 2))
+    length = int(np.prod(groups["c"], initial=1))
+    shapes = [s for *_, s in lhs], [s for *_, s in rhs]
+    return shapes, dims, tuple(turn), formats, length, draw(st.integers(0, 2**16))
+
+
+class Exact:
+    """A product in float64 by numpy, as a product of matrices."""
+
+    def __init__(self, lhs: np.ndarray, rhs: np.ndarray, dims: Any) -> None:
+        (lc, rc), (lb, rb) = dims
+        lf = tuple(i for i in range(lhs.ndim) if i not in lc + lb)
+        rf = tuple(i for i in range(rhs.ndim) if i not in rc + rb)
+        self.orders = (*lb, *lf, *lc), (*rb, *rc, *rf)
+        ordered = [x.transpose(order) for x, order in zip((lhs, rhs), self.orders, strict=True)]
+        self.shapes = [x.shape for x in ordered]
+        batch, left, summed = ([lhs.shape[i] for i in some] for some in (lb, lf, lc))
+        right = [rhs.shape[i] for i in rf]
+        self.shape = batch + left + right
+        b, m, k, n = (int(np.prod(some, initial=1)) for some in (batch, left, summed, right))
+        self.lhs, self.rhs = ordered[0].reshape(b, m, k), ordered[1].reshape(b, k, n)
+
+    def value(self) -> np.ndarray:
+        return (self.lhs @ self.rhs).reshape(self.shape)
+
+    def gradients(self, cotangent: np.ndarray) -> list[np.ndarray]:
+        """Of both operands."""
+        ct = cotangent.reshape(*self.lhs.shape[:2], -1)
+        both = ct @ self.rhs.swapaxes(1, 2), self.lhs.swapaxes(1, 2) @ ct
+        return [
+            grad.reshape(shape).transpose(np.argsort(order))
+            for grad, shape, order in zip(both, self.shapes, self.orders, strict=True)
+        ]
+
+
+@settings(max_examples=40)
+@given(products(), st.sampled_from(LOW), st.booleans())
+def test_any_product_and_both_gradients(product, run, low_out):
+    (left, right), dims, turn, formats, length, seed = product
+    random = np.random.default_rng(seed)
+    formats = [run if f == "low" else f for f in formats]
+    lhs, rhs = (
+        jnp.asarray(random.standard_normal(shape, np.float32).astype(jnp.dtype(f)))
+        for shape, f in zip((left, right), formats, strict=True)
+    )
+    out = run if low_out else "float32"
+
+    def ours(lhs, rhs):  # a transpose around a product is what XLA on CPU folds into it
+        return dot(lhs, rhs, dims, run, out).transpose(turn)
+
+    exact = Exact(rounded(lhs, run), rounded(rhs, run), dims)
+    true = exact.value().transpose(turn)
+    ct = np.cos(true).astype(jnp.dtype(out))
+    value, *grads = with_gradients(ours)(lhs, rhs, ct)
+    wanted = exact.gradients(rounded(ct, run).transpose(np.argsort(turn)))
+    assert (value.dtype, *(g.dtype for g in grads)) == (out, *formats)
+    close(value, true, length)
+    for grad, want in zip(grads, wanted, strict=True):
+        close(grad, want, value.size)
+
+
+def test_the_reference_tells_a_low_sum_from_a_float32_one():
+    lhs, rhs = jnp.ones((1, 4096)), jnp.full((4096, 1), 1 / 64)
+    dims = (((1,), (0,)), ((), ()))
+    close(dot(lhs, rhs, dims), np.array([[64.0]]), 4096)
+    total = np.zeros((), jnp.bfloat16)
+    for _ in range(4096):
+        total = (total + np.asarray(1 / 64, jnp.bfloat16)).astype(jnp.bfloat16)
+    with pytest.raises(AssertionError):
+        close(jnp.asarray(total.astype(np.float32)), np.array(64.0), 1)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("dims", [(((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 8, 128, 129])
+def test_every_form_of_a_product_gives_the_same_sums(rows, dims, turned):
+    """Whole numbers, whose sums are exact in any order: forms for few rows and for many agree."""
+    random = np.random.default_rng(rows)
+    few = random.integers(-8, 9, (rows, 48))
+    other = random.integers(-8, 9, (48, 200) if dims[0][1] == (0,) else (200, 48))
+    want = few @ (other if dims[0][1] == (0,) else other.T)
+    low = [jnp.asarray(x, jnp.bfloat16) for x in (few, other.T if turned else other)]
+
+    @partial(jax.jit, static_argnames="out")
+    def product(few, other, out):
+        return dot(few, other.T if turned else other, dims, out=out)
+
+    @jax.jit
+    def other_way_round(few, other):
+        swapped = (dims[0][::-1], dims[1])
+        return dot(other.T if turned else other, few, swapped)
+
+    assert np.array_equal(product(*low, out="float32"), want)
+    assert np.array_equal(product(*low, out="bfloat16"), want.astype(jnp.bfloat16))
+    assert np.array_equal(other_way_round(*low), want.T)
+
+
+def test_the_other_operand_of_one_row_is_read_where_it_lies():
+    """No copy and no cast of the weights, transposed or not; the sum is float32."""
+    for turned in (False, True):
+        weights = jax.ShapeDtypeStruct((40, 72), jnp.bfloat16)
+        row = jax.ShapeDtypeStruct((1, 72 if turned else 40), jnp.bfloat16)
+
+        def product(x, w, turned=turned):
+            return dot(x, w.T if turned else w, PAIR, out="bfloat16")
+
+        text = jax.jit(product).lower(row, weights).compile().as_text()
+        made = [op for body in hlo.read(text).values() for op in body.values()]
+        large = {op.opcode for op in made if int(np.prod(op.shape)) == 40 * 72}
+        assert large <= {"parameter", "bitcast"}, text
+        assert hlo.summary(text) == {"bfloat16 x bfloat16 -> float32": 1}
+
+
+PAIR = (((1,), (0,)), ((), ()))
+X = jax.random.normal(jax.random.key(0), (6, 5))
+W = jax.random.normal(jax.random.key(1), (5, 4))
+
+
+@pytest.mark.parametrize("run", LOW)
+def test_a_parameters_gradient_is_never_rounded_and_an_activations_once(run):
+    x = X.astype(run)
+    dx, dw = jax.grad(lambda x, w: jnp.sin(dot(x, w, PAIR, run, run)).sum(), (0, 1))(x, W)
+    assert (dx.dtype, dw.dtype) == (run, "float32")
+    assert not np.array_equal(dw, rounded(dw, run)), "this gradient was rounded"
+    ct = np.cos(np.asarray(dot(x, W, PAIR, run, run), np.float32)).astype(run)
+    true = rounded(ct, run) @ rounded(W, run).T
+    assert np.array_equal(np.asarray(dx), np.asarray(true, np.float32).astype(run))
+
+
+@pytest.mark.parametrize("mode", ["jacfwd", "jacrev", "jvp of vjp", "vmap", "scan", "remat"])
+def test_transformations(mode):
+    def f(x, product):
+        return jnp.tanh(product(x, W)).sum(-1)
+
+    plain = partial(f, product=lambda x, w: x @ w)
+    ours = partial(f, product=lambda x, w: dot(x, w, PAIR))
+
+    def run(f):
+        if mode == "vmap":
+            return jax.vmap(lambda x: f(x[None])[0])(X)
+        if mode == "scan":
+            return lax.scan(lambda c, x: (c + f(x[None]), c), jnp.zeros(1), X)[0]
+        if mode == "remat":
+            return jax.grad(lambda x: jax.checkpoint(f)(x).sum())(X)
+        if mode == "jvp of vjp":
+            return jax.hessian(lambda x: f(x).sum())(X)
+        return {"jacfwd": jax.jacfwd, "jacrev": jax.jacrev}[mode](f)(X)
+
+    got, want = run(ours), run(plain)
+    assert got.dtype == jnp.float32
+    assert got.shape == want.shape
+    # Operands are rounded: each product of 5 terms is off by at most 2 * 5 * 2**-9 of its size.
+    assert np.abs(got - want).max() < 0.06 * np.abs(want).max()
+    assert not np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 1), (2, 1)])
+def test_a_batch_on_any_axis_is_the_products_one_by_one(axes):
+    x = X if axes[0] is None else jnp.stack([X, -X, 2 * X], axes[0])
+    w = W if axes[1] is None else jnp.stack([W, 3 * W, -W], axes[1])
+    got = jax.vmap(lambda x, w: dot(x, w, PAIR), axes)(x, w)
+
+    def at(a, axis, i):
+        return a if axis is None else jnp.take(a, i, axis)
+
+    for i in range(3):
+        assert np.allclose(got[i], dot(at(x, axes[0], i), at(w, axes[1], i), PAIR), rtol=1e-6)
+
+
+def test_a_product_of_a_value_and_itself():
+    x = jnp.ones((256, 256)).at[0, 1].set(3)
+    value, dx, _ = with_gradients(lambda x, y: dot(x, x, PAIR) + dot(x.T, y, PAIR))(x, x, x)
+    plain = np.asarray(x)  # whole numbers: every sum is exact
+    assert np.array_equal(value, plain @ plain + plain.T @ plain)
+    assert np.array_equal(dx, plain @ plain.T + plain.T @ plain + plain @ plain.T)
+
+
+CONVOLUTIONS = {
+    "nchw": ((2, 4, 6, 6), (8, 4, 3, 3), {"padding": "SAME"}),
+    "nhwc": ((2, 6, 6, 4), (3, 3, 4, 8), {"padding": "VALID", "dimension_numbers":
+             ("NHWC", "HWIO", "NHWC")}),
+    "strided": ((2, 4, 7, 7), (8, 4, 3, 3), {"padding": "SAME", "window_strides": (2, 2)}),
+    "grouped": ((2, 4, 6, 6), (8, 2, 3, 3), {"padding": "SAME", "feature_group_count": 2}),
+    "depthwise": ((2, 4, 6, 6), (4, 1, 3, 3), {"padding": "SAME", "feature_group_count": 4}),
+    "in batches": ((4, 4, 6, 6), (8, 4, 3, 3), {"padding": "SAME", "batch_group_count": 2}),
+    "transposed": ((2, 4, 5, 5), (8, 4, 3, 3), {"padding": ((1, 2), (1, 2)), "lhs_dilation":
+                   (2, 2)}),
+    "dilated": ((2, 4, 8, 8), (8, 4, 3, 3), {"padding": "SAME", "rhs_dilation": (2, 2)}),
+    "1d": ((2, 4, 9), (8, 4, 3), {"padding": "SAME", "window_strides": (1,)}),
+    "3d": ((1, 2, 4, 4, 4), (3, 2, 2, 2, 2), {"padding": "SAME", "window_strides": (1, 1, 1)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", LOW)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_any_convolution_and_both_gradients(name, run):
+    left, right, settings = CONVOLUTIONS[name]
+    settings = {"window_strides": (1, 1), **settings}
+    random = np.random.default_rng(0)
+    lhs, rhs = (random.standard_normal(s, np.float32) for s in (left, right))
+    lhs, rhs = jnp.asarray(lhs.astype(jnp.dtype(run))), jnp.asarray(rhs)
+
+    def plain(lhs, rhs):
+        return lax.conv_general_dilated(lhs, rhs, **settings)
+
+    (eqn,) = jax.make_jaxpr(plain)(lhs, rhs.astype(run)).eqns
+
+    def ours(lhs, rhs):
+        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out=run)
+
+    value, pull = jax.vjp(jax.jit(ours), lhs, rhs)
+    ct = np.cos(np.asarray(value, np.float32)).astype(value.dtype)
+    dl, dr = pull(jnp.asarray(ct))
+    with jax.enable_x64(True):
+        true, wl, wr = with_gradients(plain)(rounded(lhs, run), rounded(rhs, run), rounded(ct, run))
+    assert (value.dtype, dl.dtype, dr.dtype) == (run, run, "float32")
+    close(value, np.asarray(true), rhs.size)
+    close(dl, np.asarray(wl), rhs.size)
+    close(dr, np.asarray(wr), value.size)
+    batched = jax.vmap(ours, (0, None))(jnp.stack([lhs, -lhs]), rhs)
+    assert np.array_equal(batched[0], value)
+    assert np.array_equal(batched[1], -value)
+
+
+def convolution_and_gradients(name, run):
+    """A program of two operands, of which the second is a float32 parameter, and arguments."""
+    left, right, settings = CONVOLUTIONS[name]
+    settings = {"window_strides": (1, 1), **settings}
+    random = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(random.standard_normal(s, np.float32)) for s in (left, right))
+    lhs = lhs.astype(run)
+
+    def plain(lhs, rhs):
+        return lax.conv_general_dilated(lhs, rhs, **settings)
+
+    (eqn,) = jax.make_jaxpr(plain)(lhs, rhs.astype(run)).eqns
+
+    def ours(lhs, rhs):
+        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out="float32")
+
+    ct = jnp.cos(plain(lhs, rhs.astype(run)).astype(jnp.float32))
+    return plain, with_gradients(ours), (lhs, rhs, ct)
+
+
+def formats_of_convolutions(module):
+    """The formats of both operands and the result of every convolution in StableHLO."""
+    tensor = r"tensor<(?:\d+x)*(\w+)>"
+    return re.findall(rf"stablehlo.convolution.*: \({tensor}, {tensor}\) -> {tensor}", module)
+
+
+@pytest.mark.parametrize("run", LOW)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_have_one_format_on_gpus(name, run):
+    """XLA has no others there."""
+    _, both, args = convolution_and_gradients(name, run)
+    short = {"bfloat16": "bf16", "float16": "f16"}[run]
+    for platform in ("cuda", "rocm"):
+        module = export.export(both, platforms=[platform])(*args).mlir_module()
+        assert formats_of_convolutions(module) == [(short,) * 3] * 3
+    module = export.export(both, platforms=["tpu"])(*args).mlir_module()
+    results = sorted(result for *_, result in formats_of_convolutions(module))
+    assert results == [short, "f32", "f32"], "the first operand is low, so is its gradient"
+
+
+@pytest.fixture
+def as_on_gpus():
+    contraction_forms.lower_as(contraction_forms.convolutions_low, "cpu")
+    jax.clear_caches()
+    yield
+    contraction_forms.lower_as(contraction_forms.FORMS["cpu"], "cpu")
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("run", LOW)
+@pytest.mark.parametrize("name", ["nchw", "grouped", "strided", "1d"])
+def test_convolutions_round_once_on_gpus(name, run):
+    plain, both, (lhs, rhs, ct) = convolution_and_gradients(name, run)
+    options = {"xla_allow_excess_precision": False}  # or XLA on CPU leaves the rounding out
+    value, dl, dr = jax.jit(both, compiler_options=options)(lhs, rhs, ct)
+    with jax.enable_x64(True):
+        true, wl, wr = with_gradients(plain)(rounded(lhs, run), rounded(rhs, run), rounded(ct, run))
+    assert (value.dtype, dl.dtype, dr.dtype) == ("float32", run, "float32")
+    for got, want, length in ((value, true, rhs.size), (dl, wl, rhs.size), (dr, wr, value.size)):
+        low = got.astype(run)
+        assert np.array_equal(low.astype(got.dtype), got), "more than the low format holds"
+        close(low, np.asarray(want), length)
+
+
+def test_a_ragged_product_and_both_gradients():
+    sizes = jnp.array([2, 3, 1])
+    weights = jnp.stack([W, 2 * W, -W])
+    (eqn,) = [
+        e
+        for e in jax.make_jaxpr(lax.ragged_dot)(X, weights, sizes).eqns
+        if e.primitive.name.startswith("ragged_dot")
+    ]
+
+    def ours(x, w):
+        return contract(
+            eqn.primitive, x, w, sizes, params=eqn.params, run="bfloat16", out="float32"
+        )
+
+    value, pull = jax.vjp(jax.jit(ours), X, weights)
+    true, plain_pull = jax.vjp(
+        lambda x, w: lax.ragged_dot(x, w, sizes),
+        jnp.asarray(rounded(X, "bfloat16"), jnp.float32),
+        jnp.asarray(rounded(weights, "bfloat16"), jnp.float32),
+    )
+    ct = jnp.ones_like(value)
+    for got, want in zip((value, *pull(ct)), (true, *plain_pull(ct)), strict=True):
+        close(got, np.asarray(want, np.float64), 8)
+
+
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots without batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "these names": jax.checkpoint_policies.save_only_these_names("h"),
+    "any but these names": jax.checkpoint_policies.save_any_names_but_these("h"),
+    "anything except these names": jax.checkpoint_policies.save_anything_except_these_names("h"),
+    "both": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.save_only_these_names("h"),
+    ),
+    "offload dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "save and offload names": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["h"],
+        names_which_can_be_offloaded=[],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "one's own": lambda prim, *_, **params: (
+        prim.name == "dot_general" and params["precision"] is None
+    ),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_treat_it_as_the_product_it_stands_for(policy, batched):
+    dims = (((2,), (1,)), ((0,), (0,))) if batched else PAIR
+    x, w = (X[None], W[None]) if batched else (X, W)
+
+    def gradient(product):
+        def block(x, w):
+            return jnp.sin(checkpoint_name(jnp.sin(product(x, w)), "h")).sum()
+
+        grad = jax.grad(jax.checkpoint(block, policy=POLICIES[policy]), (0, 1))
+        counts: dict[str, int] = {}
+        jaxpr = jax.make_jaxpr(grad)(x, w).jaxpr
+        todo = [jaxpr]
+        while todo:
+            for eqn in todo.pop().eqns:
+                name = eqn.primitive.name
+                name = "product" if name in ("dot_general", "polymp_contraction") else name
+                counts[name] = counts.get(name, 0) + 1
+                todo += [
+                    getattr(j, "jaxpr", j) for j in jax.extend.core.jaxprs_in_params(eqn.params)
+                ]
+        return counts, jax.jit(grad)(x, w)
+
+    plain, values = gradient(lambda x, w: lax.dot_general(x, w, dims))
+    ours, low = gradient(lambda x, w: dot(x, w, dims))
+    for name in ("product", "sin", "device_put"):
+        assert plain.get(name) == ours.get(name)
+    for a, b in zip(low, values, strict=True):
+        assert np.abs(a - b).max() < 0.1 * np.abs(b).max()
+
+
+def test_it_can_be_exported_for_other_platforms():
+    fn = jax.jit(jax.grad(lambda w: dot(X, w, PAIR, out="bfloat16").astype(jnp.float32).sum()))
+    exported = export.export(fn, platforms=["cpu", "cuda", "tpu"])(W)
+    again = export.deserialize(exported.serialize())
+    assert np.array_equal(again.call(W), fn(W))
+    text = export.export(jax.jit(lambda x: dot(x, W, PAIR, out="bfloat16")), platforms=["cuda"])(X)
+    # The units of GPUs round their float32 sum once; no float32 result goes through memory.
+    (line,) = [line for line in text.mlir_module().splitlines() if "stablehlo.dot_general" in line]
+    assert "-> tensor<6x4xbf16>" in line
+
+
+def test_shapes_that_do_not_fit_are_jaxs_own_error():
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        dot(X, X, PAIR)
+
+
+def test_an_operand_of_length_zero():
+    got = jax.jit(jax.grad(lambda w: dot(jnp.zeros((0, 5)), w, PAIR).sum()))(W)
+    assert np.array_equal(got, np.zeros_like(W))
+    assert dot(jnp.zeros((3, 0)), jnp.zeros((0, 2)), PAIR).tolist() == [[0, 0]] * 3

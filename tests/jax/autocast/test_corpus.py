@@ -1,0 +1,230 @@
+"""Autocast on whole programs: formats, values, gradients, and what stands in the trace.
+
+    results and gradients   in the documented formats, finite, near float32's
+    enabled=False           the program itself, bit for bit
+    the trace               nothing low that must not be, nothing left in float32 that should be low
+
+How near is near is in `rounding`: a bound derived from the format and the program. Run with `-s`
+to see the counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from polymp.jax import autocast
+from tests.conftest import need
+from tests.support.jax.corpus import LOW, PROGRAMS, Program, corpus
+from tests.support.jax.corpus_runs import (
+    Problem,
+    Ran,
+    Transform,
+    emulated,
+    problem,
+    reference,
+    rounds,
+    run,
+    too_far,
+)
+from tests.support.jax.rounding_bound import nearest, rounded
+from tests.support.jax.walker import violations
+
+RUNS = ("bfloat16", "float16")
+ALL = [program.name for program in corpus()]
+
+
+@pytest.fixture
+def it(name: str) -> Problem:
+    """The program that a test is about, where its package is installed."""
+    need(PROGRAMS[name].needs)
+    return problem(name)
+
+
+def scale_of(program: Program, fmt: str) -> float:
+    return program.scale if fmt == "float16" else 1.0
+
+
+def faults_of_run(it: Problem, fmt: str, transform: Transform) -> list[str]:
+    """What is wrong with the results and gradients of a transformed program."""
+    ran = run(it, transform(it.fn, dtype=jnp.dtype(fmt)), scale_of(it.program, fmt))
+    want = reference(it.program.name)
+    formats = tuple(str(x.dtype) for x in ran.out)
+    if formats != it.program.formats(fmt):
+        return [f"formats are {formats}, documented is {it.program.formats(fmt)}"]
+    found = [
+        f"a gradient of a {b.dtype} parameter is {a.dtype}"
+        for a, b in zip(ran.grads, want.grads, strict=True)
+        if a.dtype != b.dtype
+    ]
+    finite = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in _floats(ran))
+    found += [] if finite else ["a value is not finite"]
+    found += too_far(it.program.name, fmt, ran)
+    if it.program.lowers and not rounds(it.program.name, ran):
+        found.append("nothing was rounded")
+    return found
+
+
+def faults_of_trace(it: Problem, fmt: str, transform: Transform) -> list[str]:
+    """What is wrong with the equations of a transformed program and of its gradient."""
+    fn, excepted = transform(it.fn, dtype=jnp.dtype(fmt)), it.program.exceptions
+    with jax.enable_x64(it.program.x64):
+        forward = jax.make_jaxpr(fn)(*it.args)
+        backward = jax.make_jaxpr(it.graded(fn))(*it.inputs())
+    found = [f"forward: {v}" for v in violations(forward, fmt)]
+    in_gradient = violations(backward, fmt, gradient=True)
+    found += [f"gradient: {v}" for v in in_gradient if v.rule not in excepted]
+    unused = set(excepted) - {v.rule for v in in_gradient}
+    return found + [f"the exception for {rule!r} is not needed" for rule in unused]
+
+
+def faults_of_off(it: Problem, transform: Transform) -> list[str]:
+    """How a transform that does nothing differs from the program."""
+    with jax.enable_x64(it.program.x64):
+        fn = transform(it.fn, enabled=False)
+        texts = [str(jax.make_jaxpr(it.graded(f))(*it.inputs())) for f in (fn, it.fn)]
+    if _anonymous(texts[0]) == _anonymous(texts[1]):  # one program: no need to run it twice
+        return []
+    same = _same_bits(run(it, fn), run(it, it.fn))
+    return [] if same else ["results differ from the program's own"]
+
+
+def _anonymous(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", text)
+
+
+def _floats(ran: Ran) -> list[Any]:
+    return [x for part in ran for x in part if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def _same_bits(a: Ran, b: Ran) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and bool((x == y).all()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("fmt", RUNS)
+@pytest.mark.parametrize("name", ALL)
+def test_results_and_gradients(it, fmt):
+    assert faults_of_run(it, fmt, autocast) == []
+
+
+@pytest.mark.parametrize("fmt", RUNS)
+@pytest.mark.parametrize("name", ALL)
+def test_formats_in_the_trace(it, fmt):
+    assert faults_of_trace(it, fmt, autocast) == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_disabled_is_the_program_itself(it):
+    assert faults_of_off(it, autocast) == []
+
+
+def test_the_corpus_is_large_and_varied():
+    tags = Counter(tag for program in corpus() for tag in program.tags)
+    packages = Counter(program.needs for program in corpus())
+    exceptions = [program.name for program in corpus() if program.exceptions]
+    print(f"\n{len(ALL)} programs: {dict(packages)}; {len(tags)} tags; exceptions: {exceptions}")
+    assert len(ALL) >= 44
+    assert set(packages) >= {"jax", "flax", "equinox", "haiku", "numpyro", "diffrax", "optax"}
+    assert len(exceptions) <= 3
+
+
+# The oracles can fail.
+
+
+def identity(fn: Any, **_: Any) -> Any:
+    """Lowers nothing."""
+    return fn
+
+
+def everything_low(fn: Any, dtype: Any = jnp.bfloat16, **_: Any) -> Any:
+    """Casts arguments down and results up, and knows no op."""
+
+    def cast(tree: Any, before: Any, after: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(after) if x.dtype == before else x, tree)
+
+    return lambda *args: cast(fn(*cast(args, jnp.float32, dtype)), dtype, jnp.float32)
+
+
+def inlines_rules(fn: Any, dtype: Any, **_: Any) -> Any:
+    """Rounds as it should and loses custom derivatives."""
+    return rounded(fn, nearest(str(dtype)))
+
+
+def coarse(fn: Any, **_: Any) -> Any:
+    """Rounds to four bits."""
+    return rounded(fn, nearest("four bits"))
+
+
+def narrows_all(fn: Any, dtype: Any, **_: Any) -> Any:
+    """Takes float64 for float32."""
+    return lambda *args: fn(*(x.astype(jnp.float32) for x in args))
+
+
+SMALL = ["mlp_logits", "mlp_cross_entropy", "conv_2d_classifier", "scan_rnn", "causal_attention"]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_lowering_nothing_is_caught(it):
+    faults = faults_of_trace(it, "bfloat16", identity)
+    assert {fault.partition(" dot")[0].partition(" conv")[0] for fault in faults} == {
+        "forward: low:",
+        "gradient: low:",
+    }
+    expected = "formats" if LOW in it.program.out else "nothing was rounded"
+    assert expected in faults_of_run(it, "bfloat16", identity)[0]
+
+
+@pytest.mark.parametrize("name", ["mlp_cross_entropy", "linear_attention", "three_normalisations"])
+def test_lowering_everything_is_caught(it):
+    faults = faults_of_trace(it, "bfloat16", everything_low)
+    assert any(fault.startswith("forward: float32") for fault in faults)
+
+
+@pytest.mark.parametrize("name", ["custom_jvp_sign", "custom_vjp_linear"])
+def test_a_lost_derivative_rule_is_caught(it):
+    ran = run(it, inlines_rules(it.fn, "bfloat16"))
+    faults = too_far(name_of(it), "bfloat16", ran)
+    assert faults
+    assert all(fault.startswith("grads") for fault in faults)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_coarser_format_is_caught(it):
+    assert too_far(name_of(it), "bfloat16", emulated(it, nearest("four bits")))
+    assert too_far(name_of(it), "float16", emulated(it, nearest("bfloat16")))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_format_itself_is_not(it):
+    for fmt in RUNS:
+        assert too_far(name_of(it), fmt, emulated(it, nearest(fmt))) == []
+
+
+@pytest.mark.parametrize("name", ["float64_beside_float32"])
+def test_a_narrowed_float64_is_caught(it):
+    faults = faults_of_trace(it, "bfloat16", narrows_all)
+    assert any(fault.startswith("forward: narrow") for fault in faults)
+    assert "formats" in faults_of_run(it, "bfloat16", narrows_all)[0]
+
+
+@pytest.mark.parametrize("name", ["mlp_logits"])
+def test_a_transform_that_is_not_off_is_caught(it):
+    assert faults_of_off(it, lambda fn, enabled: everything_low(fn)) != []
+
+
+LOOPS = ["scan_rnn", "while_newton", "branches", "scan_over_layers_remat", "custom_vjp_linear"]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_reference_is_the_program_itself(it):
+    assert not rounds(name_of(it), run(it, it.fn))
+
+
+def name_of(it: Problem) -> str:
+    return it.program.name

@@ -1,0 +1,213 @@
+"""Export: what jax.export keeps of a function under autocast is StableHLO with plain converts.
+
+Every artifact is written to a file and run in one other process, in which polymp cannot be
+imported. Its bits must be those of the jitted function here.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from polymp.jax import autocast
+from tests.support.jax.corpus_runs import QUICK
+
+OWN = {
+    "name": "own",
+    "extends": "amp",
+    "rules": {"softmax": "lower", "class:normalisation": "lower", "gelu": "fp32", "tanh": "fp32"},
+}
+POLICIES: dict[str, Any] = {"amp": "amp", "lean": "lean", "own": OWN}
+FORMATS = {"bfloat16": "bf16", "float16": "f16"}
+
+WIDTH = 8
+
+
+def block(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Attention by hand, a norm, a loop and a branch: what a model has of each kind of op."""
+    h = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+    weights = jax.nn.softmax(h @ w["q"] @ (h @ w["k"]).T)
+    h = jax.nn.gelu(weights @ (h @ w["v"]))
+
+    def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.tanh(carry @ w["loop"]).astype(carry.dtype), None
+
+    h, _ = jax.lax.scan(body, h, None, length=3)
+    h = jax.lax.cond(x.sum() > 0, lambda h: h @ w["q"], lambda h: h @ w["k"], h)
+    return jax.nn.log_softmax(h)
+
+
+def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return jnp.sum(block(w, x).astype(jnp.float32) ** 2)
+
+
+def arguments() -> tuple[dict[str, jax.Array], jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 5)
+    w = {n: jax.random.normal(k, (WIDTH, WIDTH)) / 2 for n, k in zip("qkv", keys, strict=False)}
+    w["loop"] = jax.random.normal(keys[3], (WIDTH, WIDTH)) / 2
+    return w, jax.random.normal(keys[4], (4, WIDTH))
+
+
+class Case(NamedTuple):
+    policy: str
+    format: str
+    way: str  # what is exported, and what is asked of it
+
+    def __str__(self) -> str:
+        return f"{self.policy}-{self.format}-{self.way}"
+
+    def function(self) -> Callable[..., Any]:
+        what = block if self.way == "value" else loss
+        return autocast(what, dtype=jnp.dtype(self.format), policy=POLICIES[self.policy])
+
+    def exported(self, *platforms: str) -> export.Exported:
+        fn = jax.grad(self.function()) if self.way == "gradient" else self.function()
+        return export.export(jax.jit(fn), platforms=platforms)(*arguments())
+
+
+@cache
+def here(case: Case) -> list[np.ndarray]:
+    """What the jitted function comes to."""
+    fn = case.function() if case.way == "value" else jax.grad(case.function())
+    run = jax.jit(fn, compiler_options=QUICK)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(run(*arguments()))]
+
+
+WAYS = ("value", "gradient", "gradient of the artifact")
+RUN = (("amp", "bfloat16"), ("own", "bfloat16"), ("lean", "float16"))
+CASES = [Case(policy, format, way) for policy, format in RUN for way in WAYS]
+
+# Takes a folder of artifacts and writes what they come to. The name's end says how to call one.
+ELSEWHERE = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "polymp":
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from pathlib import Path
+import jax, numpy as np
+from jax import export
+folder = Path(sys.argv[1])
+leaves = [a for _, a in sorted(np.load(folder / "arguments.npz").items())]
+w, x = dict(zip(("k", "loop", "q", "v"), leaves[:4])), leaves[4]
+for path in sorted(folder.glob("*.artifact")):
+    call = export.deserialize(bytearray(path.read_bytes())).call
+    call = jax.grad(call) if path.stem.endswith("of the artifact") else call
+    run = jax.jit(call, compiler_options={QUICK})
+    found = [np.asarray(leaf) for leaf in jax.tree.leaves(run(w, x))]
+    np.savez(path.with_suffix(".npz"), *found)
+assert "polymp" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[np.ndarray]]:
+    """What a case's artifact came to in a process without polymp."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    np.savez(folder / "arguments.npz", *map(np.asarray, jax.tree.leaves(arguments())))
+    for case in CASES:
+        vjps = 1 if case.way == WAYS[2] else 0
+        (folder / f"{case}.artifact").write_bytes(case.exported("cpu").serialize(vjp_order=vjps))
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(folder)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+    def found(case: Case) -> list[np.ndarray]:
+        with np.load(Path(folder) / f"{case}.npz") as arrays:
+            return [arrays[name] for name in arrays.files]
+
+    return found
+
+
+def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
+    """The same formats and bits."""
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_artifact_gives_the_bits_of_the_jitted_function(case, elsewhere):
+    assert same(elsewhere(case), here(case))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_comparison_sees_another_policy_and_another_format(way, elsewhere):
+    ours = here(Case("amp", "bfloat16", way))
+    assert not same(elsewhere(Case("own", "bfloat16", way)), ours)
+    assert not same(elsewhere(Case("lean", "float16", way)), ours)
+
+
+def foreign(text: str) -> list[str]:
+    """Lines of a module that are not plain StableHLO, where they are from left out."""
+    lines = (re.sub(r"loc\(.*\)", "", line) for line in text.splitlines() if line[:4] != "#loc")
+    return [line for line in lines if "custom_call" in line or "polymp" in line]
+
+
+def products(text: str) -> list[str]:
+    """The formats of the operands of every matrix product in a module."""
+    found = re.findall(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\)", text)
+    return [format for pair in found for format in pair]
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stablehlo_has_plain_converts_and_low_products(policy, way):
+    fn = Case(policy, "bfloat16", way).function()
+    lowered = jax.jit(jax.grad(fn) if way == "gradient" else fn).lower(*arguments())
+    text = lowered.as_text()
+    assert foreign(text) == []
+    cast = rf"stablehlo.convert %arg\d+ : \(tensor<{WIDTH}x{WIDTH}xf32>\) -> tensor<8x8xbf16>"
+    assert re.search(cast, text), "no parameter is converted"
+    assert set(products(text)) == {"bf16"}
+    assert len(products(text)) >= 2 * (7 if way == "value" else 20)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_lowers_for_machines_that_are_not_here(format, way):
+    exported = Case("own", format, way).exported("cuda", "tpu")
+    text = exported.mlir_module()
+    assert exported.platforms == ("cuda", "tpu")
+    assert foreign(text) == []
+    assert set(products(text)) == {FORMATS[format]}
+    copy = export.deserialize(exported.serialize())
+    assert copy.out_avals == exported.out_avals
+    with pytest.raises(ValueError, match="platform"):
+        jax.jit(copy.call)(*arguments())
+
+
+def test_the_reader_of_modules_sees_what_it_must_see():
+    w, x = arguments()
+    cholesky = jax.jit(jnp.linalg.cholesky).lower(w["q"]).as_text()
+    assert foreign(cholesky), "a custom call was not seen"
+
+    @jax.jit
+    def polymp_inner(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    assert foreign(jax.jit(lambda x: polymp_inner(x) * 2).lower(x).as_text())
+    mixed = jax.jit(lambda x: x @ w["q"] + (x.astype("bfloat16") @ w["q"].astype("bfloat16")).sum())
+    assert sorted(products(mixed.lower(x).as_text())) == ["bf16", "bf16", "f32", "f32"]
+    assert set(products(jax.jit(block).lower(w, x).as_text())) == {"f32"}, "block is float32"
+
+
+def test_shapes_may_be_symbols():
+    w, x = arguments()
+    rows = export.symbolic_shape("n, 8")
+    inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), w)
+    fn = jax.jit(Case("lean", "bfloat16", "value").function())
+    exported = export.export(fn)(inputs, jax.ShapeDtypeStruct(rows, jnp.float32))
+    for n in (2, 4):
+        assert same([np.asarray(exported.call(w, x[:n]))], [np.asarray(fn(w, x[:n]))])

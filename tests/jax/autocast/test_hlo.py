@@ -1,0 +1,257 @@
+"""What XLA makes of a train step under autocast, and what that step keeps and rounds.
+
+The program is the transformer of `transformer.py` at a small size. It is compared with its float32
+self and with the same source cast by hand to bfloat16; the readers in `hlo.py` are shown to see
+what they must see.
+"""
+
+import math
+import statistics
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from polymp.jax import autocast
+from tests.support.jax import hlo, transformer
+
+SIZE = transformer.SMALL
+# Per layer qkv, scores, mix, out, up, down; then the head. Each has two transposes.
+CONTRACTIONS = 3 * (6 * SIZE.layers + 1)
+LOOPED = 6 + 12  # one layer forward, then its transposes; what remat repeats comes on top
+LOSSES = {
+    "float32": partial(transformer.loss, heads=SIZE.heads),
+    "by hand": partial(transformer.loss, heads=SIZE.heads, compute=jnp.bfloat16),
+}
+LOSSES["autocast"] = autocast(LOSSES["float32"])
+# The CPU of jax 0.10 upcasts the operands of a bfloat16 contraction whose result is bfloat16;
+# 0.11 runs it as it stands, and sums it in bfloat16.
+OLD = jax.__version_info__ < (0, 11)
+CPU = jax.default_backend() == "cpu"
+
+
+@cache
+def compiled(version: str, scanned: bool = False) -> str:
+    """The optimised HLO of a train step that has run: XLA compiles some that it cannot run."""
+    params, batch = transformer.parameters(SIZE, scanned=scanned), transformer.tokens(SIZE)
+    step = jax.jit(transformer.train_step(LOSSES[version])).lower(params, batch).compile()
+    assert jnp.isfinite(step(params, batch)[1])
+    return step.as_text()
+
+
+GRADIENTS = {version: jax.jit(jax.grad(loss)) for version, loss in LOSSES.items()}
+
+
+@cache
+def gradient(version: str, seed: int) -> Any:
+    return GRADIENTS[version](transformer.parameters(SIZE, seed), transformer.tokens(SIZE, seed))
+
+
+def distance(grads: Any, exact: Any) -> float:
+    """Relative l2 distance over the whole gradient."""
+    a, b = jax.tree.leaves(grads), jax.tree.leaves(exact)
+    apart = sum(float(jnp.sum((x - y) ** 2)) for x, y in zip(a, b, strict=True))
+    return math.sqrt(apart / sum(float(jnp.sum(y**2)) for y in b))
+
+
+def rounded(x: jax.Array) -> float:
+    """The fraction of the nonzero values of x that bfloat16 holds exactly."""
+    values = np.asarray(x, np.float32)
+    values = values[values != 0]
+    return float((values == values.astype(jnp.bfloat16).astype(np.float32)).mean())
+
+
+# The step: formats of contractions
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
+def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
+    found = hlo.contractions(compiled("autocast", scanned))
+    wrong = [c for c in found if not (c.low and c.full)]
+    assert not wrong
+    if scanned:
+        assert sum(c.looped for c in found) >= LOOPED
+    else:
+        assert len(found) == CONTRACTIONS
+    assert sum(c.backward for c in found) >= 2 * len(found) // 3 - 1
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
+def test_the_reader_sees_a_float32_step(scanned):
+    found = hlo.contractions(compiled("float32", scanned))
+    assert {c.operands for c in found} == {("float32", "float32")}
+    assert scanned or len(found) == CONTRACTIONS
+
+
+@pytest.mark.skipif(not CPU, reason="what XLA does on the CPU")
+def test_the_reader_sees_what_becomes_of_bfloat16_results():
+    found = hlo.contractions(compiled("by hand"))
+    assert len(found) == CONTRACTIONS
+    if OLD:
+        assert not any(c.low for c in found), "XLA no longer upcasts these: look again"
+    else:
+        assert sum(c.result == "bfloat16" for c in found) > CONTRACTIONS // 2
+
+
+@pytest.mark.skipif(not CPU, reason="reads a loop that other backends unroll")
+def test_the_reader_tells_a_loop_from_what_stands_outside():
+    def f(w, v, x):
+        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=50)
+        return x @ v
+
+    args = jnp.ones((24, 24)), jnp.ones((24, 40)), jnp.ones((8, 24))
+    found = hlo.contractions(jax.jit(f).lower(*args).compile().as_text())
+    assert [(c.shape, c.looped) for c in found if c.looped] == [((8, 24), True)]
+    assert [(c.shape, c.looped) for c in found if not c.looped] == [((8, 40), False)]
+
+
+GPU = """HloModule jit_f, is_scheduled=true
+
+%fused (param_0.1: bf16[16,16], param_1: f16[16,16]) -> f32[16,16] {
+  %param_0.1 = bf16[16,16]{1,0} parameter(0)
+  %param_1 = f16[16,16]{1,0} parameter(1)
+  ROOT %dot.1 = f32[16,16]{1,0} dot(%param_0.1, %param_1), lhs_contracting_dims={1}
+}
+
+ENTRY %main.5 (a: bf16[16,16], b: f16[16,16]) -> f32[16,16] {
+  %a = bf16[16,16]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="a (1)"}
+  %b = f16[16,16]{1,0} parameter(1)
+  %g = (bf16[16,16]{1,0}, /*index=1*/s8[4194304]{0}) custom-call(%a, %a), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/transpose(jvp())/dot"}
+  %c = (bf16[16,16]{1,0}, s8[0]{0}) custom-call(%a, %a), custom_call_target="TopK"
+  ROOT %fusion = f32[16,16]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_the_reader_sees_fusions_and_library_calls():
+    inside, library = hlo.contractions(GPU)
+    assert (inside.kind, inside.operands, inside.result) == (
+        "dot",
+        ("bfloat16", "float16"),
+        "float32",
+    )
+    assert inside.low
+    assert inside.full
+    assert not inside.backward
+    assert (library.kind, library.result) == ("__cublas$gemm", "bfloat16")
+    assert library.low
+    assert not library.full
+    assert library.backward
+
+
+def test_the_reader_refuses_what_is_no_hlo():
+    with pytest.raises(ValueError, match="no computation was found"):
+        hlo.contractions("module @jit_f { }")
+
+
+# What is kept for the backward pass
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
+def test_residuals_are_at_most_those_of_bfloat16_by_hand(scanned):
+    params = transformer.parameters(SIZE, scanned=scanned)
+    batch = transformer.tokens(SIZE)
+    held = {k: hlo.residual_bytes(loss, params, batch) for k, loss in LOSSES.items()}
+    assert 0 < held["autocast"] <= held["by hand"]
+    # In a loop that recomputes, a copy of all weights by hand costs more than it saves.
+    assert (held["by hand"] > held["float32"]) == scanned
+
+
+def test_residuals_count_copies_and_not_arguments():
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+
+    def kept(f):
+        return hlo.residual_bytes(f, w, x)
+
+    assert kept(lambda w, x: (x @ w).sum()) == 0  # x is an argument
+    assert kept(lambda w, x: jnp.sin(x @ w).sum()) == 2 * 4 * 4  # cos
+    low = jnp.bfloat16
+    assert kept(lambda w, x: (x.astype(low) @ w.astype(low)).sum()) == 2 * 4 * 2
+    assert kept(lambda w, x: (jnp.sin(x @ w) * jnp.sin(x @ w)).sum()) > 2 * 4 * 4
+
+
+# Gradients
+
+
+def test_the_gradient_is_at_least_as_exact_as_bfloat16_by_hand():
+    # Rounding is random, so one seed may go either way by a little: the median of several.
+    errors = {
+        version: [distance(gradient(version, s), gradient("float32", s)) for s in range(5)]
+        for version in ("by hand", "autocast")
+    }
+    assert 1e-4 < statistics.median(errors["autocast"]) <= statistics.median(errors["by hand"])
+
+
+def test_weights_get_gradients_that_were_never_rounded():
+    grads = gradient("autocast", 0)
+    layers = grads["layers"]
+    weights = [grads["head"], *(p[k] for p in layers for k in ("qkv", "out", "up", "down"))]
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+    # By chance one float32 value in 65,536 is one of bfloat16's.
+    assert max(map(rounded, weights)) < 0.01
+
+
+def test_rounded_gradients_are_seen():
+    grads = gradient("by hand", 0)
+    assert rounded(grads["head"]) == 1
+    assert all(rounded(p["qkv"]) == 1 for p in grads["layers"])
+
+
+# A weight in a loop
+
+
+def rnn(w: jax.Array, x: jax.Array) -> jax.Array:
+    def body(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    _, states = jax.lax.scan(body, jnp.zeros_like(x[0]), x)
+    return (states**2).mean()
+
+
+def problem(length: int) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(3))
+    w = jax.random.normal(keys[0], (24, 24)) * 0.9 / 24**0.5
+    return w, jax.random.normal(keys[1], (length, 4, 24))
+
+
+def casts(f: Any, length: int = 64) -> list[hlo.Instruction]:
+    w, x = problem(length)
+    text = jax.jit(f).lower(w, x).compile().as_text()
+    assert any(c.looped for c in hlo.contractions(text)), "no loop is left to look into"
+    return hlo.looped_casts(text, w.size)
+
+
+def test_xla_takes_the_casts_of_a_weight_out_of_the_loop():
+    assert casts(autocast(rnn)) == []
+    assert casts(jax.grad(autocast(rnn))) == []
+
+
+@pytest.mark.skipif(not CPU, reason="what XLA does on the CPU")
+def test_a_cast_that_stays_in_the_loop_is_seen():
+    # This weight changes in every turn, so that its cast cannot leave the loop.
+    def by_hand(w, x):
+        def body(c, x):
+            h, w = c
+            low = jnp.bfloat16
+            y = jax.lax.dot(h.astype(low), w.astype(low), preferred_element_type=jnp.float32)
+            return (jnp.tanh(y + x), w * 0.99), None
+
+        return jax.lax.scan(body, (jnp.zeros_like(x[0]), w), x)[0][0].sum()
+
+    assert casts(by_hand)
+
+
+def test_a_weight_used_in_every_turn_collects_its_gradient_in_float32():
+    # The user's own cast outside the loop makes one bfloat16 copy, whose cotangents add up in
+    # bfloat16. That is what autocast must not make of its casts.
+    w, x = problem(256)
+    exact = jax.jit(jax.grad(rnn))(w, x)
+    ours = jax.jit(jax.grad(autocast(rnn)))(w, x)
+    once = jax.jit(jax.grad(autocast(lambda w, x: rnn(w.astype(jnp.bfloat16), x))))(w, x)
+    assert rounded(ours) < 0.05
+    assert rounded(once) == 1, "the reader of rounding sees nothing"
+    assert distance(ours, exact) < 0.5 * distance(once, exact)

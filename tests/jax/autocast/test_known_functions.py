@@ -1,0 +1,670 @@
+"""Functions of libraries as ops: recognised wherever they are called, and nothing else is.
+
+And the name scopes that rules by module path go by. What was decided is read from a report; most
+programs are traced and never compiled.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+import polymp
+from polymp.backends.jax.autocast import known_functions
+from polymp.jax import autocast
+from polymp.rules.vocabulary import vocabulary
+from tests.support.jax.walker import equations
+
+X = jnp.linspace(-2.0, 2.0, 16, dtype=jnp.float32).reshape(4, 4)
+KEY = jax.random.key(0)
+softmax = jax.nn.softmax  # a name of ours for it, so that no test depends on how it is spelled
+
+
+class Ran(NamedTuple):
+    """What a traced call decided: of each op that a row spoke of, and the formats that came out."""
+
+    ops: list[str]
+    formats: list[tuple[str, ...]]
+    scopes: list[str]
+    rules: list[str]
+    out: Any
+
+
+def traced(fn: Callable[..., Any], *args: Any, policy: Any) -> Ran:
+    with polymp.recording() as report:
+        out = jax.eval_shape(autocast(fn, policy=policy), *args)
+    return Ran(
+        [entry.op for entry in report.entries],
+        [entry.formats for entry in report.entries],
+        [entry.scope for entry in report.entries],
+        [str(entry.row.rule) for entry in report.entries],
+        jax.tree.map(lambda x: x.dtype.name, out),
+    )
+
+
+def lowers(*ops: str, **more: str) -> dict[str, Any]:
+    """A policy that lowers some ops, and has a rule for what they are made of, too."""
+    parts = {"class:power": "fp32", "sum": "fp32"}
+    return {"rules": {**parts, **dict.fromkeys(ops, "lower"), **more}}
+
+
+# --- which functions ------------------------------------------------------------------------------
+
+
+def in_nnx(make: Callable[..., Any], *inputs: Any) -> Callable[[Any], Any]:
+    def call(x: Any) -> Any:
+        return make(rngs=nnx.Rngs(0))(*inputs, x)
+
+    return call
+
+
+def in_linen(module: Any, *inputs: Any, **options: Any) -> Callable[[Any], Any]:
+    def call(x: Any) -> Any:
+        return module.init_with_output(KEY, *inputs, x, **options)[0]
+
+    return call
+
+
+def in_haiku(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(x: Any) -> Any:
+        net = hk.without_apply_rng(hk.transform_with_state(fn))
+        return net.apply(*net.init(KEY, x), x)[0]
+
+    return call
+
+
+def labels(x: Any) -> Any:
+    return jnp.zeros(len(x), jnp.int32)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    # Some leave bare equations, some a call of jit, of custom_jvp or of a ufunc.
+    "jax.nn.softmax": softmax,
+    "jax.scipy.special.softmax": jax.scipy.special.softmax,
+    "jax.nn.log_softmax": jax.nn.log_softmax,
+    "jax.nn.logsumexp": jax.nn.logsumexp,
+    "jax.nn.standardize": jax.nn.standardize,
+    "jax.nn.softplus": jax.nn.softplus,
+    "jax.nn.relu": jax.nn.relu,
+    "jax.nn.silu": jax.nn.silu,
+    "jax.nn.gelu": jax.nn.gelu,
+    "jax.nn.elu": jax.nn.elu,
+    "jax.nn.celu": jax.nn.celu,
+    "jax.nn.selu": jax.nn.selu,
+    "jax.nn.mish": jax.nn.mish,
+    "jax.nn.log_sigmoid": jax.nn.log_sigmoid,
+    "jax.nn.dot_product_attention": lambda x: jax.nn.dot_product_attention(*[x[None, None]] * 3),
+    "jax.numpy.logaddexp": lambda x: jnp.logaddexp(x, x),
+    "jax.numpy.var": jnp.var,
+    "jax.numpy.std": jnp.std,
+    "jax.numpy.mean": jnp.mean,
+    "jax.numpy.kron": lambda x: jnp.kron(x, x),
+    "jax.numpy.cross": lambda x: jnp.cross(x[:, :3], x[:, 1:]),
+    "jax.numpy.linalg.norm": jnp.linalg.norm,
+    "jax.numpy.linalg.vector_norm": jnp.linalg.vector_norm,
+    "jax.numpy.linalg.matrix_norm": jnp.linalg.matrix_norm,
+    "jax.scipy.special.i0": jax.scipy.special.i0,
+    "jax.scipy.special.i1": jax.scipy.special.i1,
+    "jax.scipy.special.entr": jax.scipy.special.entr,
+    "jax.scipy.special.erfcx": jax.scipy.special.erfcx,
+    "jax.scipy.special.ndtr": jax.scipy.special.ndtr,
+    "jax.scipy.special.log_ndtr": jax.scipy.special.log_ndtr,
+    "jax.scipy.special.multigammaln": lambda x: jax.scipy.special.multigammaln(x + 5, 2),
+    # Layers
+    "flax.nnx.LayerNorm.__call__": in_nnx(lambda rngs: nnx.LayerNorm(4, rngs=rngs)),
+    "flax.nnx.RMSNorm.__call__": in_nnx(lambda rngs: nnx.RMSNorm(4, rngs=rngs)),
+    "flax.nnx.GroupNorm.__call__": in_nnx(lambda rngs: nnx.GroupNorm(4, 2, rngs=rngs)),
+    "flax.nnx.BatchNorm.__call__": in_nnx(lambda rngs: nnx.BatchNorm(4, rngs=rngs)),
+    "flax.nnx.InstanceNorm.__call__": in_nnx(lambda rngs: nnx.InstanceNorm(4, rngs=rngs)),
+    "flax.nnx.PReLU.__call__": in_nnx(lambda rngs: nnx.PReLU()),
+    "flax.nnx.GRUCell.__call__": in_nnx(lambda rngs: nnx.GRUCell(4, 4, rngs=rngs), X),
+    "flax.nnx.SimpleCell.__call__": in_nnx(lambda rngs: nnx.SimpleCell(4, 4, rngs=rngs), X),
+    "flax.nnx.LSTMCell.__call__": in_nnx(lambda rngs: nnx.LSTMCell(4, 4, rngs=rngs), (X, X)),
+    "flax.linen.LayerNorm.__call__": in_linen(linen.LayerNorm()),
+    "flax.linen.RMSNorm.__call__": in_linen(linen.RMSNorm()),
+    "flax.linen.GroupNorm.__call__": in_linen(linen.GroupNorm(2)),
+    "flax.linen.BatchNorm.__call__": in_linen(linen.BatchNorm(use_running_average=False)),
+    "flax.linen.InstanceNorm.__call__": in_linen(linen.InstanceNorm()),
+    "flax.linen.PReLU.__call__": in_linen(linen.PReLU()),
+    "equinox.nn.LayerNorm.__call__": lambda x: jax.vmap(eqx.nn.LayerNorm(4))(x),
+    "equinox.nn.RMSNorm.__call__": lambda x: jax.vmap(eqx.nn.RMSNorm(4))(x),
+    "equinox.nn.GRUCell.__call__": lambda x: eqx.nn.GRUCell(4, 4, key=KEY)(x[0], x[1]),
+    "haiku.LayerNorm.__call__": in_haiku(lambda x: hk.LayerNorm(-1, True, True)(x)),
+    "haiku.BatchNorm.__call__": in_haiku(lambda x: hk.BatchNorm(True, True, 0.9)(x, True)),
+    "haiku.VanillaRNN.__call__": in_haiku(lambda x: hk.VanillaRNN(4)(x, x)[0]),
+    # Losses
+    "optax.losses.squared_error": lambda x: optax.losses.squared_error(x, x + 1),
+    "optax.losses.huber_loss": lambda x: optax.losses.huber_loss(x, x + 1),
+    "optax.losses.cosine_similarity": lambda x: optax.losses.cosine_similarity(x, x + 1),
+    "optax.losses.kl_divergence": lambda x: optax.losses.kl_divergence(x, x + 1),
+    "optax.losses.sigmoid_binary_cross_entropy": lambda x: (
+        optax.losses.sigmoid_binary_cross_entropy(x, x)
+    ),
+    "optax.losses.softmax_cross_entropy": lambda x: optax.losses.softmax_cross_entropy(x, x),
+    "optax.losses.softmax_cross_entropy_with_integer_labels": lambda x: (
+        optax.losses.softmax_cross_entropy_with_integer_labels(x, labels(x))
+    ),
+    "optax.losses.triplet_margin_loss": lambda x: optax.losses.triplet_margin_loss(x, x + 1, x + 2),
+}
+
+
+@pytest.mark.parametrize("dotted", CALLS)
+def test_a_function_of_the_vocabulary_is_one_op_whatever_its_call_leaves(dotted: str) -> None:
+    op = vocabulary().functions[dotted]
+    calls = 2 if dotted.startswith("haiku") else 1  # once more when its parameters are made
+    for fn in (CALLS[dotted], jax.jit(CALLS[dotted])):
+        assert traced(fn, X, policy={"rules": {op: "fp32"}}).ops == [op] * calls
+        assert traced(fn, X, policy={"rules": {op: "parts"}}).ops == []
+
+
+# What a function calls on its way, of functions that have no primitive.
+INSIDE = {
+    "jax.nn.standardize": ("mean",),
+    "jax.nn.softplus": ("logaddexp",),
+    "jax.nn.selu": ("elu",),
+    "jax.nn.mish": ("softplus",),
+    "jax.nn.log_sigmoid": ("softplus",),
+    "jax.nn.dot_product_attention": ("softmax",),
+    "jax.numpy.var": ("mean",),
+    "jax.numpy.std": ("var",),
+    "jax.numpy.linalg.matrix_norm": ("norm",),
+    "jax.scipy.special.entr": ("xlogy",),
+    **{
+        f"flax.{library}.{layer}.__call__": ("mean",)
+        for library in ("linen", "nnx")
+        for layer in ("LayerNorm", "RMSNorm", "GroupNorm", "BatchNorm", "InstanceNorm")
+    },
+    "equinox.nn.LayerNorm.__call__": ("mean", "var"),
+    "equinox.nn.RMSNorm.__call__": ("mean",),
+    "haiku.LayerNorm.__call__": ("mean", "var"),
+    "haiku.BatchNorm.__call__": ("mean",),
+    "haiku.VanillaRNN.__call__": ("relu",),
+    "optax.losses.sigmoid_binary_cross_entropy": ("logsigmoid",),
+    "optax.losses.softmax_cross_entropy": ("log_softmax",),
+    "optax.losses.softmax_cross_entropy_with_integer_labels": ("logsumexp",),
+}
+
+
+@pytest.mark.parametrize("dotted", CALLS)
+def test_and_of_no_other_op_but_those_it_calls(dotted: str) -> None:
+    """Which are not seen as long as it is an op itself."""
+    words = vocabulary()
+    own, aside = words.functions[dotted], ("layout", "linear_algebra")  # parameters are made
+    others = {op for op in words.functions.values() if not words.ops[op].jax and op != own}
+    rules = {op: "fp32" for op in others if words.ops[op].kind not in aside}
+    assert {*traced(CALLS[dotted], X, policy={"rules": rules}).ops} == {*INSIDE.get(dotted, ())}
+    assert {*traced(CALLS[dotted], X, policy={"rules": {**rules, own: "fp32"}}).ops} == {own}
+
+
+def test_amps_functions_of_libraries_are_all_called_above() -> None:
+    """`tests/support/cases.py` calls those of jax alone."""
+    amp, words = polymp.policy("amp"), vocabulary()
+    called = {words.functions[dotted] for dotted in CALLS}
+    theirs = {op for dotted, op in words.functions.items() if not dotted.startswith("jax.")}
+    ruled = {op for op in theirs if amp.winner(op, "bfloat16")}
+    # A solver leaves several sections in a trace: `test_solvers.py` has those.
+    assert {words.ops[op].kind for op in ruled - called} == {"iteration"}
+
+
+# --- where they are called ------------------------------------------------------------------------
+
+
+def scanned(fn: Any) -> Any:
+    return lambda x: lax.scan(lambda c, _: (c + 1, fn(c)), x, None, length=2)[1]
+
+
+PLACES: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "bare": lambda fn: fn,
+    "jit": jax.jit,
+    "jit round more": lambda fn: jax.jit(lambda x: fn(x + 1) * 2),
+    "vmap": lambda fn: lambda x: jax.vmap(fn)(x[None]),
+    "vmap of jit": lambda fn: lambda x: jax.vmap(jax.jit(fn))(x[None]),
+    "scan": scanned,
+    "map": lambda fn: lambda x: lax.map(fn, x[None]),
+    "while": lambda fn: lambda x: lax.while_loop(lambda c: c[0, 0] < 1, lambda c: fn(c) + 1, x),
+    "cond": lambda fn: lambda x: lax.cond(x[0, 0] > 0, fn, lambda x: x, x),
+    "remat": jax.checkpoint,
+    "grad inside": lambda fn: jax.grad(lambda x: fn(x).sum()),
+    "jvp inside": lambda fn: lambda x: jax.jvp(fn, (x,), (x,)),
+    "named_scope": lambda fn: jax.named_scope("here")(fn),
+    "named_call": lambda fn: jax.named_call(fn),
+    "partial": lambda fn: lambda x: fn(x, axis=0),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_a_call_is_recognised_in_every_place(name: str, place: str) -> None:
+    """Inside it nothing else is asked, though sums and exponentials have rows."""
+    fn = PLACES[place](getattr(jax.nn, name))
+    policy = {"rules": {name: "fp32", "exp": "fp32", "sum": "fp32", "log": "fp32"}}
+    ops = traced(fn, X, policy=policy).ops
+    if place in ("grad inside",):
+        assert [op for op in ops if op != name] == ["sum"], "the test's own sum"
+        ops.remove("sum")
+    assert set(ops) == {name}
+    unruled = traced(fn, X, policy={"rules": {**policy["rules"], name: "parts"}}).ops
+    assert {"exp", "sum"} <= set(unruled)
+    assert name not in unruled
+
+
+def test_a_gradient_from_outside_follows_the_call() -> None:
+    """Forward and backward of what is lowered are as of arrays cast by hand."""
+    fn = autocast(lambda x: softmax(x), policy=lowers("softmax"))
+
+    def by_hand(x: Any) -> Any:
+        return softmax(x.astype(jnp.bfloat16))
+
+    def loss(fn: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda x: (fn(x).astype(jnp.float32) * X).sum()))
+
+    for ours, theirs in zip(loss(fn)(X), loss(by_hand)(X), strict=True):
+        assert ours.dtype == theirs.dtype == jnp.float32
+        assert np.array_equal(ours, theirs)
+    plain = loss(softmax)(X)
+    assert not np.array_equal(plain[1], loss(fn)(X)[1]), "nothing was rounded: the test is blind"
+
+
+# --- which of several -----------------------------------------------------------------------------
+
+
+def test_of_nested_functions_the_outermost_with_a_rule_decides() -> None:
+    assert traced(jnp.std, X, policy=lowers("std", "var")).ops == ["std"]
+    inner = traced(jnp.std, X, policy=lowers("var")).ops
+    assert "var" in inner
+    assert "std" not in inner
+    assert "sum" not in inner, "var decides for what is in it"
+    assert traced(jnp.std, X, policy=lowers("var", std="parts")).ops == inner
+    assert "sum" in traced(jnp.std, X, policy=lowers()).ops
+
+
+def test_keep_holds_for_all_inside() -> None:
+    def f(x: Any) -> Any:
+        return softmax(x @ x)
+
+    kept = traced(f, X, policy={"extends": "amp", "rules": {"softmax": "keep"}})
+    assert (kept.ops, kept.out) == (["linear", "softmax"], "bfloat16")
+    parts = traced(f, X, policy={"extends": "amp", "rules": {"softmax": "parts"}})
+    assert {"exp", "sum"} <= set(parts.ops)
+    assert "softmax" not in parts.ops
+    assert parts.out == "float32"
+
+
+def test_forbidden_functions_are_named() -> None:
+    policy = {"name": "mine", "rules": {"softmax": {"rule": "forbid", "instead": "log_softmax"}}}
+    with pytest.raises(polymp.ForbiddenOpError) as raised:
+        traced(softmax, X, policy=policy)
+    assert str(raised.value).splitlines()[0] == (
+        "policy 'mine' forbids 'softmax', called here with (float32). "
+        "Use log_softmax, or give it another rule in the policy."
+    )
+    assert traced(jax.nn.log_softmax, X, policy=policy).out == "float32"
+
+
+def test_two_calls_are_two_ops() -> None:
+    def line(x: Any) -> Any:
+        return softmax(softmax(x))
+
+    def loop(x: Any) -> Any:
+        for _ in range(3):
+            x = softmax(x)
+        return x
+
+    def layers(x: Any) -> Any:
+        for layer in [nnx.LayerNorm(4, rngs=nnx.Rngs(0)) for _ in range(2)]:
+            x = layer(x)
+        return x
+
+    assert traced(line, X, policy=lowers("softmax")).formats == [("float32",), ("bfloat16",)]
+    assert traced(loop, X, policy=lowers("softmax")).ops == ["softmax"] * 3
+    assert traced(layers, X, policy={"rules": {"layer_norm": "fp32"}}).ops == ["layer_norm"] * 2
+
+
+def test_neighbouring_calls_keep_their_own_formats() -> None:
+    def apart(x: Any) -> Any:
+        low = x @ x
+        return softmax(low), softmax(x)
+
+    def together(x: Any) -> Any:
+        return tuple(softmax(y) for y in (x @ x, x))
+
+    policy = {"rules": {"class:matmul": "lower", "softmax": "fp32_keep"}}
+    for fn in (apart, together):
+        assert traced(fn, X, policy=policy).out == ("bfloat16", "float32")
+
+
+# --- what is not one of them ----------------------------------------------------------------------
+
+
+def test_a_users_function_of_the_same_name_is_none_of_them() -> None:
+    def softmax(x: Any, axis: int = -1) -> Any:
+        return jnp.exp(x) / jnp.exp(x).sum(axis, keepdims=True)
+
+    class LayerNorm(nnx.Module):
+        def __call__(self, x: Any) -> Any:
+            return softmax(x)
+
+    for fn in (softmax, jax.jit(softmax), LayerNorm()):
+        ran = traced(lambda x, fn=fn: fn(x), X, policy=lowers("softmax", "layer_norm"))
+        assert {"exp", "sum"} <= set(ran.ops)
+        assert not {"softmax", "layer_norm"} & set(ran.ops)
+
+
+def test_a_subclass_that_calls_the_librarys_is() -> None:
+    class Mine(nnx.LayerNorm):
+        def __call__(self, x: Any) -> Any:
+            return jnp.exp(super().__call__(x))
+
+    ran = traced(lambda x: Mine(4, rngs=nnx.Rngs(0))(x), X, policy=lowers("layer_norm"))
+    assert ran.ops == ["layer_norm", "exp"]
+
+
+def test_callers_of_the_autocast_function_do_not_count() -> None:
+    """A library's cell calls an autocast function as its activation; so does its gradient."""
+
+    @jax.custom_jvp
+    def activation(x: Any) -> Any:
+        return jnp.exp(x)
+
+    activation.defjvp(lambda xs, ts: (activation(*xs), ts[0] * jnp.exp(xs[0])))
+    fn = autocast(activation, policy={"rules": {"rnn_tanh_cell": "forbid", "exp": "fp32"}})
+    cell = nnx.SimpleCell(4, 4, activation_fn=fn, rngs=nnx.Rngs(0))
+    with polymp.recording() as report:
+        jax.eval_shape(jax.grad(lambda x: cell(X, x)[1].sum()), X)
+    assert {entry.op for entry in report.entries} == {"exp"}
+    with pytest.raises(polymp.ForbiddenOpError, match="rnn_tanh_cell"):
+        traced(lambda x: cell(X, x)[1], X, policy={"rules": {"rnn_tanh_cell": "forbid"}})
+
+
+def test_what_was_traced_outside_is_traced_again_inside() -> None:
+    fn = jax.jit(lambda x: softmax(x))
+    fn(X)
+    assert traced(fn, X, policy=lowers("softmax")).out == "bfloat16"
+    assert fn(X).dtype == jnp.float32
+
+
+def test_a_library_that_is_loaded_later_is_looked_at_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = known_functions.Functions()
+    with monkeypatch.context() as unloaded:
+        unloaded.delitem(sys.modules, "optax")
+        known.refresh()
+        assert "softmax" in known.ops.values()
+        assert "huber_loss" not in known.ops.values()
+    known.refresh()
+    assert known.ops[id(known_functions.code_of(optax.losses.huber_loss))] == "huber_loss"
+
+
+def test_code_is_found_under_wrappers() -> None:
+    def plain(x: Any) -> Any:
+        return x
+
+    code = plain.__code__
+    wrapped = [
+        jax.jit(plain),
+        jax.custom_jvp(plain),
+        jax.custom_vjp(plain),
+        jax.jit(jax.jit(plain)),
+    ]
+    assert [known_functions.code_of(fn) for fn in (plain, *wrapped)] == [code] * 5
+    assert known_functions.code_of(np.sin) is None
+    with pytest.raises(TypeError, match="has no code to know it by"):
+        known_functions.Functions().add(np.sin, "sin")
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def test_a_gain_and_a_bias_do_not_say_what_comes_out() -> None:
+    layers = {
+        "nnx": nnx.LayerNorm(4, rngs=nnx.Rngs(0)),
+        "linen": linen.LayerNorm().bind(linen.LayerNorm().init(KEY, X)),
+        "equinox": jax.vmap(eqx.nn.LayerNorm(4)),
+    }
+    for call in layers.values():
+        ran = traced(lambda x, call=call: call(x @ x), X, policy="lean")
+        assert ran.out == "bfloat16"
+        assert ran.formats[ran.ops.index("layer_norm")] == ("bfloat16",)
+        assert traced(call, X, policy="lean").out == "float32"
+        assert traced(lambda x, call=call: call(x @ x), X, policy="amp").out == "float32"
+
+
+def test_running_statistics_stay_in_their_format() -> None:
+    net = linen.BatchNorm(use_running_average=False)
+    state = net.init(KEY, X)
+
+    def f(state: Any, x: Any) -> Any:
+        return net.apply(state, x @ x, mutable=["batch_stats"])
+
+    out, changed = jax.eval_shape(autocast(f), state, X)
+    assert out.dtype == jnp.bfloat16
+    assert {x.dtype.name for x in jax.tree.leaves(changed)} == {"float32"}
+
+
+def test_computed_in_float32_and_returned_as_it_came() -> None:
+    policy = {"rules": {"class:matmul": "lower", "softmax": "fp32_keep"}}
+    low = X.astype(jnp.bfloat16)
+    ours = jax.jit(autocast(lambda x: softmax(x), policy=policy))(low)
+    exact = jax.jit(lambda x: softmax(x.astype(jnp.float32)).astype(jnp.bfloat16))(low)
+    assert ours.dtype == jnp.bfloat16
+    assert np.array_equal(ours, exact)
+    assert not np.array_equal(jax.jit(softmax)(low), exact), "the test is blind"
+
+
+def test_a_floating_point_argument_that_is_wide_counts() -> None:
+    def f(fn: Any) -> Any:
+        return lambda x: fn(x @ x, x)
+
+    policy = {"rules": {"class:matmul": "lower", "logaddexp": "fp32_keep", "cross": "widest"}}
+    assert traced(f(jnp.logaddexp), X, policy=policy).out == "float32"
+    assert traced(f(lambda a, b: jnp.cross(a[:, :3], b[:, :3])), X, policy=policy).out == "float32"
+
+
+def test_the_softmax_inside_an_attention_is_float32() -> None:
+    """As in torch's kernels, whose products are low."""
+    net = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    for call in (CALLS["jax.nn.dot_product_attention"], lambda x: net(x[None])):
+        jaxpr = jax.make_jaxpr(autocast(call))(X)
+        sites = list(equations(jaxpr))
+        assert {s.params["run"] for s in sites if s.op == "polymp_contraction"} == {"bfloat16"}
+        assert {s.operands for s in sites if s.op == "exp"} == {("float32",)}
+        assert not [s for s in sites if s.op == "dot_general"]
+        assert jaxpr.out_avals[0].dtype == jnp.bfloat16
+
+
+def test_linear_algebra_runs_as_written() -> None:
+    """Its products finish what was factorised in float32: they are not lowered."""
+
+    def f(x: Any) -> Any:
+        return jnp.linalg.pinv(x) @ x
+
+    jaxpr = jax.make_jaxpr(autocast(f))(X)
+    ours = [site for site in equations(jaxpr) if site.op == "polymp_contraction"]
+    plain = [site for site in equations(jaxpr) if site.op == "dot_general"]
+    assert len(ours) == 1, "the test's own product"
+    assert plain
+    assert {fmt for site in plain for fmt in site.operands} == {"float32"}
+    assert traced(jnp.linalg.inv, X, policy={"rules": {"linalg_inv": "fp32"}}).ops == ["linalg_inv"]
+
+
+def test_in_a_region_that_is_off_nothing_is_asked() -> None:
+    def f(x: Any) -> Any:
+        with autocast(enabled=False):
+            off = softmax(x), jax.nn.log_softmax(x)
+        return off, softmax(x)
+
+    ran = traced(f, X, policy=lowers("softmax", "log_softmax"))
+    assert ran.ops == ["softmax"]
+    assert ran.out == (("float32", "float32"), "bfloat16")
+
+
+# --- scopes ---------------------------------------------------------------------------------------
+
+HEAD = {
+    "rules": {"class:matmul": "lower"},
+    "scopes": {"*.head": {"class:matmul": "fp32"}},
+}
+
+
+def product(x: Any) -> Any:
+    return x @ x
+
+
+def head(x: Any) -> Any:
+    with jax.named_scope("head"):
+        return product(x)
+
+
+SCOPED: dict[str, Callable[[Any], Any]] = {
+    "named_scope": head,
+    "nested": jax.named_scope("a")(head),
+    "deeper": jax.named_scope("head")(jax.named_scope("a")(product)),
+    "jit inside": jax.named_scope("head")(jax.jit(product)),
+    "jit around": jax.jit(head),
+    "scan inside": jax.named_scope("head")(scanned(product)),
+    "scan around": scanned(head),
+    "while around": lambda x: lax.while_loop(lambda c: c[0, 0] < 1, head, x),
+    "cond around": lambda x: lax.cond(x[0, 0] > 0, head, lambda x: x, x),
+    "cond inside": jax.named_scope("head")(
+        lambda x: lax.cond(x[0, 0] > 0, product, lambda x: x, x)
+    ),
+    "remat inside": jax.named_scope("head")(jax.checkpoint(product)),
+    "remat around": jax.checkpoint(head),
+    "vmap inside": jax.named_scope("head")(lambda x: jax.vmap(product)(x[None])),
+    "vmap around": lambda x: jax.vmap(head)(x[None]),
+    "grad inside": jax.named_scope("head")(jax.grad(lambda x: product(x).sum())),
+    "grad around": jax.grad(lambda x: head(x).sum()),
+    "all around": lambda x: jax.vmap(jax.jit(scanned(jax.checkpoint(head))))(x[None]),
+}
+
+
+@pytest.mark.parametrize("place", SCOPED)
+def test_a_rule_by_scope_holds_inside(place: str) -> None:
+    ran = traced(SCOPED[place], X, policy=HEAD)
+    assert set(ran.rules) == {"fp32"}
+    assert all("head" in scope.split(".") for scope in ran.scopes)
+    assert ran.out == "float32"
+    without = traced(SCOPED[place], X, policy={"rules": HEAD["rules"]})
+    assert set(without.rules) == {"lower"}
+
+
+def test_a_rule_by_scope_ends_with_it() -> None:
+    shared = jax.jit(product)
+
+    def f(x: Any) -> Any:
+        before = shared(x)
+        with jax.named_scope("head"):
+            inside = shared(x)
+        with jax.named_scope("heads"):
+            other = shared(x)
+        return before, inside, other
+
+    ran = traced(f, X, policy=HEAD)
+    assert ran.out == ("bfloat16", "float32", "bfloat16")
+    assert ran.scopes == ["", "head", "heads"]
+
+
+def test_the_gradient_from_outside_runs_by_the_scope_of_the_forward_pass() -> None:
+    def loss(x: Any) -> Any:
+        return autocast(lambda x: product(x) + head(x), policy=HEAD)(x).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(X)
+    ops = [site.op for site in equations(jaxpr)]
+    assert ops.count("polymp_contraction") == 3
+    assert ops.count("dot_general") == 3
+
+
+def test_derivative_rules_run_in_the_scope_of_the_call() -> None:
+    @jax.custom_vjp
+    def squared(x: Any) -> Any:
+        return product(x)
+
+    squared.defvjp(lambda x: (squared(x), x), lambda x, ct: (ct @ x,))
+    fn = autocast(jax.named_scope("head")(squared), policy=HEAD)
+    with polymp.recording() as report:
+        jax.eval_shape(jax.grad(lambda x: fn(x).sum()), X)
+    assert {(entry.scope, str(entry.row.rule)) for entry in report.entries} == {("head", "fp32")}
+
+
+def test_functions_follow_scopes_too() -> None:
+    policy = {
+        "rules": {"softmax": "lower", "log_softmax": "lower"},
+        "scopes": {"*.head": {"softmax": "fp32", "log_softmax": "fp32"}},
+    }
+    for fn in (softmax, jax.nn.log_softmax):
+
+        def both(x: Any, fn: Any = fn) -> Any:
+            return fn(x), jax.named_scope("head")(fn)(x)
+
+        assert traced(both, X, policy=policy).out == ("bfloat16", "float32")
+
+
+def test_the_deepest_scope_wins() -> None:
+    policy = {
+        "scopes": {"a": {"class:matmul": "lower"}, "a.b": {"class:matmul": "fp32"}},
+    }
+
+    def f(x: Any) -> Any:
+        with jax.named_scope("a"):
+            low = product(x)
+            with jax.named_scope("b"):
+                wide = product(x)
+        return low, wide, product(x)
+
+    assert traced(f, X, policy=policy).out == ("bfloat16", "float32", "float32")
+    assert traced(f, X, policy=policy).scopes == ["a", "a.b"]
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.Dense(4, name="body")(x)
+        return x, linen.Dense(4, name="head")(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self) -> None:
+        self.body = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: Any) -> Any:
+        x = self.body(x)
+        return x, self.head(x)
+
+
+def in_module_of_haiku(x: Any) -> Any:
+    x = hk.Linear(4, name="body")(x)
+    return x, hk.Linear(4, name="head")(x)
+
+
+def test_modules_are_scopes() -> None:
+    net = Linen()
+    variables = net.init(KEY, X)
+    ran = traced(lambda v, x: net.apply(v, x), variables, X, policy=HEAD)
+    assert ran.out == ("bfloat16", "float32")
+    assert ran.scopes == ["Linen.body", "Linen.head"]
+    haiku = hk.without_apply_rng(hk.transform(in_module_of_haiku))
+    params = haiku.init(KEY, X)
+    assert traced(haiku.apply, params, X, policy=HEAD).out == ("bfloat16", "float32")
+    with polymp.recording() as report:
+        low, wide = autocast(lambda net, x: net(x), policy=HEAD)(Nnx(), X)
+    assert [x.dtype.name for x in (low, wide)] == ["bfloat16", "float32"]
+    assert [entry.scope for entry in report.entries] == ["body", "head"]
+
+
+def test_a_region_inside_a_scope_has_its_own_policy() -> None:
+    def f(x: Any) -> Any:
+        with jax.named_scope("head"):
+            with autocast(dtype="float16", policy="amp"):
+                amp = product(x)
+            return amp, product(x)
+
+    assert traced(f, X, policy=HEAD).out == ("float16", "float32")

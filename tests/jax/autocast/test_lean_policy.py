@@ -1,0 +1,124 @@
+"""`lean` in JAX: a transformer block of flax's saves no float32 activation for backward.
+
+The block is the example's. What `jax.vjp` saves is read from a trace, without parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from polymp.jax import autocast, lower
+from tests.support.examples import modules
+
+BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
+
+
+class Saved(NamedTuple):
+    """What is saved for backward and is no argument."""
+
+    format: str
+    size: int
+    bytes: int
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    with modules("job", "train_jax") as parts:
+        yield parts.train_jax
+
+
+@pytest.fixture(scope="module")
+def block(example: Any) -> Any:
+    return example.Block(WIDTH, HEADS, nnx.Rngs(0))
+
+
+def residuals(forward: Any, *args: Any) -> list[Saved]:
+    """What `jax.vjp` saves of a function and is not an argument."""
+    trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(forward, *args)[1]))(*args)
+    arguments = set(map(id, trace.jaxpr.invars))
+    found = {id(v): v.aval for v in trace.jaxpr.outvars if id(v) not in arguments}
+    return [Saved(a.dtype.name, a.size, a.size * a.dtype.itemsize) for a in found.values()]
+
+
+def saved(block: Any, policy: str, low: Any) -> list[Saved]:
+    """What the block saves where its input is low."""
+    graph, state = nnx.split(block)
+
+    @autocast(dtype=low, policy=policy)
+    def forward(state: Any, x: Any) -> Any:
+        return nnx.merge(graph, state)(lower(x))
+
+    return residuals(forward, state, jnp.ones((BATCH, LENGTH, WIDTH)))
+
+
+def in_float32(found: list[Saved]) -> list[Saved]:
+    """Activations among it that are float32; means and sums of rows are smaller."""
+    return [one for one in found if one.format == "float32" and one.size >= BATCH * LENGTH * WIDTH]
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_a_block_saves_no_float32_activation(block, low):
+    """Under amp it does, so this can fail."""
+    lean, amp = saved(block, "lean", low), saved(block, "amp", low)
+    assert in_float32(lean) == []
+    assert len(in_float32(amp)) >= 2
+    assert sum(one.bytes for one in lean) <= 0.8 * sum(one.bytes for one in amp)
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_the_example_saves_less_than_under_amp(example, low):
+    model = example.Transformer(100, LENGTH, WIDTH, 2, HEADS, nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    tokens = jnp.zeros((BATCH, LENGTH + 1), jnp.int32)
+
+    def size(policy: str) -> int:
+        @autocast(dtype=low, policy=policy)
+        def loss(state: Any) -> Any:
+            return example.loss_on(nnx.merge(graph, state), tokens)
+
+        return sum(one.bytes for one in residuals(loss, state))
+
+    assert size("lean") / size("amp") <= 0.75
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_queries_keys_and_values_have_one_format(low):
+    """Kernels such as flash-attention's refuse anything else."""
+    rngs = nnx.Rngs(0)
+    project = [nnx.Linear(8, 8, rngs=rngs) for _ in range(3)]
+    norm_q, norm_k = nnx.LayerNorm(8, rngs=rngs), nnx.RMSNorm(8, rngs=rngs)
+
+    def heads(x: Any) -> Any:
+        q, k, v = (layer(x) for layer in project)
+        return norm_q(q), norm_k(k), v
+
+    def formats(policy: str) -> list[Any]:
+        return [one.dtype for one in autocast(heads, dtype=low, policy=policy)(jnp.ones((4, 8)))]
+
+    assert formats("lean") == [low, low, low]
+    assert formats("amp") == [jnp.float32, jnp.float32, low]
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_a_block_are_near_those_under_amp(block, low):
+    """What is not saved is made again, and must be the same numbers."""
+    graph, state = nnx.split(block)
+    x = jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
+
+    def gradient(policy: str | None) -> Any:
+        def loss(state: Any) -> Any:
+            return jnp.mean(jnp.square(nnx.merge(graph, state)(x)))
+
+        run = loss if policy is None else autocast(loss, dtype=low, policy=policy)
+        leaves = jax.tree.leaves(jax.jit(jax.grad(run))(state))
+        return jnp.concatenate([leaf.ravel() for leaf in leaves])
+
+    exact, lean, amp = map(gradient, (None, "lean", "amp"))
+    error = [float(jnp.linalg.norm(one - exact) / jnp.linalg.norm(exact)) for one in (lean, amp)]
+    assert error[0] <= 2 * error[1] + 1e-4

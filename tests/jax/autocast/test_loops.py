@@ -1,0 +1,257 @@
+"""Loops under autocast: gradient accumulation, scans over layers, remat, and all of them at once.
+
+A weight that is the same in every turn of a loop is cast before the loop, not in it; what is kept
+for the backward pass is at most what bfloat16 written by hand keeps; and gradients over eight
+microbatches add up in float32. Each reader is shown a program that does the opposite.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from polymp.jax import autocast
+from tests.support.jax import corpus_runs, hlo, transformer
+
+# In a list, one layer says it all; a scan needs two, or it is no loop.
+SIZE = transformer.Size(layers=1, width=48, heads=4, hidden=80, vocabulary=56, batch=2, length=16)
+MICROBATCHES = 8
+CPU = jax.default_backend() == "cpu"
+cpu_only = pytest.mark.skipif(not CPU, reason="reads loops that other backends unroll")
+Loss = Callable[..., jax.Array]
+
+
+def in_a_list(
+    params: Any, batch: Any, *, compute: Any = jnp.float32, prevent_cse: bool = True
+) -> jax.Array:
+    """The transformer's layers one by one, each of them recomputed in the backward pass."""
+    params = jax.tree.map(lambda p: p.astype(compute), params)
+    run = partial(transformer.layer, heads=SIZE.heads, compute=compute)
+    run = jax.checkpoint(run, prevent_cse=prevent_cse)
+    x = params["embedding"][batch[:, :-1]] + params["position"]
+    for p in params["layers"]:
+        x = run(p, x)
+    logits = transformer.layer_norm(params["norm"], x, compute) @ params["head"]
+    return transformer.cross_entropy(logits, batch[:, 1:])
+
+
+plain = partial(transformer.loss, heads=SIZE.heads)
+# By name: the loss, and whether its layers are one stack to scan over.
+MODELS: dict[str, tuple[Loss, bool]] = {
+    "a list of layers": (plain, False),
+    "a list, remat": (partial(in_a_list, prevent_cse=False), False),
+    "scan": (partial(plain, remat=False), True),
+    "scan and remat": (plain, True),
+}
+MODEL = pytest.mark.parametrize("model", MODELS)
+# Those that are compiled; one loop over plain layers is compiled below.
+LOOPS = pytest.mark.parametrize("model", ["a list, remat", "scan", "scan and remat"])
+
+
+def parameters(scanned: bool) -> transformer.Params:
+    size = replace(SIZE, layers=2) if scanned else SIZE
+    return transformer.parameters(size, scanned=scanned)
+
+
+def mean_loss(loss: Loss) -> Loss:
+    """One loss over microbatches, which a scan adds up: its derivative is a loop, too."""
+
+    def mean(params: Any, batches: Any) -> jax.Array:
+        def turn(total: Any, batch: Any) -> tuple[Any, None]:
+            return total + loss(params, batch), None
+
+        total, _ = jax.lax.scan(turn, jnp.float32(0), batches)
+        return total / len(batches)
+
+    return mean
+
+
+def accumulated(loss: Loss, into: Any = jnp.float32) -> Callable[..., Any]:
+    """Gradients of microbatches, added up by a scan in the format `into`."""
+
+    def gradient(params: Any, batches: Any) -> Any:
+        def turn(sums: Any, batch: Any) -> tuple[Any, None]:
+            grads = jax.grad(loss)(params, batch)
+            return jax.tree.map(lambda a, g: a + g.astype(into), sums, grads), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, into), params)
+        return jax.lax.scan(turn, zeros, batches)[0]
+
+    return gradient
+
+
+def batches() -> jax.Array:
+    return jnp.stack([transformer.tokens(SIZE, seed) for seed in range(MICROBATCHES)])
+
+
+def compiled(f: Any, *args: Any) -> Any:
+    """The program, after it ran: XLA compiles some that it cannot run."""
+    made = jax.jit(f, compiler_options=corpus_runs.QUICK).lower(*args).compile()
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(made(*args)))
+    return made
+
+
+@cache
+def accumulation(model: str) -> Any:
+    loss, scanned = MODELS[model]
+    return compiled(accumulated(autocast(loss)), parameters(scanned), batches())
+
+
+def text(program: Any) -> str:
+    """HLO with a loop that has contractions in it."""
+    found: str = program.as_text()
+    assert any(c.looped for c in hlo.contractions(found)), "no loop is left to look into"
+    return found
+
+
+# Casts
+
+
+@cpu_only
+@LOOPS
+def test_accumulation_casts_no_weight_again_and_again(model):
+    found = text(accumulation(model))
+    assert hlo.casts(found) > 0
+    assert hlo.repeated_casts(found) == []
+
+
+@cpu_only
+def test_the_derivative_of_a_loop_over_microbatches_casts_no_weight_again_and_again():
+    loss = autocast(mean_loss(MODELS["a list of layers"][0]))
+    program = compiled(jax.grad(loss), parameters(False), batches())
+    assert hlo.repeated_casts(text(program)) == []
+
+
+@cpu_only
+def test_casts_behind_the_barrier_of_remat_are_seen():
+    # jax.checkpoint keeps XLA from taking what it computes again for what is there already, and so
+    # from taking it out of a loop; in scans, JAX's documentation asks for prevent_cse=False.
+    loss = autocast(partial(in_a_list, prevent_cse=True))
+    program = compiled(accumulated(loss), parameters(False), batches())
+    seen = {op.shape for op in hlo.repeated_casts(text(program), size=SIZE.width**2)}
+    width, hidden = SIZE.width, SIZE.hidden
+    assert {(width, 3 * width), (width, hidden), (hidden, width)} <= seen
+
+
+@cpu_only
+def test_a_cast_that_a_barrier_keeps_in_a_loop_is_seen():
+    def f(w, v, x):
+        def turn(x, _):
+            held, x = jax.lax.optimization_barrier((w, x))
+            y = jnp.tanh(x.astype(jnp.bfloat16) @ held.astype(jnp.bfloat16))
+            return (y @ v.astype(jnp.bfloat16)).astype(jnp.float32), None
+
+        return jax.lax.scan(turn, x, length=50)[0]
+
+    args = jnp.ones((24, 40)), jnp.ones((40, 24)), jnp.ones((8, 24))
+    seen = hlo.repeated_casts(text(jax.jit(f).lower(*args).compile()))
+    assert (24, 40) in {op.shape for op in seen}
+    assert not {(40, 24), (8, 24)} & {op.shape for op in seen if op.format == "bfloat16"}
+
+
+LOOP = """HloModule jit_f, is_scheduled=true
+
+%fused (param_0: f32[9], param_1: f32[8]) -> bf16[9] {
+  %param_1 = f32[8]{0} parameter(1)
+  %param_0 = f32[9]{0} parameter(0)
+  %convert.5 = bf16[8]{0} convert(%param_1)
+  ROOT %convert.6 = bf16[9]{0} convert(%param_0)
+}
+
+%body (state: (s32[], f32[4], f32[5], f32[6], f32[6], f32[8])) -> (s32[], f32[4], f32[5], f32[6], f32[6], f32[8]) {
+  %state = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %kept = f32[4]{0} get-tuple-element(%state), index=1
+  %changed = f32[5]{0} get-tuple-element(%state), index=2
+  %left = f32[6]{0} get-tuple-element(%state), index=3
+  %right = f32[6]{0} get-tuple-element(%state), index=4
+  %copied = f32[8]{0} get-tuple-element(%state), index=5
+  %reshaped = f32[2,2]{1,0} bitcast(%kept)
+  %convert.1 = bf16[2,2]{1,0} convert(%reshaped)
+  %convert.2 = bf16[5]{0} convert(%changed)
+  %convert.3 = bf16[6]{0} convert(%left)
+  %convert.4 = s32[5]{0} convert(%changed)
+  %constant = f32[9]{0} constant({...})
+  %random = f32[9]{0} rng(%constant, %constant), distribution=rng_uniform
+  %fusion = bf16[9]{0} fusion(%random, %copied), kind=kLoop, calls=%fused
+  %next = f32[5]{0} negate(%changed)
+  %copy = f32[8]{0} copy(%copied)
+  ROOT %tuple = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) tuple(%i, %kept, %next, %right, %left, %copy)
+}
+
+ENTRY %main (start: (s32[], f32[4], f32[5], f32[6], f32[6], f32[8])) -> f32[4] {
+  %start = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) parameter(0)
+  %outside = f32[4]{0} get-tuple-element(%start), index=1
+  %convert.7 = bf16[4]{0} convert(%outside)
+  ROOT %while = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) while(%start), condition=%test, body=%body
+}
+"""  # noqa: E501
+
+
+def test_the_reader_follows_what_a_loop_hands_on():
+    # Not those of what changes, changes places, is random, or stands outside.
+    assert {op.name for op in hlo.repeated_casts(LOOP)} == {"convert.1", "convert.5"}
+    assert {op.name for op in hlo.repeated_casts(LOOP, size=5)} == {"convert.5"}
+    assert hlo.casts(LOOP) == 6  # one is to integers
+
+
+# Memory
+
+
+def kept(loss: Loss, scanned: bool, over: Any) -> int:
+    return hlo.residual_bytes(loss, parameters(scanned), over)
+
+
+@pytest.mark.parametrize("over", ["one batch", "a loop over microbatches"])
+@MODEL
+def test_what_is_kept_is_at_most_what_bfloat16_by_hand_keeps(model, over):
+    loss, scanned = MODELS[model]
+    one = over == "one batch"
+    around = (lambda f: f) if one else mean_loss
+    given = transformer.tokens(SIZE) if one else batches()
+    held = {
+        "autocast": kept(autocast(around(loss)), scanned, given),
+        "by hand": kept(around(partial(loss, compute=jnp.bfloat16)), scanned, given),
+        "float32": kept(around(loss), scanned, given),
+    }
+    assert 0 < held["autocast"] <= held["by hand"]
+    assert held["autocast"] < held["float32"]
+
+
+def test_a_copy_of_the_weights_that_remat_keeps_is_seen():
+    loss, scanned = MODELS["scan and remat"]
+    hoisted = autocast(lambda p, b: loss(jax.tree.map(lambda x: x.astype(jnp.bfloat16), p), b))
+    batch = transformer.tokens(SIZE)
+    weights = 2 * sum(x.size for x in jax.tree.leaves(parameters(scanned)["layers"]))
+    assert kept(hoisted, scanned, batch) >= kept(autocast(loss), scanned, batch) + weights
+
+
+# Gradients
+
+
+def apart(grads: Any, exact: Any) -> float:
+    """Relative l2 distance over the whole gradient, in float64."""
+    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True))
+    wide = [[np.asarray(x, np.float64) for x in pair] for pair in pairs]
+    off = sum(((g - e) ** 2).sum() for g, e in wide)
+    return float(np.sqrt(off / sum((e**2).sum() for _, e in wide)))
+
+
+def test_accumulated_gradients_are_the_sum_of_separate_ones():
+    model = "scan and remat"
+    loss, scanned = MODELS[model]
+    params = parameters(scanned)
+    one = jax.jit(jax.grad(autocast(loss)), compiler_options=corpus_runs.QUICK)
+    separate = [jax.tree.map(np.asarray, one(params, batch)) for batch in batches()]
+    total = jax.tree.map(lambda *g: np.sum(np.asarray(g, np.float64), 0), *separate)
+    ours = accumulation(model)(params, batches())
+    assert {g.dtype for g in jax.tree.leaves(ours)} == {np.dtype("float32")}
+    # float32 rounds each of eight sums by 2**-24; XLA may round one activation in another place.
+    assert apart(ours, total) < 2e-4
+    low = jax.tree.map(lambda *g: sum(jnp.asarray(x, jnp.bfloat16) for x in g), *separate)
+    assert apart(low, total) > 1e-3, "a sum in bfloat16 is not seen"

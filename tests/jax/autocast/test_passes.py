@@ -1,0 +1,433 @@
+"""The passes of the JAX backend: each pays, none costs digits, and each can be switched off.
+
+    bias_fold   for residual memory
+    sharing     for casts
+    pull_up     for roundings
+    pull_down   for casts, with the same bits
+
+On small programs made for each, on a transformer, and on the corpus, where no count of a pass may
+be worse with it than without.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from threading import Thread
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from polymp.backends.jax.autocast import pass_switches
+from polymp.backends.jax.autocast.pass_switches import Pass, without
+from polymp.backends.jax.autocast.passes import NARROWED
+from polymp.jax import autocast
+from tests.support.jax import hlo, transformer
+from tests.support.jax.corpus import corpus
+from tests.support.jax.corpus_runs import problem
+
+FLOATS = ("float32", "bfloat16", "float16")
+LOW = ("bfloat16", "float16")
+MOVES = {*NARROWED, "copy", "slice", "dynamic_slice", "gather", "convert_element_type"}
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def formats(atoms: Any) -> list[str]:
+    return [str(getattr(atom.aval, "dtype", "")) for atom in atoms]
+
+
+def casts(jaxpr: Any) -> int:
+    """The casts from one float format to another."""
+    found = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    pairs = [(*formats(e.invars), *formats(e.outvars)) for e in found]
+    return sum(old != new and old in FLOATS and new in FLOATS for old, new in pairs)
+
+
+def roundings(jaxpr: Any) -> int:
+    """The low results that are computed, and not only moved."""
+    found = [e for e in equations(jaxpr) if e.primitive.name not in MOVES and not _calls(e)]
+    return sum(f in LOW for e in found for f in formats(e.outvars))
+
+
+def _calls(eqn: Any) -> bool:
+    return eqn.primitive.name in ("jit", "checkpoint", "custom_jvp_call", "custom_vjp_call", "scan")
+
+
+def forward(fn: Any, *args: Any) -> Any:
+    return jax.make_jaxpr(fn)(*args).jaxpr
+
+
+def backward(fn: Any, *args: Any) -> Any:
+    def total(*args: Any) -> Any:
+        return sum(x.astype("float32").sum() for x in jax.tree.leaves(fn(*args)))
+
+    return jax.make_jaxpr(jax.grad(total, argnums=tuple(range(len(args)))))(*args).jaxpr
+
+
+def memory(fn: Any, *args: Any) -> int:
+    return hlo.residual_bytes(lambda args: fn(*args), args)
+
+
+# Small programs
+
+W, V, X = jnp.ones((8, 8)) / 8, jnp.ones((8,)), jnp.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def biases(w: Any, v: Any, x: Any) -> Any:
+    for _ in range(2):
+        x = jnp.tanh(x @ w + v)
+    return x
+
+
+def three_readers(w: Any, v: Any, x: Any) -> Any:
+    h = jnp.exp(x)
+    return h @ w + h @ (2 * w) + h @ (3 * w)
+
+
+def squares(w: Any, v: Any, x: Any) -> Any:
+    y = x @ w
+    return (y * y * y).sum()
+
+
+def layouts(w: Any, v: Any, x: Any) -> Any:
+    h = jnp.exp(x)
+    return h @ w, h.T.reshape(2, 2, 8) @ w, lax.rev(h, (0,)) @ w
+
+
+def a_spread_mask(w: Any, v: Any, x: Any) -> Any:
+    """Integers that are spread and then read low: the cast belongs before the spreading."""
+    scale = jnp.exp(lax.iota("float32", 8))
+    return jnp.broadcast_to(scale, (3, 4, 8)) @ w + x @ w
+
+
+def filled_up(w: Any, v: Any, x: Any) -> Any:
+    """A low value among float32 ones, for a low reader."""
+    return jnp.concatenate([x @ w, jnp.exp(x)]) @ w
+
+
+# A pass, its program, how it is traced, and the counts with the pass and without it.
+PAYS = [
+    (Pass.BIAS_FOLD, biases, memory, lambda w, o: w <= 0.7 * o),
+    (Pass.SHARING, three_readers, lambda *a: casts(forward(*a)), lambda w, o: w == o - 2),
+    (Pass.SHARING, three_readers, memory, lambda w, o: w < o),
+    (Pass.PULL_UP, squares, lambda *a: roundings(forward(*a)), lambda w, o: (w, o) == (1, 3)),
+    (Pass.PULL_DOWN, layouts, lambda *a: casts(forward(*a)), lambda w, o: (w, o) == (1, 3)),
+    (Pass.PULL_DOWN, layouts, lambda *a: casts(backward(*a)), lambda w, o: w < o),
+    (Pass.PULL_DOWN, filled_up, lambda *a: casts(forward(*a)), lambda w, o: w == o - 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "count", "paid"),
+    PAYS,
+    ids=[f"{p}-{fn.__name__}-{i}" for i, (p, fn, *_) in enumerate(PAYS)],
+)
+def test_a_pass_pays(name, fn, count, paid):
+    made = autocast(fn)
+    with_it = count(made, W, V, X)
+    with without(name):
+        without_it = count(made, W, V, X)
+    assert paid(with_it, without_it), (with_it, without_it)
+    assert count(made, W, V, X) == with_it
+
+
+def sizes_of_casts(jaxpr: Any) -> list[int]:
+    found = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    return sorted(e.invars[0].aval.size for e in found)
+
+
+def test_what_is_spread_is_cast_before():
+    made = autocast(a_spread_mask)
+    assert 8 in sizes_of_casts(forward(made, W, V, X))
+    with without(Pass.PULL_DOWN):
+        assert 96 in sizes_of_casts(forward(made, W, V, X))
+
+
+def test_what_is_spread_and_differentiated_is_not():
+    """The transpose of spreading is a sum, and the sum of a low cotangent would be low."""
+
+    def fn(w: Any, v: Any, x: Any) -> Any:
+        return jnp.broadcast_to(jnp.exp(v), (3, 4, 8)) @ w
+
+    assert sizes_of_casts(forward(autocast(fn), W, V, X)) == [96]
+    with without(Pass.PULL_DOWN):
+        want = jax.jit(jax.grad(lambda v: autocast(fn)(W, v, X).sum()))(V)
+    assert_same(jax.jit(jax.grad(lambda v: autocast(fn)(W, v, X).sum()))(V), want)
+
+
+# The same numbers
+
+
+def bits(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.view(f"u{x.itemsize}") if x.dtype.itemsize != 1 else x
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(bits(a), bits(b))
+
+
+def tough(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
+    """Numbers of every size, ties of rounding, both zeros, infinities, NaNs of both signs."""
+    rng = np.random.default_rng(seed)
+    pattern = rng.integers(0, 2**32, shape, np.uint64).astype(np.uint32)
+    ties = (pattern & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    x = np.where(rng.random(shape) < 0.5, pattern, ties).view(np.float32)
+    normal = rng.standard_normal(shape).astype(np.float32)
+    x = np.where(rng.random(shape) < 0.4, normal, x)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-30, -6e4, 7e4], np.float32)
+    some = rng.random(shape) < 0.2
+    return jnp.asarray(np.where(some, rng.choice(special, shape), x)).astype(dtype)
+
+
+MASK = np.random.default_rng(0).random((16, 24)) < 0.5
+# Each op that a cast moves through, as a function of what is differentiated.
+MOVED: dict[str, Callable[..., Any]] = {
+    "broadcast_in_dim": lambda x: lax.broadcast_in_dim(x, (16, 1, 24), (0, 2)),
+    "concatenate": lambda x: lax.concatenate([jnp.full_like(x, 3.0), x], 0),
+    "pad": lambda x: lax.pad(x, jnp.float32(0.5).astype(x.dtype), [(1, 2, 1), (0, 1, 0)]),
+    "reshape": lambda x: lax.reshape(x, (24, 16)),
+    "rev": lambda x: lax.rev(x, (1,)),
+    "select_n": lambda x: lax.select_n(MASK, x, jnp.full_like(x, -3.0)),
+    "squeeze": lambda x: lax.squeeze(lax.reshape(x, (16, 1, 24)), (1,)),
+    "stack": lambda x: jnp.stack([x, jnp.full_like(x, 3.0)]),
+    "transpose": lambda x: lax.transpose(x, (1, 0)),
+}
+# What a cast must not move through, though the first four give the same values.
+NOT_MOVED: dict[str, Callable[..., Any]] = {
+    "abs": jnp.abs,
+    "max": lambda x: jnp.maximum(x, x[::-1]),
+    "clamp": lambda x: lax.clamp(jnp.zeros_like(x), x, jnp.full_like(x, 2)),
+    "broadcast to more": lambda x: lax.broadcast_in_dim(x, (9, 16, 24), (1, 2)),
+    "mul": lambda x: x * x,
+    "add": lambda x: x + x[::-1],
+}
+
+
+def commutes(op: Callable[..., Any], x: jax.Array, low: str) -> list[bool]:
+    """Whether the cast may come before or after the op: values, and cotangents."""
+
+    def after(x: Any) -> Any:
+        return op(x).astype(low)
+
+    def before(x: Any) -> Any:
+        return op(x.astype(low))
+
+    made = [jax.vjp(f, x) for f in (after, before)]
+    cotangent = tough(made[0][0].shape, 5, low)
+    grads = [pull(cotangent)[0] for _, pull in made]
+    return [np.array_equal(bits(a), bits(b)) for a, b in ([m[0] for m in made], grads)]
+
+
+def test_the_table_is_tried_whole():
+    assert set(MOVED) == set(NARROWED)
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", MOVED)
+def test_a_cast_may_come_before_or_after(name, low):
+    assert commutes(MOVED[name], tough((16, 24), 1), low) == [True, True]
+
+
+@pytest.mark.parametrize("name", NOT_MOVED)
+def test_what_is_not_in_the_table_is_told(name):
+    found = [commutes(NOT_MOVED[name], tough((16, 24), seed), "float16") for seed in range(3)]
+    assert [True, True] not in found
+    assert not set(NOT_MOVED) & set(NARROWED)
+
+
+@pytest.mark.parametrize("fn", [layouts, filled_up, a_spread_mask], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("low", LOW)
+def test_results_have_the_same_bits_without_pull_down(fn, low):
+    args = (W, V, X * 3)
+    made = autocast(fn, dtype=low)
+    with_it = jax.jit(made)(*args)
+    with without(Pass.PULL_DOWN):
+        assert_same(jax.jit(made)(*args), with_it)
+
+
+def gradients(fn: Any, *args: Any) -> Any:
+    def total(*args: Any) -> Any:
+        outs = jax.tree.leaves(fn(*args))
+        return sum((jnp.cos(jnp.arange(x.size)).reshape(x.shape) * x).sum() for x in outs)
+
+    return jax.jit(jax.grad(total, argnums=tuple(range(len(args)))))(*args)
+
+
+@pytest.mark.parametrize("fn", [filled_up, a_spread_mask], ids=lambda fn: fn.__name__)
+def test_gradients_have_the_same_bits_where_no_casts_meet(fn):
+    made = autocast(fn)
+    with_it = gradients(made, W, V, X)
+    with without(Pass.PULL_DOWN):
+        assert_same(gradients(made, W, V, X), with_it)
+
+
+def test_pull_up_keeps_what_a_low_square_would_lose():
+    """The squares overflow in float16 and their sum is infinite, unless they are float32."""
+    made, x = autocast(squares, dtype=jnp.float16), X * 200
+    assert jnp.isfinite(made(W, V, x))
+    with without(Pass.PULL_UP):
+        assert not jnp.isfinite(made(W, V, x))
+
+
+# A transformer
+
+SIZE = transformer.SMALL
+LOSSES = {
+    "by hand": partial(transformer.loss, heads=SIZE.heads, compute=jnp.bfloat16),
+    "autocast": autocast(partial(transformer.loss, heads=SIZE.heads)),
+}
+
+
+@cache
+def traced(version: str, *switched_off: str) -> tuple[int, int, int, int]:
+    """Casts forward and in a step, roundings forward, and residual bytes."""
+    params, batch, loss = transformer.parameters(SIZE), transformer.tokens(SIZE), LOSSES[version]
+    with without(*switched_off):
+        once = forward(loss, params, batch)
+        step = forward(transformer.train_step(loss), params, batch)
+        held = hlo.residual_bytes(loss, params, batch)
+    return casts(once), casts(step), roundings(once), held
+
+
+def test_the_transformer_has_fewer_casts_than_by_hand():
+    ours, hand = traced("autocast"), traced("by hand")
+    assert all(a <= 0.65 * b for a, b in zip(ours[:2], hand[:2], strict=True))
+    assert ours[3] <= hand[3]
+
+
+@pytest.mark.parametrize("name", Pass)
+def test_the_transformer_without_a_pass(name):
+    at = {Pass.BIAS_FOLD: 3, Pass.SHARING: 1, Pass.PULL_UP: 2, Pass.PULL_DOWN: 1}[name]
+    ours, less = traced("autocast"), traced("autocast", name)
+    assert ours[at] <= less[at]
+    if name is Pass.BIAS_FOLD:  # the other passes find their work in the programs above
+        assert ours[at] < less[at]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA does on the CPU")
+def test_casts_in_the_compiled_step_are_fewer_than_by_hand():
+    params, batch = transformer.parameters(SIZE), transformer.tokens(SIZE)
+    counts = {
+        name: hlo.casts(
+            jax.jit(transformer.train_step(loss)).lower(params, batch).compile().as_text()
+        )
+        for name, loss in LOSSES.items()
+    }
+    assert counts["autocast"] <= 0.8 * counts["by hand"]
+
+
+# The corpus
+
+
+def casts_of_gradient(it: Any) -> int:
+    with jax.enable_x64(it.program.x64):
+        return casts(jax.make_jaxpr(it.graded(autocast(it.fn)))(*it.inputs()).jaxpr)
+
+
+def roundings_forward(it: Any) -> int:
+    with jax.enable_x64(it.program.x64):
+        return roundings(forward(autocast(it.fn), *it.args))
+
+
+FOR = {
+    Pass.SHARING: casts_of_gradient,
+    Pass.PULL_UP: roundings_forward,
+    Pass.PULL_DOWN: casts_of_gradient,
+}
+
+
+def test_no_program_of_the_corpus_is_worse_with_a_pass():
+    better = dict.fromkeys(FOR, 0)
+    for entry in corpus():
+        if entry.needs != "jax":  # those in plain JAX, for time
+            continue
+        it = problem(entry.name)
+        ours = {count: count(it) for count in FOR.values()}
+        for name, count in FOR.items():
+            with without(name):
+                less = count(it)
+            assert ours[count] <= less, f"{entry.name}, with and without {name}"
+            better[name] += ours[count] < less
+    print(f"\nbetter with: {better}")
+    assert all(count >= 5 for count in better.values())
+
+
+# Switching them off
+
+
+def test_a_trace_with_a_pass_is_not_used_without_it():
+    made = autocast(layouts)
+    jitted = jax.jit(lambda *args: made(*args))
+    texts = []
+    for names in ((), (Pass.PULL_DOWN,), (), (Pass.PULL_DOWN,)):
+        with without(*names):
+            eager = casts(forward(made, W, V, X))
+            texts.append((eager, casts(forward(jitted, W, V, X)), jitted.lower(W, V, X).as_text()))
+    assert texts[0] == texts[2]
+    assert texts[1] == texts[3]
+    assert all(a != b for a, b in zip(texts[0], texts[1], strict=True))
+
+
+def test_what_is_switched_off_nests_and_ends():
+    assert pass_switches.off() == frozenset()
+    with without("sharing"):
+        with pytest.raises(ZeroDivisionError), without("pull_up", "sharing"):
+            _ = len(pass_switches.off()) / (len(pass_switches.off()) - 2)
+        seen: list[Any] = []
+        thread = Thread(target=lambda: seen.append(pass_switches.off()))
+        thread.start()
+        thread.join()
+        assert seen == [frozenset()], "another thread is told"
+        assert pass_switches.off() == {"sharing"}
+    assert pass_switches.off() == frozenset()
+
+
+def test_a_pass_that_there_is_not():
+    text = (
+        "without('pull_down', 'fold'): 'fold' is no pass. The passes are bias_fold, sharing, "
+        "pull_up, pull_down."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"), without("pull_down", "fold"):
+        pass
+    assert pass_switches.off() == frozenset()
+
+
+def test_a_rule_that_is_planned_later_has_the_passes_of_its_call():
+    @jax.custom_vjp
+    def f(x: Any) -> Any:
+        return jnp.tanh(x)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (jnp.exp(x) * ct * ct,))
+    made = autocast(lambda w, x: f(x @ w))
+    with without(Pass.PULL_UP):
+        out, pull = jax.vjp(made, W, X)
+    assert pull(out)[0].dtype == jnp.float32
+
+
+def test_code_that_is_off_is_not_moved_into():
+    def fn(w: Any, v: Any, x: Any) -> Any:
+        h = jnp.exp(x)
+        with autocast(enabled=False):
+            turned = h.T
+        return h @ w, turned.reshape(4, 8) @ w
+
+    found = [
+        e for e in equations(forward(autocast(fn), W, V, X)) if e.primitive.name == "transpose"
+    ]
+    assert [formats(e.outvars) for e in found] == [["float32"]]

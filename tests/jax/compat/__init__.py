@@ -1,0 +1,1 @@
+"""Tests of the private names of jax that polymp uses."""

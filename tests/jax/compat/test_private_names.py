@@ -1,0 +1,559 @@
+"""Every private name of jax that polymp uses does what `compat` says; loud when one changes."""
+
+import re
+from functools import partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core, source_info_util
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.contraction import contract
+from polymp.jax import autocast
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_varying_axes(check):
+    seen = []
+
+    def body(whole, part):
+        seen.extend(map(compat.varying_axes, (whole, part)))
+        return whole
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (PartitionSpec(), PartitionSpec("d"))
+    x = jnp.ones(1)
+    jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check)(x, x)
+    assert seen == [frozenset(), frozenset({"d"} if check else ())]
+    assert compat.varying_axes(x) == frozenset()
+
+
+def test_varying_alike():
+    seen = []
+
+    def body(whole, part):
+        seen.extend(map(compat.varying_axes, compat.varying_alike(whole, part)))
+        return whole
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (PartitionSpec(), PartitionSpec("d"))
+    jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0])(jnp.ones(1), jnp.ones(1))
+    assert seen == [frozenset({"d"})] * 2
+
+
+def traced(fn, *args):
+    return jax.make_jaxpr(fn)(*args)
+
+
+X = jnp.ones((2, 2))
+
+
+def test_trace_context_tells_configurations_apart():
+    here = compat.trace_context()
+    assert here == compat.trace_context()
+    assert hash(here) is not None
+    for setting in (jax.enable_x64(True), jax.default_matmul_precision("highest")):
+        with setting:
+            assert compat.trace_context() != here
+
+
+@pytest.mark.parametrize("name", ["highest", "high", "default", "float32", "bfloat16"])
+def test_default_precision_is_what_an_equation_holds(name):
+    assert compat.default_precision() is None
+    with jax.default_matmul_precision(name):
+        (eqn,) = traced(jnp.dot, X, X).eqns
+        assert eqn.params["precision"] == compat.default_precision()
+
+
+def test_default_precision_may_be_an_algorithm():
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        (eqn,) = traced(jnp.dot, X, X).eqns
+        assert eqn.params["precision"] == compat.default_precision()
+
+
+def test_the_context_of_an_equation_is_one_object():
+    (eqn,) = traced(jnp.sin, X).eqns
+    assert eqn.ctx is compat.equation_context()
+    with set_xla_metadata(a="b"):
+        assert eqn.ctx is not compat.equation_context()
+
+
+def test_binders_and_constants_of_a_closed_jaxpr():
+    table = jnp.arange(4.0)
+    closed = traced(lambda x: x @ table[:2] + table[2:], X)
+    constvars, invars = compat.binders(closed)
+    _, consts = compat.opened(closed)
+    assert [v.aval.shape for v in invars] == [(2, 2)]
+    assert [v.aval.shape for v in constvars] == [c.shape for c in consts] == [(4,)]
+    jaxpr, lifted = compat.lifted(closed)
+    out = core.jaxpr_as_fun(compat.close(jaxpr))(*lifted, X)
+    assert np.array_equal(out[0], [3, 4])
+
+
+def test_an_open_jaxpr_can_be_closed():
+    (eqn,) = traced(jax.checkpoint(jnp.sin), X).eqns
+    closed = compat.close(eqn.params["jaxpr"])
+    assert compat.close(closed) is closed
+    assert np.array_equal(core.jaxpr_as_fun(closed)(X)[0], jnp.sin(X))
+
+
+def test_scan_sizes():
+    def f(x, w):
+        return lax.scan(lambda c, y: ((c[0] @ w + y, 2 * c[1]), y), (x, 1.0), jnp.stack([x, x]))
+
+    (*_, eqn) = traced(f, X, X).eqns
+    assert eqn.primitive.name == "scan"
+    assert compat.scan_sizes(eqn.params) == (1, 2)
+
+
+def test_only_arrays():
+    assert compat.only_arrays(traced(jnp.sin, X))
+
+    def writes(ref):
+        ref[...] = ref[...] * 2
+
+    ref = jax.new_ref(X)
+    (*_, eqn) = traced(lambda: jax.jit(writes)(ref)).eqns
+    assert not compat.only_arrays(eqn.params["jaxpr"])
+
+
+def test_has_program():
+    (*_, eqn) = traced(lambda x: lax.custom_linear_solve(lambda v: x @ v, x[0],
+                       lambda m, b: b, lambda m, b: b), X).eqns  # fmt: skip
+    assert compat.has_program(eqn.params)
+    (eqn,) = traced(jnp.sin, X).eqns
+    assert not compat.has_program(eqn.params)
+
+
+def test_scopes_can_be_taken_out_of_a_name_stack():
+    def f(x):
+        with jax.named_scope("keep"), jax.named_scope("drop"):
+            return jax.vmap(jnp.sin)(x)
+
+    (eqn,) = traced(jax.grad(lambda x: f(x).sum()), X).eqns[:1]
+    stack = eqn.source_info.name_stack
+    assert str(stack) == "jvp(keep)/drop/vmap()"
+    assert str(compat.without_scopes(stack, "drop".__eq__)) == "jvp(keep)/vmap()"
+
+
+def test_the_names_of_scopes():
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jax.vmap(jnp.sin)(x)
+
+    def outer(x):
+        with jax.named_scope("outer"):
+            return inner(x)
+
+    (eqn,) = traced(jax.grad(lambda x: outer(x).sum()), X).eqns[:1]
+    assert compat.scope_names(eqn.source_info.name_stack) == ["outer", "inner"]
+    assert compat.scope_names(compat.no_scopes()) == []
+    (eqn,) = traced(jnp.sin, X).eqns
+    assert compat.no_scopes() == eqn.source_info.name_stack
+
+
+def test_a_scope_can_be_put_inside_a_name_stack():
+    def f(x):
+        with jax.named_scope("outer"):
+            return jax.vmap(jnp.sin)(x)
+
+    (eqn,) = traced(jax.grad(lambda x: f(x).sum()), X).eqns[:1]
+    stack = eqn.source_info.name_stack
+    assert str(stack) == "jvp(outer)/vmap()"
+    assert compat.transforms(stack) == {"jvp", "vmap"}
+    more = compat.with_scope(stack, "polymp:call:7")
+    assert compat.scope_names(more) == ["outer", "polymp:call:7"]
+    assert compat.scope_names(stack) == ["outer"], "the stack itself is as it was"
+    assert compat.transforms(more) == {"jvp", "vmap"}
+    assert compat.transforms(compat.no_scopes()) == frozenset()
+
+
+def test_the_formats_that_would_come_out():
+    (dot,) = traced(lambda x: lax.dot(x, x), X).eqns
+    assert compat.formats_out(dot, ["float16", "float16"]) == ("float16",)
+    (sort,) = traced(lambda x: lax.sort((x, x), num_keys=1), X).eqns
+    assert compat.formats_out(sort, ["bfloat16", None]) == ("bfloat16", "float32")
+    (top,) = traced(lambda x: lax.top_k(x, 1), X).eqns
+    assert compat.formats_out(top, ["float16"]) == ("float16", "int32")
+
+
+def test_the_frames_of_an_equation():
+    def called(x):
+        return jnp.sin(x), jnp.sin(x)
+
+    def calls(x):
+        return called(x)
+
+    eqns = traced(calls, X).eqns
+    one, two = (compat.frames(eqn.source_info.traceback) for eqn in eqns)
+    inner, outer = map(one.codes.index, (called.__code__, calls.__code__))
+    assert inner < outer, "innermost first"
+    assert one.codes == two.codes
+    assert len(one.codes) == len(one.places)
+    assert one.places[inner] != two.places[inner], "two calls in one function"
+    assert one.places[outer:] == two.places[outer:]
+    assert compat.frames(None) == ((), ())
+
+
+def test_where_a_jitted_function_was_written():
+    @jax.jit
+    def log_softmax(x):
+        return x
+
+    jaxprs = [traced(fn, X).eqns[0].params["jaxpr"] for fn in (jax.nn.log_softmax, log_softmax)]
+    assert [compat.function_name(j) for j in jaxprs] == ["log_softmax"] * 2
+    theirs, ours = map(compat.traced_from, jaxprs)
+    code = log_softmax.__wrapped__.__code__
+    assert ours == (code.co_filename, code.co_firstlineno, "log_softmax") != theirs
+    code = jax.nn.log_softmax.__wrapped__.__code__
+    assert theirs == (code.co_filename, code.co_firstlineno, "log_softmax")
+
+
+def test_what_is_traced_from_a_function_can_be_said_to_be_of_another():
+    def one(x):
+        return jnp.sin(x)
+
+    inner = jax.make_jaxpr(one)(X)
+    made = jax.make_jaxpr(compat.traced_as(lambda x: jnp.cos(x), inner))(X)
+    assert compat.traced_from(made) == compat.traced_from(inner)
+    assert compat.function_name(made) == "one"
+    assert [eqn.primitive.name for eqn in made.eqns] == ["cos"]
+
+
+def test_answers_of_rematerialisation_policies():
+    policies = jax.checkpoint_policies
+    assert compat.remat_case(True) == "save"
+    assert compat.remat_case(False) == "recompute"
+    offload = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    (eqn,) = traced(jnp.dot, X, X).eqns
+    answer = offload(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    there, back = compat.remat_case(answer)
+    assert (there, back) == (jax.memory.Space.Host, jax.memory.Space.Device)
+    assert eqn.primitive not in compat.remat_rules  # else policies would not be asked about it
+
+
+def test_equations_and_parameters_that_the_rewrite_reads():
+    """Names in equations are no API: this is where a change of one shows first."""
+
+    def names(fn, *args):
+        return {eqn.primitive.name: eqn.params for eqn in traced(fn, *args).eqns}
+
+    assert "jaxpr" in names(jax.jit(jnp.sin), X)["jit"]
+    remat = names(jax.checkpoint(jnp.sin), X)
+    assert {"jaxpr", "policy"} <= remat.get("remat2", remat.get("checkpoint")).keys()
+    loop = names(lambda x: lax.while_loop(lambda c: c[0, 0] < 1, lambda c: c + 1, x), X)["while"]
+    assert {"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"} <= loop.keys()
+    branch = names(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X)["cond"]
+    assert len(branch["branches"]) == 2
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    keys = {"jaxpr", "mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"}
+    assert keys <= names(mapped, X)["shard_map"].keys()
+    assert "call_jaxpr" in names(jax.nn.relu, X)["custom_jvp_call"]
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    held = names(rule, X)["custom_vjp_call"]
+    assert {"call_jaxpr", "num_consts", "symbolic_zeros"} <= held.keys()
+    dot = names(jnp.dot, X, X)["dot_general"]
+    keys = {"dimension_numbers", "precision", "preferred_element_type", "out_sharding"}
+    assert dot.keys() == keys
+    cast = names(lambda x: x.astype(jnp.bfloat16), X)["convert_element_type"]
+    assert cast.keys() == {"new_dtype", "weak_type", "sharding"}
+
+
+def test_is_ready():
+    assert compat.is_ready(jax.block_until_ready(jnp.ones(3)))
+
+
+def test_traces_are_those_that_python_runs_under():
+    assert compat.traces() == []
+    seen = []
+
+    @jax.jit
+    def outer(x):
+        def inner(x):
+            seen.append(compat.traces())
+            return jax.jit(lambda x: (seen.append(compat.traces()), x)[1])(x)
+
+        seen.append(compat.traces())
+        return jax.grad(inner)(x)
+
+    outer(1.0)
+    one, two, three = seen
+    assert (len(one), two[1:], three[1:]) == (1, one, two)
+    assert compat.traces() == []
+
+
+def test_equations_that_a_transposition_made():
+    def f(x):
+        with jax.named_scope("transpose"):
+            return (x * x).sum()
+
+    eqns = traced(jax.grad(f), X).eqns
+    back = [compat.in_backward(eqn.source_info.name_stack) for eqn in eqns]
+    assert back[0] is False
+    assert back[-1] is True
+    assert not any(compat.in_backward(e.source_info.name_stack) for e in traced(f, X).eqns)
+
+
+def test_where_an_equation_was_written():
+    def written(x):
+        return jnp.sin(x)
+
+    (eqn,) = traced(written, X).eqns
+    line = written.__code__.co_firstlineno + 1
+    said = compat.where_written(eqn)
+    assert said.startswith(f"{__file__}:{line}:")
+    assert "(test_where_an_equation_was_written.<locals>.written)" in said
+
+
+def test_what_a_jitted_function_traces_to():
+    nnx = pytest.importorskip("flax.nnx")
+    for jit in (jax.jit, nnx.jit):
+        jaxpr = compat.traced_jaxpr(jit(lambda x: jnp.sin(x)).trace(X))
+        assert [eqn.primitive.name for eqn in compat.opened(jaxpr)[0].eqns] == ["sin"]
+
+
+def test_places_are_those_of_user_context():
+    (eqn,) = traced(jnp.sin, X).eqns
+    stack = source_info_util.new_name_stack("here")
+
+    def one(x):
+        with compat.Places() as places:
+            places.at(eqn.source_info, stack)
+            made = jnp.cos(x)
+            places.at(source_info_util.new_source_info(), stack)  # no traceback
+            return made, jnp.cos(x)
+
+    def other(x):
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+            return jnp.cos(x)
+
+    ours, bare = traced(one, X).eqns
+    (theirs,) = traced(other, X).eqns
+    assert str(ours.source_info.name_stack) == str(theirs.source_info.name_stack) == "here"
+    assert ours.source_info.traceback is theirs.source_info.traceback is eqn.source_info.traceback
+    assert bare.source_info.traceback is not None
+    assert str(source_info_util.current_name_stack()) == ""
+
+
+def test_an_error_gets_its_place():
+    (eqn,) = traced(lambda x: jnp.sin(x), X).eqns
+
+    def fails(context):
+        with pytest.raises(ValueError, match="no") as caught, context:
+            raise ValueError("no")
+        return caught.value
+
+    class Ours(compat.Places):
+        def __enter__(self):
+            super().__enter__().at(eqn.source_info, source_info_util.new_name_stack())
+            return self
+
+    ours = fails(Ours())
+    theirs = fails(source_info_util.user_context(eqn.source_info.traceback))
+    assert str(ours.__cause__) == str(theirs.__cause__)
+    assert "source of the JAX operation" in str(ours.__cause__)
+
+
+def test_a_recorder_where_a_trace_records():
+    found = {}
+
+    def look(name):
+        def f(x):
+            found[name] = compat.recorder([x])
+            return x * 1
+
+        return f
+
+    look("eager")(X)
+    traced(look("traced"), X)
+    jax.jit(look("jit"))(X)
+    jax.vmap(look("vmap"))(X)
+    jax.grad(lambda x: look("grad")(x).sum())(X)
+    jax.linearize(look("linearize"), X)
+    assert [name for name, one in found.items() if one is not None] == ["traced", "jit"]
+    assert found["jit"].meshless
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_recorder_and_meshes(kind):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    found = []
+
+    def look(x):
+        found.append(compat.recorder([x]))
+        return x
+
+    with jax.set_mesh(mesh):
+        traced(look, X)
+        sharded = jax.device_put(X, jax.sharding.NamedSharding(mesh, PartitionSpec("d")))
+        traced(look, sharded)
+    assert [one.meshless for one in found] == [False, False]
+
+    def outside(x):
+        found.append(compat.recorder([sharded]))
+        return x
+
+    if kind is jax.sharding.AxisType.Explicit:  # a mesh that does not hold there
+        traced(outside, X)
+        assert found[-1] is None
+
+
+def test_a_recorded_equation():
+    """What `put` leaves, what it hands out, and what it leaves to `bind`."""
+    table, seen = np.arange(1024.0, dtype=np.float32), []
+
+    def f(x):
+        recorder = compat.recorder([x])
+        put = recorder.put
+        (a,) = put(lax.mul_p, [x, np.float32(2)], {})
+        assert type(a) is compat.Recorded
+        assert compat.aval_of(a).shape == (2, 2) == compat.aval_of(x).shape
+        tracer = recorder.tracer(a)
+        assert tracer is recorder.tracer(a)
+        assert isinstance(tracer, jax.core.Tracer)
+        assert recorder.tracer(x) is x
+        cast = {"new_dtype": np.dtype("float32"), "weak_type": False, "sharding": None}
+        (same,) = put(lax.convert_element_type_p, [a], cast)
+        assert same is a  # passed on, as it is that already
+        (zero,) = put(lax.convert_element_type_p, [np.int32(0)], cast)  # folded
+        pair = put(lax.optimization_barrier_p, [a, zero], {})
+        (far,) = put(lax.reduce_sum_p, [jnp.asarray(table)], {"axes": (0,), "out_sharding": None})
+        seen.extend(map(type, (zero, *pair, far)))
+        return [recorder.tracer(y) for y in (a, *pair, far)]
+
+    made = traced(f, X)
+    names = [eqn.primitive.name for eqn in made.eqns]
+    assert names == ["mul", "optimization_barrier", "reduce_sum"]
+    assert compat.Recorded not in seen
+    out = core.jaxpr_as_fun(made)(X)
+    assert np.array_equal(out[0], X * 2)
+    assert float(out[-1]) == table.sum()
+
+
+def test_plain_primitives():
+    plain = lax.sin_p, lax.reshape_p, lax.broadcast_in_dim_p, lax.dynamic_slice_p
+    not_plain = [
+        eqn.primitive
+        for fn in (jax.jit(jnp.sin), jax.checkpoint(jnp.sin), jax.nn.relu)
+        for eqn in traced(fn, X).eqns
+    ]
+    not_plain += [traced(lambda x: lax.map(jnp.sin, x), X).eqns[-1].primitive]
+    assert all(map(compat.is_plain, (*plain, lax.convert_element_type_p)))
+    assert not any(map(compat.is_plain, not_plain))
+    mine = core.Primitive("mine")
+    assert compat.is_plain(mine)
+    other = core.Primitive("other")
+    other.bind = lambda *args: args
+    assert not compat.is_plain(other)
+
+
+def test_values_of_another_trace_are_bound():
+    def f(x):
+        def g(y):
+            recorder = compat.recorder([y])
+            (a,) = recorder.put(lax.mul_p, [y, x], {})
+            assert type(a) is not compat.Recorded
+            return a
+
+        return jax.jit(g)(x)
+
+    assert np.array_equal(core.jaxpr_as_fun(traced(f, X * 3))(X * 3)[0], X * 9)
+
+
+def test_values_of_a_trace():
+    held = []
+
+    def fn(x):
+        held.extend((compat.traces()[0], jnp.cos(jnp.sin(x)), x))
+        return x
+
+    jax.make_jaxpr(fn)(X)
+    trace, cos, x = held
+    assert compat.tracers_of(trace, [X, trace, cos, 1, x]) == [cos, x]
+    (sin,) = compat.operands_of(cos)
+    assert compat.operands_of(sin)[0] is x
+    assert compat.operands_of(x) is None
+    assert re.fullmatch(
+        r"float32\[2,2\] from .*test_private_names\.py:\d+:\d+ \(.*fn\)", compat.where_made(cos)
+    )
+    assert compat.where_made(x) == "float32[2,2]"
+
+
+def test_close():
+    inner = jax.make_jaxpr(jax.checkpoint(jnp.sin))(X).eqns[0].params["jaxpr"]
+    closed = compat.close(inner)
+    assert compat.close(inner) is closed
+    assert not compat.opened(closed)[1]
+    assert compat.close(closed) is closed
+
+
+def test_jvp_and_pulled_keep_symbolic_zeros():
+    def fn(x, y):
+        return [x * 2, y * 3, lax.stop_gradient(x)]
+
+    outs, tangents = compat.jvp(fn, [X, X], [X, None])
+    assert np.array_equal(outs[1], 3 * X)
+    assert np.array_equal(tangents[0], 2 * X)
+    assert tangents[1:] == [None, None]
+    _, pull = jax.vjp(fn, X, X)
+    aval = jax.typeof(X)
+    x, y = compat.pulled(pull, [aval] * 2, [aval] * 3, [X, None, X])
+    assert np.array_equal(x, 2 * X)
+    assert y is None
+
+
+def test_symbolic_zero():
+    zero = compat.symbolic_zero(X)
+    assert isinstance(zero, jax.custom_derivatives.SymbolicZero)
+    assert (zero.shape, zero.dtype) == (X.shape, X.dtype)
+    assert compat.symbolic_zero(jnp.int32(1)).dtype == jax.dtypes.float0
+
+
+def test_repeated_ops_of_a_lowered_program_are_merged():
+    """Casts and layouts of one value, that forms of different contractions made of it."""
+    params = {
+        "dimension_numbers": (((1,), (0,)), ((), ())),
+        "out_sharding": None,
+        "precision": None,
+    }
+
+    def twice(x, y, w):
+        low = partial(contract, lax.dot_general_p, params=params, run="bfloat16", out="float32")
+        return low(x, w), low(y, w)
+
+    def casts():
+        jax.clear_caches()
+        shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((256, 4), (512, 4), (4, 8))]
+        text = jax.jit(twice).lower(*shapes).as_text()
+        return text.count("tensor<4x8xf32>) -> tensor<4x8xbf16>")
+
+    assert casts() == 1
+    with mock.patch.object(compat, "merge_repeated"):
+        assert casts() == 2
+    jax.clear_caches()
+
+
+def test_jitted_functions_are_lowered_in_place_on_several_devices():
+    """Those in which a contraction casts an operand, and that ask for nothing of their own."""
+
+    def calls(devices, low=jnp.float32, **asked):
+        mesh = AbstractMesh((devices,), ("d",))
+        inner = jax.jit(lambda x, w: jnp.tanh(x @ w), **asked)
+        outer = jax.jit(autocast(lambda x, w: inner(inner(x, w), w)))
+        array = jax.ShapeDtypeStruct((8, 8), low, sharding=NamedSharding(mesh, PartitionSpec("d")))
+        text = outer.trace(array, array).lower(lowering_platforms=("cpu",)).as_text()
+        return text.count("call @")
+
+    assert calls(8) == 0
+    assert calls(1) == 2
+    assert calls(8, low=jnp.bfloat16) == 2
+    mesh = AbstractMesh((8,), ("d",))
+    assert calls(8, out_shardings=NamedSharding(mesh, PartitionSpec("d"))) == 2

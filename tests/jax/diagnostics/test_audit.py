@@ -1,0 +1,396 @@
+"""`audit`: the function itself runs, and what is measured beside it is what numpy counts."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from polymp.backends.jax.diagnostics import measures
+from polymp.jax import GradScaler, audit, autocast
+from tests.support.audits import magnitudes
+
+X = jnp.array([[0.5, -2.0, 3.0], [1.0, 0.25, -0.125]])
+W = jnp.arange(12.0).reshape(3, 4) / 8 - 0.5
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if all bits of all arrays are."""
+    ones, others = jax.tree.leaves(one), jax.tree.leaves(other)
+    return len(ones) == len(others) and all(
+        np.asarray(a).dtype == np.asarray(b).dtype
+        and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+def rows(audited: Any, direction: str = "forward") -> dict[str, Any]:
+    """Magnitudes by op, of one direction."""
+    return {r.op: r.magnitudes for r in audited.audit.results if r.direction == direction}
+
+
+def told(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    audited = audit(fn)
+    audited(*args)
+    return rows(audited)
+
+
+def loss(params: Any, x: Any) -> Any:
+    h = jnp.tanh(x @ params["w"])
+    return jnp.mean((h @ params["v"]) ** 2)
+
+
+PARAMS = {"w": W, "v": W.T[:, :2]}
+
+
+# Results
+
+
+def train_step(dtype: Any) -> Callable[..., Any]:
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(autocast(loss, dtype=dtype))(params, x)
+        updates, state = optax.sgd(0.1, 0.9).update(grads, state)
+        return optax.apply_updates(params, updates), state, value
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_results_are_those_of_the_function_to_the_last_bit(dtype: Any) -> None:
+    step = train_step(dtype)
+    audited = audit(step)
+    plain = watched = (PARAMS, optax.sgd(0.1, 0.9).init(PARAMS))
+    for _ in range(2):
+        *plain, value = step(*plain, X)
+        *watched, seen = audited(*watched, X)
+        assert same((plain, value), (watched, seen))
+    assert audited.audit.steps == 2
+    assert len(audited._programs) == 1
+
+
+def test_the_function_itself_runs_and_once() -> None:
+    calls = []
+
+    def f(x: Any) -> Any:
+        calls.append(isinstance(x, jax.core.Tracer))
+        return x * 2
+
+    audited = audit(f)
+    audited(X), audited(X + 1)
+    assert calls == [True, False, False], "traced once; then run, each time, and not as a twin"
+    assert audited.__name__ == "f"
+
+
+def test_donated_arguments_survive_the_measuring() -> None:
+    audited = audit(jax.jit(lambda x: x * 3, donate_argnums=0))
+    x = X + 0
+    assert same(audited(x), X * 3)
+    assert x.is_deleted(), "by the function itself"
+    assert rows(audited)["mul"].largest == 9.0
+
+
+def test_flax_modules_are_changed_once() -> None:
+    class Counting(nnx.Module):
+        def __init__(self) -> None:
+            self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            self.calls = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x: Any) -> Any:
+            self.calls[...] += 1
+            return self.layer(x)
+
+    model, other = Counting(), Counting()
+    audited = audit(lambda model, x: model(x).sum())
+    assert same(audited(model, X), other(X).sum())
+    audited(model, X)
+    assert float(model.calls[...]) == 2.0
+    assert audited.audit.steps == 2
+    (row,) = (r for r in audited.audit.results if r.op == "linear")
+    assert row.magnitudes.largest == pytest.approx(
+        float(jnp.abs(X @ other.layer.kernel[...]).max())
+    )
+
+
+def test_linen_modules_are_measured() -> None:
+    net = linen.Dense(2)
+    variables = net.init(jax.random.key(0), X)
+    audited = audit(net.apply)
+    assert same(audited(variables, X), net.apply(variables, X))
+    assert rows(audited)["add"].largest == float(jnp.abs(net.apply(variables, X)).max())
+
+
+# Numbers
+
+
+def test_the_numbers_are_those_of_the_values() -> None:
+    x = jnp.array([0.0, -3.5, 1e-6, 6e4, 7e-30, 0.3])
+
+    def f(x: Any) -> Any:
+        doubled = x * 2
+        cosines = jnp.cos(doubled)
+        return cosines * 1e3
+
+    audited = audit(f)
+    audited(x)
+    made = x * 2, jnp.cos(x * 2), jnp.cos(x * 2) * 1e3
+    for row, values in zip(audited.audit.results, made, strict=True):
+        said, exact = row.magnitudes, magnitudes(values)
+        assert said.bins[1:] == exact.bins[1:]
+        assert (said.values, said.counted) == (6, 6)
+        assert said.largest == pytest.approx(exact.largest, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "inf", "nan"),
+    [([1.0, -3.0], False, False), ([-math.inf, 2.0], True, False), ([math.nan, 5.0], False, True),
+     ([math.nan, math.inf, 7.0], True, True)],
+)  # fmt: skip
+def test_inf_and_nan_are_told_apart(values: list[float], inf: bool, nan: bool) -> None:
+    said = told(lambda x: x * 1.5, jnp.array(values))["mul"]
+    assert (said.inf, said.nan) == (inf, nan)
+    top = 1.5 * max(abs(x) for x in values if math.isfinite(x))
+    assert said.largest == pytest.approx(top, rel=1 / 16)
+
+
+def test_what_float16_loses_is_told_from_what_was_so_anyway() -> None:
+    x = jnp.array([0.0, 300.0, 1e-6, 1.0], jnp.float16)
+    said = told(lambda x: x * x, x)["mul"]
+    assert (said.burst, said.vanished) == (0.25, 0.25)
+    said = told(lambda x: x / jnp.zeros_like(x), x)["div"]
+    assert said.burst == 0.0
+
+
+def test_of_large_arrays_extremes_are_of_all_values() -> None:
+    x = jnp.ones(3 * measures.SAMPLE + 1).at[1].set(1e5)
+    said = told(lambda x: x * 1.0 + 0.0 * x, x)["add"]
+    assert (said.values, said.largest) == (x.size, 1e5)
+    assert measures.SAMPLE / 2 < said.counted <= measures.SAMPLE
+
+
+def test_float64_beyond_float32_is_finite() -> None:
+    with jax.enable_x64(True):
+        audited = audit(lambda x: x * 2)
+        audited(jnp.full(3, 1e300))
+        said = rows(audited)["mul"]
+        assert (said.largest, said.inf, audited.audit.fault) == (2e300, False, None)
+
+
+def test_float8_empty_and_other_arrays() -> None:
+    audited = audit(lambda a, b, c, d: (a.astype(jnp.float8_e5m2), b * 2, c * 2, d + 1))
+    audited(X, jnp.ones((0, 2)), jnp.ones(2, jnp.complex64), jnp.ones(2, jnp.int32))
+    (row,) = audited.audit.results
+    assert (row.op, row.run, row.magnitudes.largest) == ("to", "float8_e5m2", 3.0)
+
+
+# Control flow
+
+
+def test_a_scan_is_measured_over_all_rounds() -> None:
+    def f(x: Any) -> Any:
+        return lax.scan(lambda c, _: (c * -2, jnp.sin(c)), x, None, length=4)
+
+    said = told(f, X)
+    carried = np.concatenate([X * (-2.0) ** n for n in range(1, 5)])
+    assert said["mul"].bins == magnitudes(carried).bins
+    assert (said["mul"].largest, said["mul"].values) == (48.0, 24)
+    sines = np.sin(np.concatenate([X * (-2.0) ** n for n in range(4)]))
+    assert said["sin"].largest == pytest.approx(np.abs(sines).max())
+
+
+def test_a_while_loop_keeps_the_largest_of_all_rounds() -> None:
+    def f(x: Any) -> Any:
+        def body(c: Any) -> Any:
+            return c[0] + 1, jnp.where(c[0] == 2, c[1] * 100, c[1] / 50)
+
+        return lax.while_loop(lambda c: c[0] < 5, body, (0, x))
+
+    said = told(f, X)
+    values, largest = X, 0.0
+    for n in range(5):
+        largest = max(largest, float(jnp.abs(values * 100).max()))
+        values = values * 100 if n == 2 else values / 50
+    assert said["mul"].largest == largest == 300.0
+    assert said["div"].largest == pytest.approx(0.12 / 50 * 50 * 0.5, rel=1)
+
+
+def test_what_did_not_run_is_absent() -> None:
+    audited = audit(lambda p, x: lax.cond(p, jnp.exp, jnp.sin, x))
+    audited(True, X)
+    assert {*rows(audited)} == {"exp"}
+    audited(False, X)
+    assert {*rows(audited)} == {"exp", "sin"}
+    assert told(lambda x: lax.while_loop(lambda c: c.sum() > 1e9, jnp.exp, x), X) == {}
+    assert told(lambda x: lax.scan(lambda c, _: (c * 2, None), x, None, length=0), X) == {}
+
+
+def test_loops_in_branches_in_loops() -> None:
+    def body(c: Any, n: Any) -> Any:
+        down = lambda c: lax.fori_loop(0, n, lambda _, c: c * 0.5, c)  # noqa: E731
+        return lax.cond(n % 2 == 0, lambda c: c * 4, down, c), None
+
+    said = told(lambda x: lax.scan(body, x, jnp.arange(4)), X)["mul"]
+    assert said.largest == 3 * 4 * 0.5 * 4
+    assert said.values >= said.counted > 0
+
+
+def test_inside_vmap_remat_and_shard_map() -> None:
+    said = told(jax.vmap(lambda row: jnp.exp(row)), X)["exp"]
+    assert said.largest == pytest.approx(math.exp(3), rel=1e-6)
+    audited = audit(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.exp(x)))(x).sum()))
+    audited(X)
+    again = rows(audited, "recompute")["exp"]
+    assert again.largest == pytest.approx(math.exp(3), rel=1e-6)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    spec = PartitionSpec("i")
+    sharded = jax.shard_map(lambda x: jnp.exp(x), mesh=mesh, in_specs=spec, out_specs=spec)
+    audited = audit(lambda x: sharded(x) * 2)
+    assert same(audited(X), sharded(X) * 2)
+    assert rows(audited)["mul"].largest == pytest.approx(2 * math.exp(3), rel=1e-6)
+
+
+def test_derivatives_by_hand_are_the_ones_that_run() -> None:
+    @jax.custom_vjp
+    def f(x: Any) -> Any:
+        return jnp.exp(x)
+
+    f.defvjp(lambda x: (jnp.exp(x), x), lambda x, g: (g * 1000,))
+
+    @jax.custom_jvp
+    def h(x: Any) -> Any:
+        return jnp.sin(x)
+
+    h.defjvp(lambda primals, tangents: (h(*primals), tangents[0] * 500))
+    for fn, largest in ((f, 1000.0), (h, 500.0)):
+        audited = audit(jax.grad(lambda x, fn=fn: fn(x).sum()))
+        grads = audited(X)
+        assert float(jnp.abs(grads).max()) == largest
+        (gradient,) = audited.audit.gradients
+        assert gradient.magnitudes.largest == largest
+
+
+# Gradients
+
+
+def test_gradients_have_names_and_are_jax_grads() -> None:
+    audited = audit(jax.value_and_grad(loss))
+    _, grads = audited(PARAMS, X)
+    found = {g.module: g.magnitudes for g in audited.audit.gradients}
+    assert {*found} == {"[1]['v']", "[1]['w']"}
+    for name, values in grads.items():
+        exact = magnitudes(values)
+        said = found[f"[1]['{name}']"]
+        assert said.largest == pytest.approx(exact.largest, rel=1e-5)
+        assert (said.values, said.counted) == (values.size, values.size)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12])
+def test_the_scale_is_divided_out(scale: float) -> None:
+    scaler = GradScaler(scale)
+
+    def step(scaler: Any, params: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: scaler.scale(loss(p, x)))(params)
+        return grads
+
+    audited = audit(step)
+    grads = audited(scaler, PARAMS, X)
+    assert audited.audit.scale == scale
+    found = {g.module: g.magnitudes.largest for g in audited.audit.gradients}
+    for name, values in grads.items():
+        assert found[f"['{name}']"] == pytest.approx(float(jnp.abs(values).max()) / scale, rel=1e-5)
+
+
+# Calls
+
+
+def test_types_are_traced_once_and_values_measured_anew() -> None:
+    traces = []
+
+    def f(x: Any, mode: Any = "a") -> Any:
+        if isinstance(x, jax.core.Tracer):
+            traces.append((x.dtype.name, mode))
+        return x * (2 if mode == "a" else mode)
+
+    audited = audit(f)
+    low = X.astype(jnp.float16)
+    for x, mode in ((X, "a"), (X * 10, "a"), (low, "a"), (X, 1), (X, 1.0), (X, True)):
+        audited(x, mode)
+    audited(X * 100)
+    assert traces[:5] == [("float32", "a"), ("float16", "a"), ("float32", 1), ("float32", 1.0),
+                          ("float32", True)]  # fmt: skip
+    assert max(r.magnitudes.largest for r in audited.audit.results) == 600.0
+    assert audited.audit.steps == 7
+    assert "7 calls measured" in repr(audited)
+
+
+def test_static_arguments_and_what_cannot_be_hashed() -> None:
+    audited = audit(jax.jit(lambda x, n: x * n, static_argnums=1))
+    audited(X, 2), audited(X, 5)
+    assert rows(audited)["mul"].largest == 15.0
+
+    class Config:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+    audited = audit(lambda x, config: x * config.factor)
+    audited(X, Config(2.0)), audited(X, Config(7.0))
+    assert rows(audited)["mul"].largest == 21.0
+
+
+def test_reading_does_not_measure_again_and_more_calls_do() -> None:
+    audited = audit(lambda x: x * 2)
+    audited(X)
+    first = audited.audit
+    assert audited.audit is first
+    audited(X * 4)
+    assert audited.audit.results[0].magnitudes.values == 12
+    assert audited.audit.results[0].magnitudes.largest == 24.0
+
+
+def test_a_traced_call_is_refused() -> None:
+    audited = audit(loss)
+    with pytest.raises(TypeError, match="was called by code that is traced, where there are no"):
+        jax.jit(audited)(PARAMS, X)
+    with pytest.raises(TypeError, match=r"polymp.jax.audit\(jax.jit\(step\)\)"):
+        jax.grad(audited)(PARAMS, X)
+    with pytest.raises(TypeError, match=r"audit\(fn\) needs a function, got 3."):
+        audit(3)  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_function_comes_through_and_the_measurement_stays() -> None:
+    def f(x: Any) -> Any:
+        if not isinstance(x, jax.core.Tracer):
+            raise ValueError("mine")
+        return x * 2
+
+    audited = audit(f)
+    with pytest.raises(ValueError, match="mine"):
+        audited(X)
+    assert rows(audited)["mul"].largest == 6.0
+
+
+def test_the_first_step_that_breaks_is_the_one_told_of() -> None:
+    audited = audit(lambda x: jnp.log(x))
+    line = sys._getframe().f_lineno - 1
+    audited(jnp.ones(2)), audited(-jnp.ones(2)), audited(jnp.full(2, jnp.nan))
+    fault = audited.audit.fault
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.source) == ("log", "operation", f"test_audit.py:{line}")
+    assert fault.inputs[0][:4] == ("float32", (2,), 0.0, 1.0)
+
+
+def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracles above compare with numpy: half of it would not pass."""
+    monkeypatch.setattr(measures, "peak", lambda *arrays: jnp.float32(1.0))
+    assert told(lambda x: x * 2, X)["mul"].largest != 6.0

@@ -1,0 +1,384 @@
+"""`explain`: its counts against counts by hand, its rows against the policy's own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polymp
+from polymp.backends.jax.diagnostics.traced_call import traced
+from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.dtypes import FORMATS
+from polymp.errors import PolicyWarning
+from polymp.jax import GradScaler, autocast, explain
+from polymp.rules.row import LOW, Rule
+from tests.jax.autocast.test_random_policies import MINE, arguments, function, mine
+from tests.support import examples
+from tests.support import random_policies as programs
+from tests.support.jax.transformer import SMALL, loss, parameters, tokens
+
+X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
+
+
+def casts(closed: Any) -> list[int]:
+    """Bytes of every cast in a program without loops, those inside of products too."""
+    found = []
+
+    def size(shape: Any, dtype: Any) -> int:
+        return int(np.prod(shape)) * np.dtype(dtype).itemsize
+
+    def walk(program: Any) -> None:
+        for eqn in program.eqns:
+            assert eqn.primitive.name not in ("scan", "while"), "counted once here"
+            wants = []
+            if eqn.primitive.name == "convert_element_type":
+                wants = [(eqn.invars[0], eqn.params["new_dtype"])]
+            elif eqn.primitive.name == "polymp_contraction":
+                wants = [(v, np.dtype(eqn.params["run"])) for v in eqn.invars[:2]]
+            for v, new in wants:
+                old = v.aval.dtype
+                known = {old.name, np.dtype(new).name} <= {*FORMATS}
+                if known and old != new and not hasattr(v, "val"):
+                    found.append(size(v.aval.shape, old) + size(v.aval.shape, new))
+            if eqn.primitive.name == "polymp_contraction":
+                continue
+            for value in eqn.params.values():
+                for inner in value if isinstance(value, (tuple, list)) else [value]:
+                    if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                        walk(inner.jaxpr)
+                    elif isinstance(inner, jax.extend.core.Jaxpr):
+                        walk(inner)
+
+    walk(closed.jaxpr)
+    return found
+
+
+def attention(q: Any, w: Any) -> Any:
+    x = (q @ w).reshape(4, 2, 4)[None]
+    return jax.nn.dot_product_attention(x, x, x).sum()
+
+
+def convolution(x: Any, w: Any) -> Any:
+    image = jnp.broadcast_to(x[None, :, :, None], (2, 4, 8, 4))
+    kernel = jnp.broadcast_to(w[:3, :3, None, None], (3, 3, 2, 6))
+    y = jax.lax.conv_general_dilated(
+        image, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=2,
+    )  # fmt: skip
+    return jax.nn.relu(y).mean()
+
+
+def layers(x: Any, w: Any) -> Any:
+    x = jax.nn.gelu(jax.nn.softmax(x @ w) @ w)
+    return optax.softmax_cross_entropy_with_integer_labels(x, jnp.arange(4)).mean()
+
+
+def rematerialised(x: Any, w: Any) -> Any:
+    return jax.checkpoint(lambda x: jnp.exp(jnp.sin(x @ w)))(x).sum()
+
+
+def branches(x: Any, w: Any) -> Any:
+    return jax.lax.cond(x.sum() > 0, lambda x: jnp.exp(x @ w), lambda x: x, x).sum()
+
+
+FUNCTIONS = (attention, convolution, layers, rematerialised, branches)
+
+
+def trained(fn: Callable[..., Any], low: str, policy: str) -> Callable[..., Any]:
+    return jax.value_and_grad(autocast(fn, dtype=low, policy=policy), argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("low", "policy"), [("bfloat16", "amp"), ("float16", "lean"), ("bfloat16", "torch-cuda")]
+)
+@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
+def test_casts_and_their_bytes_are_those_in_the_program(fn: Any, low: str, policy: str) -> None:
+    step = trained(fn, low, policy)
+    by_hand = casts(jax.make_jaxpr(step)(X, W))
+    report = explain(step, X, W)
+    assert len(by_hand) > 2
+    assert (report.casts, report.cast_bytes) == (len(by_hand), sum(by_hand))
+    assert (report.low, report.policy) == (low, policy)
+    directions = {call.direction for call in report if call.casts}
+    assert {FORWARD, BACKWARD} <= directions
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
+    with programs.vocabulary_put_back():
+        polymp.register_op(MINE, "fp32", jax=mine)
+        yield
+
+
+def said_of(policy: polymp.Policy, op: str, low: str, module: str, spelling: str = "") -> Any:
+    """The policy's row for an op in a module; a row that says "parts" leaves it to its parts."""
+    row = policy.at(module).winner(op, low, spelling)
+    return None if row is None or row.rule is Rule.PARTS else row
+
+
+@pytest.mark.usefixtures("registered")
+@settings(max_examples=15)
+@given(st.integers(0, 10_000))
+def test_random_programs_under_random_policies(seed: int) -> None:
+    """Casts as counted, and every row that ruled is the policy's for that module."""
+    policy, low, fn = programs.policy(seed), LOW[seed % 2], function(seed)
+    if programs.contradicts(policy, programs.program(seed)):
+        return
+    wrapped = autocast(fn, dtype=low, policy=policy)
+    try:
+        by_hand = casts(jax.make_jaxpr(wrapped)(arguments(seed)))
+    except polymp.errors.ForbiddenOpError:
+        with pytest.raises(polymp.errors.ForbiddenOpError):
+            explain(wrapped, arguments(seed))
+        return
+    report = explain(wrapped, arguments(seed))
+    assert (report.casts, report.cast_bytes) == (len(by_hand), sum(by_hand))
+    for call in report:
+        if call.row is not None:
+            said = policy.at(call.module).winner(call.op, low, call.spelling)
+            assert call.row == said, call
+    calls = {(path, call.op) for path, call in programs.calls(programs.program(seed))}
+    ruled = {(call.module, call.op) for call in report if call.row is not None}
+    assert ruled >= {(m, op) for m, op in calls if op in ("exp", "linear", "softmax")
+                     and said_of(policy, op, low, m) is not None}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", "torch-cuda", "torch-cpu"])
+def test_rows_are_those_of_the_policy(policy: str) -> None:
+    table = polymp.policy(policy)
+    report = explain(layers, X, W, dtype="float16", policy=policy)
+    ruled = [call for call in report if call.row is not None]
+    assert ruled
+    for call in ruled:
+        assert call.row == table.at("").winner(call.op, "float16", call.spelling)
+        if ":" not in call.row.of:
+            assert call.row == table.why(call.op, "float16").row
+        assert call.rule == str(call.row.rule)
+    assert report.rows() == {call.row for call in ruled}
+    linear = report.of("linear")[0]
+    assert (linear.run, linear.inputs) == ("float16", ("float32", "float32"))
+
+
+MINE_SCOPED = polymp.policy("amp").override(
+    scopes={"head": {"softmax": "keep", "linear": "fp32"}, "body.*": {"exp": "lower"}}
+)
+
+
+def scoped(x: Any) -> Any:
+    with jax.named_scope("head"):
+        x = jax.nn.softmax(x @ W)
+    for i in range(2):
+        with jax.named_scope(f"body/{i}"):
+            x = jnp.exp(x @ W)
+    return x.sum()
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.head = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.body = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(1))])
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.exp(self.body[0](self.head(x))).sum()
+
+    def other(self, x: Any) -> Any:
+        return self.head(x)
+
+
+class Written(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(8, name="body")(jnp.exp(linen.Dense(8, name="head")(x))).sum()
+
+
+def test_rows_of_scopes_are_those_of_the_name_scopes() -> None:
+    for report in (
+        explain(scoped, X, dtype="float16", policy=MINE_SCOPED),
+        explain(jax.grad(autocast(scoped, dtype="float16", policy=MINE_SCOPED)), X),
+    ):
+        for call in report:
+            if call.row is not None:
+                assert call.row == MINE_SCOPED.at(call.module).winner(
+                    call.op, "float16", call.spelling
+                )
+        (linear, *_) = (c for c in report.of("linear") if c.module == "head")
+        assert (linear.rule, linear.row.scope, linear.run) == ("fp32", "head", "float32")
+        assert {c.row.scope for c in report.of("exp") if c.row} == {"body.*"}
+
+
+@pytest.mark.parametrize("of", ["module", "method", "argument", "linen"])
+def test_modules_are_called_by_their_paths(of: str) -> None:
+    net = Net()
+    fn, args, paths = {
+        "module": (net, (X,), ["head", "body.0"]),
+        "method": (net.other, (X,), ["head"]),
+        "argument": (lambda model, x: model(x), (net, X), ["head", "body.0"]),
+        "linen": (Written().apply, (Written().init(jax.random.key(0), X), X), ["head", "body"]),
+    }[of]
+    told = pytest.warns(PolicyWarning, match="'Written'") if of == "linen" else nullcontext()
+    with told:  # linen's paths begin with the class
+        report = polymp.explain(fn, *args, dtype="bfloat16", policy=MINE_SCOPED)
+    linears = report.of("linear")
+    assert [call.module.removeprefix("Written.") for call in linears] == paths
+    if of != "linen":
+        assert [call.rule for call in linears] == ["fp32", "lower"][: len(linears)]
+
+
+def batched(x: Any, w: Any) -> Any:
+    return jnp.matmul(x[None] + jnp.ones((3, 1, 1)), jnp.stack([w] * 3)).sum()
+
+
+FLOPS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
+    "linear": (2 * 4 * 8 * 8, lambda x, w: (x @ w).sum()),
+    "batched": (2 * 3 * 4 * 8 * 8, batched),
+    "conv": (2 * (2 * 2 * 4 * 6) * (4 // 2) * 9, convolution),
+    "attention": (2 * 4 * 8 * 8 + 2 * 2 * (2 * 4 * 4 * 4), attention),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("region", [False, True], ids=["no region", "region"])
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_of_the_formulas(name: str, region: bool) -> None:
+    flops, fn = FLOPS[name]
+    inside = autocast(fn, dtype="bfloat16", enabled=region)
+    assert sum(explain(inside, X, W).flops.values()) == flops
+    report = explain(jax.grad(inside, argnums=(0, 1)), X, W)
+    by_direction = {
+        d: sum(c.flops for c in report if c.direction == d) for d in (FORWARD, BACKWARD)
+    }
+    assert by_direction == {FORWARD: flops, BACKWARD: 2 * flops}
+    assert set(report.flops) == {"bfloat16" if region else "float32"}
+
+
+def test_what_is_kept_is_what_the_backward_pass_reads() -> None:
+    """As much as what jax.vjp holds, its arguments aside, whatever calls and loops are round."""
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.exp(jnp.tanh(x @ w) @ w).sum()
+
+    def looped(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), x, None, length=5)[0].sum()
+
+    def held(fn: Any) -> int:
+        made = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fn, *args)[1]))(X, W).jaxpr
+        arrays = {id(v): v.aval for v in made.outvars if v not in made.invars}
+        return sum(a.size * 4 for a in arrays.values() if a.dtype == np.float32)
+
+    for fn in (loss, jax.jit(loss), looped, jax.jit(looped), autocast(loss, dtype="bfloat16")):
+        report = explain(jax.grad(fn, argnums=(0, 1)), X, W)
+        assert report.kept == held(fn) > 0
+        assert {call.direction for call in report if call.kept} == {FORWARD}
+    assert {c.op for c in explain(jax.grad(looped), X, W) if c.kept} >= {"cos"}
+    assert explain(loss, X, W).kept == 0, "there is no backward pass"
+
+
+def test_a_whole_train_step() -> None:
+    """The example's model, optax, and the scaler: FLOPs as by hand, and every pass is there."""
+    with examples.modules("train_jax") as found:
+        model = found.train_jax.Transformer(50, 16, 16, 2, 2, nnx.Rngs(0))
+        loss_on = found.train_jax.loss_on
+    graph, params = nnx.split(model)
+    tokens = jnp.zeros((2, 17), "int32")
+    optimizer = optax.adamw(1e-3)
+    scaler = GradScaler()
+
+    def step(params: Any, state: Any, scaler: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            region = autocast(lambda p: loss_on(nnx.merge(graph, p), tokens), dtype="float16")
+            return scaler.scale(region(params))
+
+        def update(grads: Any, params: Any, state: Any) -> Any:
+            changes, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, changes), state
+
+        return scaler.step(jax.grad(loss)(params), update, params, state)
+
+    state = optimizer.init(params)
+    report = explain(step, params, state, scaler, tokens)
+    tokens_in, width = 2 * 16, 16
+    layer = 2 * tokens_in * width * width * (3 + 1 + 4 + 4) + 2 * 2 * (2 * 16 * 16 * width)
+    head = 2 * tokens_in * width * 50
+    forward = sum(c.flops for c in report if c.direction == FORWARD)
+    assert forward == 2 * layer + head
+    assert sum(report.flops.values()) == 3 * forward
+    assert set(report.flops) == {"float16"}
+    assert report.to_dict() == explain(jax.jit(step), params, state, scaler, tokens).to_dict() | {
+        "title": "step"
+    }
+    outside = [c for c in report if not c.region]
+    assert {"sqrt", "isfinite"} <= {c.op for c in outside}, "the optimizer and the scaler"
+
+
+def hlo(fn: Any, *args: Any) -> str:
+    return str(jax.jit(fn).lower(*args).as_text(debug_info=True))
+
+
+def test_explaining_leaves_nothing_behind() -> None:
+    """Not in the program, not in caches: neither before nor after a first call."""
+    for called_before in (False, True):
+        fn = jax.jit(trained(partial(layers), "bfloat16", "amp"))
+        fresh = trained(partial(layers), "bfloat16", "amp")
+        expected = jax.tree.map(np.asarray, jax.jit(fresh)(X, W))
+        if called_before:
+            fn(X, W)
+        one, two = explain(fn, X, W), explain(fn, X, W)
+        assert one.to_dict() == two.to_dict()
+        assert len(one) > 5, "also of what was compiled before"
+        after = jax.tree.map(np.asarray, fn(X, W))
+        jax.tree.map(np.testing.assert_array_equal, after, expected)
+        assert "polymp:call" not in hlo(fn, X, W)
+        text = jax.make_jaxpr(fn)(X, W).jaxpr.pretty_print(name_stack=True, source_info=False)
+        assert "polymp:call" not in text
+    found = traced(fn, (X, W), {})
+    marked = found.closed.jaxpr.pretty_print(name_stack=True, source_info=False)
+    assert "polymp:call" in marked, "it would be seen"
+
+
+def test_a_transformer_whose_loss_was_compiled_before() -> None:
+    fn = jax.jit(partial(loss, heads=SMALL.heads))
+    given = parameters(SMALL), tokens(SMALL)
+    fn(*given)
+    plain, region = explain(fn, *given), explain(fn, *given, dtype="bfloat16")
+    assert plain.casts == 0
+    assert set(plain.flops) == {"float32"}
+    assert region.flops == {"bfloat16": plain.flops["float32"]}
+    assert region.casts > 10
+
+
+def test_shapes_stand_for_arrays() -> None:
+    shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
+    found = explain(layers, *shapes, dtype="bfloat16").to_dict()
+    assert found == explain(layers, X, W, dtype="bfloat16").to_dict()
+
+
+# --- what cannot be explained ---------------------------------------------------------------------
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(TypeError) as found:
+        explain(3)
+    assert str(found.value) == (
+        "explain(fn, *args) needs a function or a module, got 3. Give "
+        "the function and its arguments, not what it returned."
+    )
+
+
+def test_a_dtype_that_is_none() -> None:
+    with pytest.raises((TypeError, ValueError), match="half precision"):
+        explain(layers, X, W, dtype="half precision")
+
+
+def test_a_policy_that_is_none() -> None:
+    with pytest.raises(polymp.errors.PolicyError, match="ampere"):
+        explain(layers, X, W, policy="ampere")

@@ -1,0 +1,91 @@
+"""What was seen wrong once: masks in `assert_parity`, lines in shard_map, records of records."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import polymp
+import polymp.jax
+from polymp.diagnostics.rounding import gap
+from polymp.jax import explain
+from polymp.testing import ParityError, assert_parity
+
+torch = pytest.importorskip("torch")
+
+
+def _in_torch(q: Any, k: Any, v: Any) -> Any:
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+
+
+def _in_jax(factor: float) -> Any:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        scores = q @ jnp.swapaxes(k, -1, -2) / math.sqrt(q.shape[-1]) * factor
+        earlier = jnp.tril(jnp.ones((q.shape[-2], q.shape[-2]), bool))
+        return jax.nn.softmax(jnp.where(earlier, scores, -jnp.inf), -1) @ v
+
+    return attention
+
+
+def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:
+    random = np.random.default_rng(0)
+    inputs = [random.standard_normal((2, 6, 8)).astype(np.float32) for _ in range(3)]
+    found = assert_parity(_in_torch, _in_jax(1.0), inputs, dtype="float16", probes=4)
+    assert all(0 < g.tolerance < 0.1 for g in found.gaps)
+    assert all(g.error > 0 for g in found.gaps[1:])  # values were compared
+    with pytest.raises(ParityError, match="compute other values"):
+        assert_parity(_in_torch, _in_jax(1.5), inputs, dtype="float16", probes=4)
+
+
+def test_what_no_probe_tells_the_change_of_is_not_passed_over() -> None:
+    one, unknown = np.array([1.0, 2.0]), np.array([0.1, np.nan])
+    assert gap("result", one, one + np.array([0.0, 1.0]), unknown).part
+    assert not gap("result", one, one, unknown).part
+
+
+def test_lines_in_shard_map_in_a_region_are_the_users() -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def layer(w: Any, x: Any) -> Any:
+        return jax.lax.psum(jnp.exp(x @ w), "d")
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    report = explain(mapped, jnp.ones((4, 4)), jnp.ones((2, 4)), dtype="bfloat16")
+    line = layer.__code__.co_firstlineno + 1
+    assert {c.op for c in report} >= {"linear", "exp"}
+    assert {c.source for c in report} == {f"test_records_and_masks.py:{line}"}
+
+
+def test_a_record_around_an_explanation_has_its_decisions() -> None:
+    with polymp.recording() as record:
+        report = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)),
+                         dtype="bfloat16")  # fmt: skip
+    assert record.rows() == report.rows() != set()
+
+
+# --- locate ---------------------------------------------------------------------------------------
+
+
+def test_a_captured_array_that_is_not_finite_is_an_input() -> None:
+    weight = jnp.array([1.0, jnp.nan, 2.0])
+    fault = polymp.jax.locate(lambda x: (x * weight).sum(), jnp.ones(3))
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.found) == ("mul", "input", "NaN")
+    assert "a captured array (float32[3]) is not finite" in fault.why
+
+
+def test_what_breaks_in_a_shard_map_is_put_down_to_it() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+    mapped = jax.shard_map(lambda x: jnp.exp(x * 1000), mesh=mesh, in_specs=spec, out_specs=spec)
+    fault = polymp.jax.locate(lambda x: mapped(x).sum(), jnp.ones(4))
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.found) == ("shard_map", "operation", "Inf")
+    assert polymp.jax.locate(lambda x: mapped(x).sum(), -jnp.ones(4)) is None

@@ -1,0 +1,326 @@
+"""`GradScaler` for JAX as a value: made, refused, shown, taken apart, and saved."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
+from tests.conftest import need
+from tests.support.jax.scaler_tools import KINDS, kinds, numbers, values
+
+# --- made, shown, taken apart --------------------------------------------------------------------
+
+
+def test_defaults_are_torchs():
+    need("torch")
+    import torch
+
+    ours, theirs = GradScaler().state_dict(), torch.amp.GradScaler("cpu").state_dict()
+    assert {key: ours[key] for key in theirs} == theirs
+    assert {key: ours[key] for key in ours if key not in theirs} == {
+        "min_scale": SMALLEST,
+        "max_scale": LARGEST,
+        "hysteresis": 0,
+        "skips": 0,
+        "spoiled": 0,
+        "skipped": 0,
+    }
+
+
+BOUNDS = (
+    "min_scale and max_scale must be from 2**-126 to 2**126, where the scale and its inverse are "
+    "both normal float32 numbers, and min_scale not above max_scale; got "
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"growth_factor": 1.0},
+            ValueError,
+            "growth_factor must be finite and above 1, got 1.0.",
+        ),
+        (
+            {"growth_factor": float("nan")},
+            ValueError,
+            "growth_factor must be finite and above 1, got nan.",
+        ),
+        (
+            {"backoff_factor": 1.5},
+            ValueError,
+            "backoff_factor must be between 0 and 1, got 1.5.",
+        ),
+        (
+            {"backoff_factor": 0.0},
+            ValueError,
+            "backoff_factor must be between 0 and 1, got 0.0.",
+        ),
+        ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
+        (
+            {"growth_interval": 2.5},
+            TypeError,
+            "growth_interval must be a whole number, got 2.5.",
+        ),
+        ({"init_scale": "cuda"}, TypeError, "init_scale must be a number, got 'cuda'."),
+        ({"init_scale": True}, TypeError, "init_scale must be a number, got True."),
+        (
+            {"init_scale": 0.0},
+            ValueError,
+            "init_scale must be a positive number that float32 holds, such as 2.0**16; got 0.0.",
+        ),
+        (
+            {"init_scale": 8.0, "max_scale": 4.0},
+            ValueError,
+            f"init_scale must be from min_scale to max_scale, {SMALLEST!r} to 4.0; got 8.0.",
+        ),
+        (
+            {"min_scale": 2.0**-127},
+            ValueError,
+            f"{BOUNDS}min_scale={2.0**-127!r} and max_scale={LARGEST!r}.",
+        ),
+        (
+            {"max_scale": 2.0**127},
+            ValueError,
+            f"{BOUNDS}min_scale={SMALLEST!r} and max_scale={2.0**127!r}.",
+        ),
+        (
+            {"min_scale": 4.0, "max_scale": 2.0},
+            ValueError,
+            f"{BOUNDS}min_scale=4.0 and max_scale=2.0.",
+        ),
+        ({"hysteresis": -1}, ValueError, "hysteresis must be from 0 to 2147483647, got -1."),
+        ({"hysteresis": 1.5}, TypeError, "hysteresis must be a whole number, got 1.5."),
+    ],
+)
+def test_arguments_are_checked_unless_disabled(arguments, error, message):
+    with pytest.raises(error) as raised:
+        GradScaler(**arguments)
+    assert raised.value.args[0] == message
+    assert not GradScaler(**arguments, enabled=False).enabled
+
+
+def test_an_interval_that_no_run_reaches_is_the_longest():
+    assert GradScaler(growth_interval=2**40).rule.interval == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled"),
+    [
+        (None, True),
+        (jnp.float16, True),
+        ("float16", True),
+        (jnp.bfloat16, False),
+        ("bfloat16", False),
+        (np.dtype("float32"), False),
+    ],
+)
+def test_it_is_a_no_op_for_a_region_that_needs_none(dtype, enabled):
+    scaler = GradScaler(dtype=dtype)
+    assert scaler.enabled is enabled
+    assert not GradScaler(dtype=dtype, enabled=False).enabled
+    loss = jnp.asarray([1.5])
+    assert (scaler.scale(loss) is loss) is not enabled
+    if not enabled:
+        assert scaler.update(False) is scaler
+        assert scaler.state_dict() == {}
+
+
+def test_a_dtype_that_is_none():
+    with pytest.raises(TypeError, match="half"):
+        GradScaler(dtype="half16")
+
+
+ODD = GradScaler(8.0, 3.0, 0.25, 7, min_scale=0.5, max_scale=64.0, hysteresis=1)
+SHOWN = (
+    "growth=3.0, backoff=0.25, interval=7, min_scale=0.5, max_scale=64.0, hysteresis=1, "
+    "enabled=True)"
+)
+
+
+def test_no_field_is_forgotten_on_the_way_through_a_transform():
+    scaler = ODD.update(False).update(False, loss_finite=False)
+    text = f"GradScaler(scale=8.0, tracker=0, skips=2, spoiled=1, skipped=2, {SHOWN}"
+    through = (
+        jax.jit(lambda s: s)(scaler),
+        jax.tree.map(lambda x: x, scaler),
+        jax.tree_util.tree_map_with_path(lambda _, x: x, scaler),
+        jax.lax.scan(lambda s, _: (s, None), scaler, None, length=2)[0],
+        copy.copy(scaler),
+        copy.deepcopy(scaler),
+        pickle.loads(pickle.dumps(scaler)),
+        GradScaler().load_state_dict(scaler.state_dict()),
+    )
+    assert [repr(s) for s in through] == [text] * len(through)
+    off = jax.jit(lambda s: s)(GradScaler(enabled=False))
+    assert not off.enabled
+    assert kinds(ODD) == KINDS
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(ODD)]
+    assert paths == [f".state.{name}" for name in ScaleState._fields]
+
+
+def test_other_constants_are_another_program():
+    traced = []
+
+    @jax.jit
+    def run(scaler):
+        traced.append(scaler)
+        return scaler.update(True)
+
+    for scaler in (ODD, ODD.update(True), GradScaler(8.0), GradScaler(9.0)):
+        run(scaler)
+    assert len(traced) == 2
+    counts = ", ".join(f"{name}=int32[]" for name in ScaleState._fields[1:])
+    assert repr(traced[0]) == f"GradScaler(scale=float32[], {counts}, {SHOWN}"
+
+
+def test_it_shows_itself_with_something_else_for_a_state():
+    marked = jax.tree.map(lambda _: "here", ODD)
+    assert repr(marked).startswith("GradScaler(scale='here', tracker='here', skips='here'")
+    hole = jax.tree.unflatten(jax.tree.structure(ODD, is_leaf=lambda x: x is ODD.state), ["state"])
+    assert repr(hole) == f"GradScaler(state='state', {SHOWN}"
+
+
+def test_numbers_of_other_types_are_the_same_constants():
+    other = GradScaler(
+        np.float32(8),
+        3,
+        np.float64(0.25),
+        7.0,
+        min_scale=jnp.float32(0.5),
+        max_scale=64,
+        hysteresis=np.int64(1),
+    )
+    assert repr(other) == repr(ODD)
+    assert jax.tree.structure(other) == jax.tree.structure(ODD)
+
+
+def test_it_cannot_be_changed_in_place():
+    with pytest.raises(AttributeError):
+        ODD.rule = ScaleRule()  # type: ignore[misc]
+
+
+# --- what is saved -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch.amp", "polymp.torch"])
+def test_state_dicts_go_both_ways(kind):
+    need("torch")
+    import torch
+
+    import polymp.torch
+
+    make = torch.amp.GradScaler if kind == "torch.amp" else polymp.torch.GradScaler
+    ours = GradScaler(12.0, 3.0, 0.25, 7, hysteresis=1).update(True).update(True)
+    ours = ours.update(False, loss_finite=False)
+    theirs = make("cpu")
+    theirs.load_state_dict(ours.state_dict())
+    back = GradScaler(hysteresis=1).load_state_dict(theirs.state_dict())
+    assert kinds(back) == KINDS
+    assert (values(back), back.rule) == ((12.0, 2), ours.rule)
+    if kind == "torch.amp":
+        assert theirs.state_dict() == {key: ours.state_dict()[key] for key in theirs.state_dict()}
+        assert numbers(back.state) == ScaleState(12.0, 2)
+    else:
+        assert theirs.state_dict() == ours.state_dict() == back.state_dict()
+        assert numbers(back.state) == ScaleState(12.0, 2, 1, 1, 1)
+
+
+def test_bounds_and_hysteresis_are_kept_where_torch_has_saved_none():
+    need("torch")
+    import torch
+
+    saved = torch.amp.GradScaler("cpu", init_scale=2.0**100).state_dict()
+    loaded = ODD.load_state_dict(saved)
+    assert loaded.rule == ScaleRule(2.0, 0.5, 2000, 0.5, 64.0, 1)
+    assert values(loaded) == (64.0, 0)  # the nearer bound
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"scale": None}, KeyError, "a scaler's state needs the entry 'scale'; it has"),
+        ({"scale": "big"}, TypeError, "scale must be a number, got 'big'."),
+        (
+            {"scale": float("inf")},
+            ValueError,
+            "scale must be positive and finite, got inf: the run that saved it had lost its scale."
+            " Start again from another one, such as 2.0**16.",
+        ),
+        ({"scale": 0.0}, ValueError, "scale must be positive and finite, got 0.0: the run that"),
+        (
+            {"_growth_tracker": -1},
+            ValueError,
+            "_growth_tracker must be from 0 to 2147483647, got -1.",
+        ),
+        ({"skips": 0.5}, TypeError, "skips must be a whole number, got 0.5."),
+        (
+            {"growth_factor": 0.5},
+            ValueError,
+            "growth_factor must be finite and above 1, got 0.5.",
+        ),
+        (
+            dict.fromkeys(GradScaler().state_dict()),
+            RuntimeError,
+            "The source state dict is empty, possibly because it was saved "
+            "from a disabled instance of GradScaler.",
+        ),
+    ],
+)
+def test_a_bad_state_dict(change, error, message):
+    saved: dict[str, Any] = GradScaler().state_dict() | change
+    saved = {k: v for k, v in saved.items() if v is not None}
+    with pytest.raises(error) as raised:
+        GradScaler().load_state_dict(saved)
+    assert raised.value.args[0].startswith(message)
+
+
+def test_a_state_that_is_no_dictionary():
+    with pytest.raises(TypeError, match=r"^a scaler's state must be a dictionary, got 7\.$"):
+        GradScaler().load_state_dict(7)  # type: ignore[arg-type]
+
+
+@given(
+    scale=st.floats(SMALLEST, LARGEST, width=32),
+    counts=st.tuples(*[st.integers(0, 2**31 - 1)] * 4),
+    hysteresis=st.integers(0, 9),
+)
+def test_what_was_saved_comes_back(scale, counts, hysteresis):
+    rule = ScaleRule(interval=100, hysteresis=hysteresis)
+    saved = scale_rule.to_state_dict(rule, ScaleState(scale, *counts))
+    assert GradScaler().load_state_dict(saved).state_dict() == saved
+
+
+# --- a first scale beyond the bounds -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [1e38, 3.4e38, 1e-40, 1e-45])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_first_scale_beyond_the_bounds_trains(first, wrap):
+    """XLA on CPU takes subnormal numbers for 0: neither the scale nor its inverse may be one."""
+    scaler, w = GradScaler(first), jnp.ones(2)
+    assert scaler.state_dict()["scale"] == np.float32(first)
+
+    @wrap
+    def train(scaler, w, slope):
+        grads = jax.grad(lambda w: scaler.scale(slope * w.sum()))(w)
+        return scaler.step(grads, lambda g, w: w - g, w)
+
+    slope = 2.0**-10 if first > 1 else 8.0
+    w, scaler, finite = train(scaler, w, jnp.float32(slope))
+    assert (w.tolist(), bool(finite)) == ([1.0 - slope] * 2, True)
+    assert scaler.state_dict()["scale"] == np.float32(first)
+    w, scaler, finite = train(scaler, w, jnp.float32(jnp.inf))
+    assert (w.tolist(), bool(finite)) == ([1.0 - slope] * 2, False)
+    assert SMALLEST <= scaler.state_dict()["scale"] <= LARGEST * 2

@@ -1,0 +1,282 @@
+"""`GradScaler` at work: with it float16 learns what it cannot without, on one device or eight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.jax import autocast
+from tests import STRICT
+from tests.conftest import values_only
+from tests.support.jax.scaler_problem import (
+    STEPS,
+    bound,
+    excess,
+    least,
+    mean_square,
+    optimizer,
+    plain_loss,
+    problem,
+    train_step,
+)
+
+
+def trained(
+    scaler: GradScaler, dtype: Any, loss: Any = None
+) -> tuple[np.ndarray, GradScaler, np.ndarray]:
+    """Weights, scaler and what was found in each step, all in one scan."""
+    x, t, w = problem()
+
+    @jax.jit
+    def run(w, scaler):
+        def body(carry, _):
+            w, state, scaler, finite = train_step(*carry, x, t, dtype, loss)
+            return (w, state, scaler), (finite, scaler.state.scale)
+
+        carry, seen = jax.lax.scan(body, (w, optimizer.init(w), scaler), None, length=STEPS)
+        return carry, seen
+
+    (w, _, scaler), (finite, _) = run(w, scaler)
+    return np.asarray(w), scaler, np.asarray(finite)
+
+
+def test_float16_reaches_the_loss_of_float32():
+    w32, _, finite32 = trained(GradScaler(enabled=False), jnp.float32)
+    w16, scaler, finite16 = trained(GradScaler(growth_interval=2), jnp.float16)
+    assert excess(w32) < 1e-9 * least()
+    assert finite32.all()
+    assert 0 <= excess(w16) <= bound()
+    assert bound() < 1e-3 * least()  # it says something
+    assert not np.array_equal(w16, w32)  # float16 did take part
+    assert 3 < (~finite16).sum() < STEPS / 2  # the scale grew until it was too large, and came back
+    assert scaler.state.scale > 2.0**30
+
+
+def test_autocast_in_float16_reaches_it_too():
+    loss = autocast(plain_loss, dtype=jnp.float16)
+    w16, scaler, finite16 = trained(GradScaler(growth_interval=2), None, loss)
+    w32, _, _ = trained(GradScaler(enabled=False), None, plain_loss)
+    assert 0 <= excess(w16) <= bound()  # its difference is float32's: fewer roundings than there
+    assert not np.array_equal(w16, w32)
+    assert 3 < (~finite16).sum() < STEPS / 2
+    assert scaler.state.scale > 2.0**30
+
+
+def test_autocast_in_float16_without_a_scaler():
+    w, _, _ = trained(GradScaler(enabled=False), None, autocast(plain_loss, dtype=jnp.float16))
+    assert not w.any()
+
+
+@pytest.mark.parametrize("given", ["closed over", "argument"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_float16_loss_scaled_inside_an_autocast_function(given, jit):
+    x = jnp.asarray([1.5, -2.0, 0.25, 4.0], jnp.float32)
+    w = jnp.asarray([3.0, 1.0, 8.0, -0.5], jnp.float32)
+    scaler = GradScaler()  # 2**16 is Inf in float16, and so is any loss above 1 times it
+
+    def losses(scaler: GradScaler, w: Any) -> tuple[Any, Any]:
+        loss = x @ w
+        return scaler.scale(loss), loss
+
+    low = autocast(losses, dtype=jnp.float16)
+    if given == "closed over":
+        low = autocast(lambda _, w: losses(scaler, w), dtype=jnp.float16)
+    run = jax.jit(low) if jit else low
+    scaled, loss = run(scaler, w)
+    assert (loss.dtype, float(loss)) == (jnp.float16, 2.5)
+    assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.5 * 2.0**16)
+    grads = jax.grad(lambda w: low(scaler, w)[0])(w)
+    assert grads.dtype == jnp.float32
+    # The cotangent of a float16 loss is float16, and the scale has no place in it.
+    (true, finite) = scaler.unscale(grads)
+    assert not finite
+    smaller = GradScaler(2.0**15)
+    grads = jax.grad(lambda w: autocast(losses, dtype=jnp.float16)(smaller, w)[0])(w)
+    true, finite = smaller.unscale(grads)
+    assert finite
+    assert np.array_equal(true, x)
+
+
+def test_without_a_scaler_every_gradient_vanishes():
+    w, _, finite = trained(GradScaler(enabled=False), jnp.float16)
+    assert not w.any()
+    assert finite.all()
+    assert mean_square(w) > 2 * least()
+    assert excess(w) > 1000 * bound()
+
+
+# --- the libraries' own models and optimizers ---------------------------------------------------
+
+SGD = optax.sgd(0.5, momentum=0.9)
+X = jnp.linspace(-1, 1, 8).reshape(4, 2)
+
+
+def test_an_equinox_model_with_its_activation_inside():
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    state = SGD.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(scaler, model, state, x):
+        def update(grads, model, state):
+            updates, state = SGD.update(grads, state)
+            return eqx.apply_updates(model, updates), state
+
+        grads = eqx.filter_grad(lambda m: scaler.scale((jax.vmap(m)(x) ** 2).mean()))(model)
+        return scaler.step(grads, update, model, state)
+
+    loss = eqx.filter_grad(lambda m: (jax.vmap(m)(X) ** 2).mean())
+    expected = model.layers[0].weight - 0.5 * loss(model).layers[0].weight
+    (stepped, state), scaler, finite = step(GradScaler(), model, state, X)
+    assert finite
+    assert stepped.activation is model.activation
+    assert jnp.allclose(stepped.layers[0].weight, expected, rtol=1e-5, atol=1e-6)
+    (skipped, _), scaler, finite = step(scaler, stepped, state, X * jnp.inf)
+    assert not finite
+    assert eqx.tree_equal(skipped, stepped)
+    assert scaler.state.scale == 2.0**15
+
+
+def test_an_nnx_model_that_is_changed_in_place():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, scaler, x):
+        def update(grads, state):
+            model, optimizer = nnx.merge(graph, state)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer))
+
+        grads = nnx.grad(lambda m: scaler.scale((m(x) ** 2).mean()))(model)
+        graph, state = nnx.split((model, optimizer))
+        state, scaler, finite = scaler.step(grads, update, state)
+        nnx.update((model, optimizer), state)
+        return scaler, finite
+
+    def kernel():
+        return np.asarray(model.linear.kernel[...])
+
+    before = kernel()
+    grad = nnx.grad(lambda m: (m(X) ** 2).mean())(model).linear.kernel[...]
+    scaler, finite = step(model, optimizer, GradScaler(), X)
+    assert finite
+    assert np.allclose(kernel(), before - 0.5 * grad, rtol=1e-5, atol=1e-6)
+    stepped = kernel()
+    scaler, finite = step(model, optimizer, scaler, X * jnp.inf)
+    assert not finite
+    assert kernel().tobytes() == stepped.tobytes()
+    assert (int(optimizer.step[...]), float(scaler.state.scale)) == (1, 2.0**15)
+
+
+# --- eight devices -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_mesh() -> dict[str, Any]:
+    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, *STRICT, "-m", "tests.support.jax.scaler_on_mesh"],
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+SKIPPED = {"w": [1.0] * 8, "scale": [4.0] * 8, "finite": [False] * 8}
+STEPPED = {"w": [0.0] * 8, "scale": [16.0] * 8, "finite": [True] * 8}
+
+
+@pytest.mark.parametrize("name", ["found", "named"])
+@pytest.mark.parametrize("check", [True, False])
+def test_an_inf_on_one_device_of_a_shard_map_makes_all_skip(on_mesh, check, name):
+    assert on_mesh[f"shard_map-{check}-{name}-sick"] == SKIPPED
+    assert on_mesh[f"shard_map-{check}-{name}-healthy"] == STEPPED
+
+
+def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh):
+    """What the tests beside this one would see if the axes were not found."""
+    for check in (True, False):
+        seen = on_mesh[f"shard_map-{check}-none-sick"]
+        assert seen["scale"] == [16.0] * 3 + [4.0] + [16.0] * 4
+        assert seen["w"] == [0.0] * 3 + [1.0] + [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["value_and_grad-True", "value_and_grad-False", "scaled-True", "scaled-False", "linen-True"],
+)
+def test_the_helpers_in_a_shard_map(on_mesh, way):
+    """A loss of one device that is NaN is nobody's overflow; gradients of 1e38 overflow."""
+    assert on_mesh[f"{way}-healthy"] == {
+        "w": [1.0 - 28.0 / 64] * 8,
+        "scale": [128.0] * 8,
+        "finite": [True] * 8,
+        "spoiled": [0] * 8,
+    }
+    for kind, scale, spoiled in (("nan", 64.0, 1), ("overflow", 32.0, 0)):
+        assert on_mesh[f"{way}-{kind}"] == {
+            "w": [1.0] * 8,
+            "scale": [scale] * 8,
+            "finite": [False] * 8,
+            "spoiled": [spoiled] * 8,
+        }
+
+
+def test_scaled_on_a_mesh_whose_shardings_are_types(on_mesh):
+    healthy, sick = on_mesh["explicit-healthy"], on_mesh["explicit-sick"]
+    assert healthy["finite"]
+    assert all(healthy["updates"])
+    assert (sick["updates"], sick["finite"]) == ([0.0] * 8, False)
+    assert healthy["spec"] == sick["spec"]
+    assert "data" in sick["spec"]
+
+
+def test_manual_over_one_axis_of_two(on_mesh):
+    assert on_mesh["partly-manual-sick"] == {
+        "w": [1.0] * 8,
+        "scale": [4.0] * 4,
+        "finite": [False] * 4,
+    }
+
+
+def test_the_scaler_leaves_a_shard_map_replicated(on_mesh):
+    assert on_mesh["replicated-sick"] == {"w": 1.0, "scale": [4.0] * 8}
+    assert on_mesh["replicated-healthy"] == {"w": 1.0 - 28.0, "scale": [16.0] * 8}
+
+
+@pytest.mark.parametrize("name", ["found", "named"])
+def test_an_inf_on_one_device_of_a_pmap_makes_all_skip(on_mesh, name):
+    assert on_mesh[f"pmap-{name}-sick"] == SKIPPED
+
+
+@pytest.mark.parametrize("way", ["whole-Auto", "split-Auto", "whole-Explicit"])
+def test_training_on_a_mesh(on_mesh, way):
+    seen = on_mesh[f"mesh-{way}"]
+    assert 0 <= seen["excess"] <= bound()
+    assert seen["the sick step changed nothing"]
+    assert 3 < seen["skipped"] < STEPS / 2
+    assert (seen["devices"], seen["scales"]) == (8, 1)

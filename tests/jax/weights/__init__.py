@@ -1,0 +1,1 @@
+"""Tests of weights that are stored or kept low in the jax backend."""

@@ -1,0 +1,381 @@
+"""Frozen functions at work: whole programs, transformations, libraries, shardings, decoding.
+
+The oracle is the autocast function on the float32 parameters; all comparisons are of bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import polymp.jax
+from polymp.errors import PolicyError
+from polymp.jax import Frozen, autocast, freeze, lower
+from tests.conftest import need
+from tests.jax.weights.test_freeze import QUICK, W, X, bits, faults, halved, parameter, turned
+from tests.support.jax import hlo
+from tests.support.jax.corpus import PROGRAMS, corpus
+from tests.support.jax.corpus_runs import problem
+from tests.support.jax.programs import Program, arguments, plain, programs
+
+ALL = [program.name for program in corpus()]
+V = parameter("v", 4, 4)
+
+
+def same(got: Any, want: Any) -> bool:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return all(map(lambda pair: bits(pair[0]) == bits(pair[1]), pairs))
+
+
+# Whole programs
+
+
+@cache
+def frozen(name: str) -> tuple[Any, Frozen, Any]:
+    """A program of the corpus under autocast, and frozen, all of its arguments as parameters."""
+    it = problem(name)
+    low = ("bfloat16", "float16")[ALL.index(name) % 2]
+    with jax.enable_x64(it.program.x64):
+        fn = autocast(lambda args: it.fn(*args), dtype=low)
+        return fn, *freeze(fn, it.args)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_program_of_the_corpus_gives_the_same_bits(name):
+    need(PROGRAMS[name].needs)
+    fn, serve, served = frozen(name)
+    it = problem(name)
+    with jax.enable_x64(it.program.x64):
+        want = jax.jit(fn, compiler_options=QUICK)(it.args)
+        got = jax.jit(serve, compiler_options=QUICK)(served)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = map(jax.random.key_data, (a, b))
+        assert bits(a) == bits(b)
+
+
+def test_most_of_what_the_corpus_computes_with_is_stored_low():
+    stored, floats = Counter[str](), 0
+    for name in ALL:
+        if PROGRAMS[name].missing():
+            continue
+        _, serve, served = frozen(name)
+        stored.update(serve.stored.values())
+        floats += sum(x.dtype == np.float32 for x in jax.tree.leaves(problem(name).args))
+        kinds = Counter(str(x.dtype) for x in jax.tree.leaves(served))
+        assert kinds["float32"] <= len(serve.kept)
+    print(f"\n{stored} of {floats} float32 arrays")
+    assert stored["bfloat16"] >= 80
+    assert stored["float16"] >= 80
+    assert stored.total() >= 0.6 * floats
+
+
+@settings(max_examples=8, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(it=programs())
+def test_random_programs_give_the_same_bits(it: Program):
+    assert faults(autocast(plain(it, polymp.jax), dtype=it.low), arguments(it)) == []
+
+
+# Transformations
+
+
+def block(p: Any, x: Any, rule: Any = turned) -> Any:
+    return jnp.tanh(halved(x, p["w"])) @ p["v"] + rule(lower(x), p["w"])
+
+
+PARAMS = {"w": W, "v": V}
+
+
+@pytest.fixture(scope="module")
+def blocks() -> tuple[Any, Frozen, Any]:
+    fn = autocast(block)
+    serve, served = freeze(fn, PARAMS, X)
+    assert set(serve.stored) == {"['w']", "['v']"}
+    return fn, serve, served
+
+
+def test_in_scan_and_under_vmap(blocks):
+    fn, serve, served = blocks
+
+    def looped(fn, params, x):
+        return lax.scan(lambda x, _: (x + fn(params, x).astype(x.dtype), None), x, length=3)[0]
+
+    def over_rows(fn, params, x):
+        return jax.vmap(lambda row: fn(params, row[None])[0])(x)
+
+    def over_params(fn, params, x):
+        many = jax.tree.map(lambda p: jnp.stack([p, -p]), params)
+        return jax.vmap(fn, (0, None))(many, x)
+
+    for way in (looped, over_rows, over_params):
+        assert same(jax.jit(partial(way, serve))(served, X), jax.jit(partial(way, fn))(PARAMS, X))
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward", "remat"])
+def test_gradients_with_respect_to_other_arguments_are_the_same(blocks, mode):
+    fn, serve, served = blocks
+    if mode == "forward":  # which functions with a rule for backward do not have
+        fn = autocast(partial(block, rule=halved))
+        serve, served = freeze(fn, PARAMS, X)
+
+    def gradient(fn, params, x):
+        if mode == "forward":
+            return jax.jvp(partial(fn, params), (x,), (jnp.cos(x),))
+        inner = jax.checkpoint(partial(fn, params)) if mode == "remat" else partial(fn, params)
+        return jax.grad(lambda x: inner(x).astype(jnp.float32).sum())(x)
+
+    want = jax.jit(partial(gradient, fn))(PARAMS, X)
+    got = jax.jit(partial(gradient, serve))(served, X)
+    assert same(got, want)
+    assert not same(got, jax.tree.map(jnp.zeros_like, want))
+
+
+def test_gradients_with_respect_to_stored_parameters_come_low(blocks):
+    fn, serve, served = blocks
+
+    def cost(fn, params):
+        return fn(params, X).astype(jnp.float32).sum()
+
+    want = jax.grad(partial(cost, fn))(PARAMS)
+    got = jax.grad(partial(cost, serve))(served)
+    for name, grad in got.items():
+        assert grad.dtype == jnp.bfloat16
+        assert np.allclose(grad.astype(jnp.float32), want[name], rtol=2e-2, atol=2e-2)
+
+
+def test_tangents_of_stored_parameters_come_low():
+    fn = autocast(partial(block, rule=halved))
+    serve, served = freeze(fn, PARAMS, X)
+    want = jax.jvp(lambda p: fn(p, X), (PARAMS,), (PARAMS,))
+    got = jax.jvp(lambda p: serve(p, X), (served,), (served,))
+    assert same(got[0], want[0])
+    assert np.allclose(
+        got[1].astype(jnp.float32), want[1].astype(jnp.float32), rtol=0.05, atol=0.05
+    )
+
+
+@jax.custom_vjp
+def penalised(x, w):
+    return x @ w
+
+
+penalised.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda saved, ct: (ct @ jnp.exp(saved[1]).T, saved[0].T @ ct),
+)
+
+
+def test_a_derivative_rule_that_reads_a_stored_parameter_wide():
+    serve, served = freeze(autocast(lambda w, x: penalised(x, w)), W, X)
+    assert serve.stored == {"": "bfloat16"}
+    assert serve(served, X).shape == X.shape
+    with pytest.raises(PolicyError) as caught:
+        jax.grad(lambda x: serve(served, x).astype(jnp.float32).sum())(X)
+    text = str(caught.value)
+    assert text.startswith(
+        "The derivative rule of 'penalised' cannot take a parameter that is stored in bfloat16: "
+        "'exp' reads it in float32: exp in bfloat16: fp32, by the row exp = fp32, "
+    )
+
+
+# Where parameters come from
+
+
+def test_shapes_stand_for_arrays():
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), PARAMS)
+    fn = autocast(block)
+    serve, served = freeze(fn, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    real, params = freeze(fn, PARAMS, X)
+    assert (serve.stored, serve.kept, repr(serve)) == (real.stored, real.kept, repr(real))
+    assert {name: (s.shape, s.dtype) for name, s in served.items()} == {
+        name: (p.shape, p.dtype) for name, p in params.items()
+    }
+    compiled = jax.jit(serve).lower(served, X).compile()
+    assert same(compiled(params, X), jax.jit(fn)(PARAMS, X))
+
+
+@pytest.mark.parametrize("kind", list(AxisType)[:2], ids=str)
+def test_sharded_parameters_keep_their_sharding(kind):
+    mesh = jax.make_mesh((1, 1), ("a", "b"), axis_types=(kind, kind))
+    sharding = NamedSharding(mesh, P("a", None))
+    params = jax.tree.map(lambda p: jax.device_put(p, sharding), PARAMS)
+    with jax.set_mesh(mesh):
+        fn = autocast(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])
+        x = jax.device_put(X, NamedSharding(mesh, P(None, None)))
+        serve, served = freeze(fn, params, x)
+        assert {p.sharding for p in served.values()} == {sharding}
+        assert {p.dtype.name for p in served.values()} == {"bfloat16"}
+        assert same(jax.jit(serve)(served, x), jax.jit(fn)(params, x))
+
+
+def test_freezing_where_everything_is_traced():
+    fn = autocast(block)
+
+    @jax.jit
+    def both(params, x):
+        serve, served = freeze(fn, params, x)
+        assert {p.dtype.name for p in served.values()} == {"bfloat16"}
+        return serve(served, x)
+
+    assert same(both(PARAMS, X), jax.jit(fn)(PARAMS, X))
+
+
+def test_an_nnx_module():
+    need("flax")
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.rest = nnx.List([nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)])
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x: Any) -> Any:
+            self.calls[...] += 1
+            x = self.norm(jnp.tanh(self.first(x)))
+            return self.rest[1](self.rest[0](x))
+
+    model = Model(nnx.Rngs(0))
+    fn = autocast(lambda model, x: model(x))
+    serve, served = freeze(fn, model, X)
+    assert set(serve.stored) == {
+        *(f"['first']['{name}']" for name in ("bias", "kernel")),
+        *(f"['rest'][{i}]['{name}']" for i in (0, 1) for name in ("bias", "kernel")),
+    }
+    assert serve.kept["['calls']"] == "it is int32, not float32"
+    assert isinstance(served, Model)
+    assert served.first.kernel[...].dtype == jnp.bfloat16
+    assert model.first.kernel[...].dtype == jnp.float32
+    assert model.calls[...] == 0, "freezing ran the model, or left its state behind"
+    for run in (lambda fn: fn, nnx.jit):
+        assert same(run(serve)(served, X), run(fn)(model, X))
+    # What the call changed is kept, each in its own dtype.
+    assert (served.calls[...], model.calls[...]) == (2, 2)
+    assert same(served.norm.mean[...], model.norm.mean[...])
+    assert served.norm.mean[...].dtype == jnp.float32
+    assert served.first.kernel[...].dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match=r"^\['first'\]\['bias'\] is float32, but was frozen as bf"):
+        serve(model, X)
+    # In a pytree, beside arrays, with another module among the other arguments.
+    pair = autocast(lambda p, x, other: p["m"](x) @ p["w"] + other(x))
+    other = nnx.Linear(4, 3, rngs=nnx.Rngs(1))
+    params = {"m": model, "w": parameter("w", 2, 3)}
+    serve, served = freeze(pair, params, X, other)
+    assert "['m']['first']['kernel']" in serve.stored
+    assert "['w']" in serve.stored
+    assert same(serve(served, X, other), pair(params, X, other))
+    with pytest.raises(
+        TypeError, match=r"needs the parameters as first argument, but an object of Model holds"
+    ):
+        freeze(autocast(model), X)
+
+
+def test_linen_variables_with_batch_statistics():
+    need("flax")
+    from flax import linen as nn
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, train: bool) -> Any:
+            return nn.Dense(2)(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x)))
+
+    model = Model()
+    variables = model.init(jax.random.key(0), X, train=False)
+    fn = autocast(partial(model.apply, mutable=["batch_stats"]))
+    serve, served = freeze(fn, variables, X, train=False)
+    assert {path.split("]")[1] for path in serve.stored} == {"['Dense_0'", "['Dense_1'"}
+    assert {path.split("]")[0] for path in serve.kept} == {"['batch_stats'", "['params'"}
+    for train in (False, True):
+        run = jax.jit(partial(fn, train=train)), jax.jit(partial(serve, train=train))
+        assert same(run[1](served, X), run[0](variables, X))
+
+
+def test_an_equinox_module():
+    need("equinox")
+    import equinox as eqx
+
+    model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
+    fn = autocast(lambda model, x: jax.vmap(model)(x))
+    serve, served = freeze(fn, model, X)
+    assert set(serve.stored) >= {f".layers[{i}].weight" for i in range(3)}
+    assert isinstance(served, eqx.nn.MLP)
+    assert same(eqx.filter_jit(serve)(served, X), eqx.filter_jit(fn)(model, X))
+    assert model.layers[0].weight.dtype == jnp.float32
+
+
+# Decoding
+
+WIDTH, HEADS, LENGTH, WORDS = 24, 2, 8, 40
+
+
+def next_token(p: Any, cache: Any, token: Any, at: Any) -> tuple[Any, Any]:
+    """The next token of one layer with a cache, greedily."""
+    x = p["embedding"][token]
+    q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+    cache = tuple(
+        lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 0)
+        for old, new in zip(cache, (k, v), strict=True)
+    )
+    q, k, v = (a.reshape(-1, HEADS, WIDTH // HEADS) for a in (q, *cache))
+    scores = jnp.einsum("qhd,khd->hqk", q, k) * (WIDTH // HEADS) ** -0.5
+    weights = jax.nn.softmax(jnp.where(jnp.arange(LENGTH) <= at, scores, -1e9))
+    x = x + jnp.einsum("hqk,khd->qhd", weights, v).reshape(1, WIDTH) @ p["out"]
+    x = x + jax.nn.gelu(x @ p["up"] + p["up_bias"]) @ p["down"].T
+    return (x @ p["head"]).argmax(-1).astype(jnp.int32), cache
+
+
+def test_decoding_with_a_cache_casts_no_stored_parameter():
+    shapes = {
+        "embedding": (WORDS, WIDTH),
+        "qkv": (WIDTH, 3 * WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (WIDTH, 4 * WIDTH + 1),
+        "up_bias": (4 * WIDTH + 1,),
+        "down": (WIDTH, 4 * WIDTH + 1),
+        "head": (WIDTH, WORDS + 3),
+    }
+    params = {name: parameter(name, *shape) / 5 for name, shape in shapes.items()}
+    fn = autocast(next_token)
+    cache = (jnp.zeros((LENGTH, WIDTH), jnp.bfloat16),) * 2
+    first = jnp.ones(1, jnp.int32)
+    serve, served = freeze(fn, params, cache, first, jnp.int32(0))
+    assert set(serve.kept) >= {"['embedding']"}
+    assert set(serve.stored) >= {f"['{name}']" for name in ("qkv", "out", "up", "down", "head")}
+    stored = [shapes[path[2:-2]] for path in serve.stored]
+    sizes = {prod(shape) for shape in stored if len(shape) == 2}
+    assert prod(shapes["embedding"]) not in sizes
+
+    def run(fn: Any, params: Any) -> tuple[Any, set[int]]:
+        step = jax.jit(fn).lower(params, cache, first, jnp.int32(0)).compile()
+        program = hlo.read(step.as_text())
+        casts = {
+            prod(op.shape)
+            for body in program.values()
+            for op in body.values()
+            if op.opcode == "convert"
+        }
+        state, token, seen = cache, first, []
+        for at in range(LENGTH):
+            token, state = step(params, state, token, jnp.int32(at))
+            seen.append(int(token[0]))
+        return (seen, state), casts
+
+    want, before = run(fn, params)
+    got, after = run(serve, served)
+    assert got[0] == want[0]
+    assert same(got[1], want[1])
+    assert sizes <= before, "the oracle sees no casts"
+    assert not sizes & after
+    assert serve.bytes_after < 0.65 * serve.bytes_before

@@ -1,0 +1,1 @@
+"""Tests of what both frameworks do, from one table or history for both."""

@@ -1,0 +1,811 @@
+"""Ops of the user's own: in each way to make one, each rule, each transformation, each error.
+
+One body, x * x + x, is made an op in every way that a framework has, and registered. What it does
+in a region is held to the same op called outside of regions on arrays cast by hand, as
+`Policy.decide` says. Registering is for the life of a process: every test has names of its own, and
+the vocabulary is put back when the file is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import polymp
+from polymp import Region
+from polymp.dtypes import FORMATS
+from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.rules.row import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
+from tests.conftest import need
+from tests.support import frameworks
+from tests.support.random_policies import vocabulary_put_back
+
+X = np.linspace(-1.7, 1.9, 12).reshape(3, 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def put_back() -> Iterator[None]:
+    with vocabulary_put_back():
+        yield
+
+
+_numbers = itertools.count()
+
+
+def fresh() -> str:
+    """A name that no other test has."""
+    return f"registering_{next(_numbers)}"
+
+
+def own(function: Any, name: str) -> Any:
+    """The function with code of its own: functions of one `def` are one op to JAX."""
+    code = function.__code__
+    function.__code__ = code.replace(co_name=name, co_qualname=name)
+    function.__qualname__ = name
+    return function
+
+
+class Made(NamedTuple):
+    """An op of the user's own.
+
+    Attributes:
+        name: it is registered by.
+        call: the op.
+        seen: formats that forward saw, and those that backward did; of torch's only.
+    """
+
+    name: str
+    call: Callable[[Any], Any]
+    seen: list[Any]
+
+
+# --- the ways to make one -------------------------------------------------------------------------
+
+
+def _custom_op(rule: str, kind: str) -> Made:
+    import torch
+
+    name, seen = fresh(), []
+
+    @torch.library.custom_op(f"{name}::op", mutates_args=(), schema="(Tensor x) -> Tensor")
+    def op(x: Any) -> Any:
+        seen.append(x.dtype)
+        return x * x + x
+
+    op.register_fake(torch.empty_like)
+    op.register_autograd(
+        lambda ctx, g: _noted(seen, g) * (2 * ctx.saved_tensors[0] + 1),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    op.register_vmap(lambda info, dims, x: (op(x), dims[0]))
+    polymp.register_op(name, rule, torch=op, kind=kind)
+    return Made(name, op, seen)
+
+
+def _noted(seen: list[Any], x: Any) -> Any:
+    seen.append(x.dtype)
+    return x
+
+
+def _library(rule: str, kind: str) -> Made:
+    import torch
+
+    name, seen = fresh(), []
+    torch.library.define(f"{name}::op", "(Tensor x) -> Tensor")
+    torch.library.impl(f"{name}::op", "cpu")(lambda x: _noted(seen, x) * x + x)
+    torch.library.register_fake(f"{name}::op", torch.empty_like)
+    torch.library.register_autograd(
+        f"{name}::op",
+        lambda ctx, g: _noted(seen, g) * (2 * ctx.saved_tensors[0] + 1),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    op = getattr(torch.ops, name).op
+    torch.library.register_vmap(f"{name}::op", lambda info, dims, x: (op(x), dims[0]))
+    polymp.register_op(name, rule, torch=f"{name}::op", kind=kind)
+    return Made(name, op, seen)
+
+
+def _function_class(rule: str, kind: str) -> Made:
+    import torch
+
+    from polymp.torch import register
+
+    name, seen = fresh(), []
+
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():
+                seen.append(x.dtype)
+            return x * x + x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():  # Dynamo lets a backward change nothing outside
+                seen.append(g.dtype)
+            return g * (2 * ctx.saved_tensors[0] + 1)
+
+    Function.__qualname__ = name
+    ruled = register(name, rule, kind=kind)(Function)
+    return Made(name, ruled.apply, seen)
+
+
+def _torch_function(rule: str, kind: str) -> Made:
+    from polymp.torch import register
+
+    name, seen = fresh(), []
+
+    def op(x: Any) -> Any:
+        seen.append(x.dtype)
+        return x * x + x
+
+    return Made(name, register(name, rule, kind=kind)(own(op, name)), seen)
+
+
+def _primitive(rule: str, kind: str) -> Made:
+    import jax
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    name = fresh()
+    it = Primitive(name)
+
+    def body(x: Any) -> Any:
+        return x * x + x
+
+    it.def_impl(jax.jit(body))
+    it.def_abstract_eval(lambda x: x.update(weak_type=False))
+    mlir.register_lowering(it, mlir.lower_fun(body, multiple_results=False))
+    ad.defjvp(it, lambda t, x: t * (2 * x + 1))
+    batching.defvectorized(it)
+    polymp.register_op(name, rule, jax=it, kind=kind)
+    return Made(name, it.bind, [])
+
+
+def _plain(rule: str, kind: str) -> Made:
+    name = fresh()
+
+    def op(x: Any) -> Any:
+        return x * x + x
+
+    polymp.register_op(name, rule, jax=own(op, name), kind=kind)
+    return Made(name, op, [])
+
+
+def _jitted(rule: str, kind: str) -> Made:
+    import jax
+
+    name = fresh()
+
+    def body(x: Any) -> Any:
+        return x * x + x
+
+    op = jax.jit(own(body, name))
+    polymp.register_op(name, rule, jax=op, kind=kind)
+    return Made(name, op, [])
+
+
+def _custom_vjp(rule: str, kind: str) -> Made:
+    import jax
+
+    from polymp.jax import register
+
+    name = fresh()
+
+    def body(x: Any) -> Any:
+        return x * x + x
+
+    op = register(name, rule, kind=kind)(jax.custom_vjp(own(body, name)))
+    op.defvjp(lambda x: (op(x), x), lambda x, g: (g * (2 * x + 1),))
+    return Made(name, op, [])
+
+
+def _custom_jvp(rule: str, kind: str) -> Made:
+    import jax
+
+    from polymp.jax import register
+
+    name = fresh()
+
+    def body(x: Any) -> Any:
+        return x * x + x
+
+    op = register(name, rule, kind=kind)(jax.custom_jvp(own(body, name)))
+    op.defjvps(lambda t, out, x: t * (2 * x + 1))
+    return Made(name, op, [])
+
+
+WAYS: dict[str, Callable[[str, str], Made]] = {
+    "torch custom_op": _custom_op,
+    "torch library": _library,
+    "torch autograd.Function": _function_class,
+    "torch function": _torch_function,
+    "jax primitive": _primitive,
+    "jax function": _plain,
+    "jax jitted": _jitted,
+    "jax custom_vjp": _custom_vjp,
+    "jax custom_jvp": _custom_jvp,
+}
+in_every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def made(way: str, rule: str = "fp32", kind: str = "custom") -> tuple[Any, Made]:
+    """A framework's verbs, and an op of one's own in it."""
+    name = way.partition(" ")[0]
+    need(name)
+    return frameworks.load(name), WAYS[way](rule, kind)
+
+
+@cache
+def shared(way: str, rule: str, kind: str) -> tuple[Any, Made]:
+    """The same, one for all policies: compiling it is most of the work."""
+    return made(way, rule, kind)
+
+
+# --- what it does in a region ---------------------------------------------------------------------
+
+# By name: the rule it is registered with, its kind, and what the policy says of it.
+SAID: dict[str, tuple[str, str, Any]] = {
+    "nothing, lower": ("lower", "custom", None),
+    "nothing, fp32": ("fp32", "custom", None),
+    "nothing, fp32_keep": ("fp32_keep", "custom", None),
+    "nothing, widest": ("widest", "custom", None),
+    "nothing, keep": ("keep", "custom", None),
+    "its name": ("fp32", "custom", {"OP": "lower"}),
+    "keep": ("fp32", "custom", {"OP": "keep"}),
+    "fp32_keep": ("lower", "custom", {"OP": "fp32_keep"}),
+    "its class": ("lower", "softmax", {"class:softmax": "fp32"}),
+    "another class": ("lower", "softmax", {"class:custom": "fp32"}),
+    "name over class": ("keep", "custom", {"OP": "lower", "class:custom": "fp32"}),
+    "one format": ("fp32", "custom", {"OP": {"float16": "lower"}}),
+    "the formats": ("keep", "custom", {"OP": {"float16": "lower", "bfloat16": "fp32"}}),
+}
+PRODUCTS = {"mm": "lower", "matmul": "lower", "linear": "lower"}
+
+
+def policy_of(said: Any, name: str) -> polymp.Policy:
+    rows = {key.replace("OP", name): rule for key, rule in (said or {}).items()}
+    return polymp.policy({"name": "own", "rules": PRODUCTS | rows})
+
+
+def region_of(fw: Any, policy: Any) -> Callable[..., Any]:
+    if fw.name == "torch":
+        import torch
+
+        from polymp.torch import autocast
+
+        return lambda kind: autocast("cpu", getattr(torch, kind), policy=policy)
+    from polymp.jax import autocast as transformed
+
+    return lambda kind, fn=None: transformed(fn, dtype=kind, policy=policy)
+
+
+def in_region(fw: Any, op: Any, x: Any, low: str, policy: Any, low_first: bool = True) -> Any:
+    """Call an op in a region, on an array that a product there has made low."""
+    return fw.run(op, [x], (low,), (low_first,), region_of(fw, policy))
+
+
+def by_hand(fw: Any, op: Any, x: Any, low: str, decided: Any) -> Any:
+    x = fw.cast(x, low)
+    y = op(fw.cast(x, decided.run or low))
+    return fw.cast(y, decided.out) if decided.out else y
+
+
+def decision(policy: polymp.Policy, name: str, low: str) -> Any:
+    return policy.decide(name, (low,), Region("any", "cpu", True, low, True))
+
+
+# Where nothing is said of a format, one of the two is enough.
+RUNS = [
+    (said, low)
+    for at, said in enumerate(SAID)
+    for low in LOW
+    if "format" in said or low == LOW[at % 2]
+]
+
+
+@in_every_way
+@pytest.mark.parametrize(("said", "low"), RUNS)
+def test_it_runs_as_the_policy_says(way: str, said: str, low: str) -> None:
+    rule, kind, rows = SAID[said]
+    fw, op = shared(way, rule, kind)
+    policy = policy_of(rows, op.name)
+    decided = decision(policy, op.name, low)
+    assert decided.rule is not Rule.PARTS
+    x = fw.array(X, "float32")
+    inside, hand = in_region(fw, op.call, x, low, policy), by_hand(fw, op.call, x, low, decided)
+    assert fw.format(inside) == fw.format(hand)
+    assert np.array_equal(fw.numbers(inside), fw.numbers(hand))
+    assert fw.format(op.call(x)) == "float32", "outside of regions nothing is cast"
+    other = decided._replace(run=low if decided.run == "float32" else "float32")
+    wrong = by_hand(fw, op.call, x, low, other)
+    if decided.out is None:  # what is rounded to the same format once more may be equal by chance
+        assert not np.array_equal(fw.numbers(wrong), fw.numbers(hand)), "the numbers cannot tell"
+
+
+@in_every_way
+@pytest.mark.parametrize("said", ["nothing, lower", "nothing, fp32", "nothing, fp32_keep"])
+def test_gradients_come_in_the_formats_of_the_forward_pass(way: str, said: str) -> None:
+    rule, kind, rows = SAID[said]
+    fw, op = made(way, rule, kind)
+    policy = policy_of(rows, op.name)
+    decided, x = decision(policy, op.name, "bfloat16"), fw.array(X, "float32")
+
+    def total(run: Any) -> Callable[[Any], Any]:
+        return lambda x: fw.cast(run(x), "float32").sum()
+
+    value, grad = fw.grad(total(lambda x: in_region(fw, op.call, x, "bfloat16", policy)), x)
+    formats = list(op.seen)
+    hand, wanted = fw.grad(total(lambda x: by_hand(fw, op.call, x, "bfloat16", decided)), x)
+    assert fw.format(grad) == fw.format(wanted) == "float32"
+    error = np.abs(fw.numbers(grad) - fw.numbers(wanted)).max()
+    assert error <= 2 * FORMATS["bfloat16"].eps * np.abs(fw.numbers(wanted)).max()
+    assert fw.numbers(value) == pytest.approx(fw.numbers(hand), rel=FORMATS["bfloat16"].eps)
+    assert formats == list(op.seen)[len(formats) :], "forward and backward saw other formats"
+
+
+@in_every_way
+def test_forbidden(way: str) -> None:
+    fw, op = made(way)
+    policy = policy_of({"OP": "forbid"}, op.name)
+    with pytest.raises(ForbiddenOpError, match=r"^policy 'own' forbids '.*', called here with \(b"):
+        in_region(fw, op.call, fw.array(X, "float32"), "bfloat16", policy)
+
+
+@in_every_way
+def test_parts(way: str) -> None:
+    """What it is made of follows its own rows; a primitive, which is opaque, runs as written."""
+    fw, op = made(way)
+    policy = policy_of({"OP": "parts", "add": "fp32"}, op.name)
+    inside = in_region(fw, op.call, fw.array(X, "float32"), "bfloat16", policy)
+    assert fw.format(inside) == "float32"
+    low = policy_of({"OP": "parts", "add": "lower", "mul": "lower"}, op.name)
+    inside = in_region(fw, op.call, fw.array(X, "float32"), "bfloat16", low)
+    assert fw.format(inside) == ("float32" if way == "jax primitive" else "bfloat16")
+
+
+@in_every_way
+def test_recorded(way: str) -> None:
+    fw, op = made(way)
+    policy = policy_of({"OP": {"float16": "lower"}}, op.name)
+    for low in LOW:
+        with polymp.recording() as report:
+            in_region(fw, op.call, fw.array(X, "float32"), low, policy)
+        (entry,) = report.of(op.name)
+        assert entry.decision == decision(policy, op.name, low)
+        assert entry.formats == (low,)
+        assert (entry.backend, entry.low) == (fw.name, low)
+
+
+def test_one_name_for_both_frameworks() -> None:
+    for name in ("torch", "jax"):
+        need(name)
+    import torch
+
+    name = fresh()
+
+    @torch.library.custom_op(f"{name}::op", mutates_args=(), schema="(Tensor x) -> Tensor")
+    def op(x: Any) -> Any:
+        return x * x + x
+
+    def function(x: Any) -> Any:
+        return x * x + x
+
+    polymp.register_op(name, "fp32_keep", torch=op, jax=own(function, name))
+    two = fresh()
+    torch.library.define(f"{two}::op", "(Tensor x) -> Tensor")
+    torch.library.impl(f"{two}::op", "cpu")(lambda x: x * x + x)
+    polymp.register_op(two, "fp32_keep", torch=f"{two}::op")
+
+    def later(x: Any) -> Any:
+        return x * x + x
+
+    polymp.register_op(two, "fp32_keep", jax=later)
+    calls = {name: (op, function), two: (getattr(torch.ops, two).op, later)}
+    for which, pair in calls.items():
+        for rows in (None, {"OP": "lower"}, {"class:custom": {"float16": "fp32"}}):
+            policy = policy_of(rows, which)
+            for low in LOW:
+                found = []
+                for framework, call in zip(("torch", "jax"), pair, strict=True):
+                    fw = frameworks.load(framework)
+                    y = in_region(fw, call, fw.array(X, "float32"), low, policy)
+                    found.append((fw.format(y), fw.numbers(y).tolist()))
+                assert found[0] == found[1]
+
+
+# --- transformations ------------------------------------------------------------------------------
+
+
+def _in_torch(way: str) -> tuple[Any, Any, Any, Any]:
+    fw, op = made(way)
+    import torch
+
+    policy = policy_of({"OP": {"float16": "lower"}}, op.name)
+
+    def run(x: Any, low: str = "bfloat16") -> Any:
+        with region_of(fw, policy)(low):
+            return op.call(torch.mm(x, torch.eye(4)))
+
+    return fw, op, run, torch.tensor(X, dtype=torch.float32)
+
+
+TORCH = [way for way in WAYS if way.startswith("torch")]
+JAX = [way for way in WAYS if way.startswith("jax")]
+
+
+# Dynamo makes an instance of the class for itself.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("way", TORCH)
+def test_torch_compile(way: str) -> None:
+    fw, _, run, x = _in_torch(way)
+    import torch
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for low in (*LOW, *LOW):
+        got, wanted = compiled(x, low), run(x, low)
+        assert got.dtype is wanted.dtype
+        assert torch.equal(got, wanted)
+        assert fw.format(got) == ("float16" if low == "float16" else "float32")
+    w = x.clone().requires_grad_()
+    grads = [torch.autograd.grad(call(w).float().sum(), w)[0] for call in (compiled, run)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("way", TORCH)
+def test_torch_func(way: str) -> None:
+    _, _, run, x = _in_torch(way)
+    import torch
+
+    xs = torch.stack([x, x + 1])
+    for low in LOW:
+        mapped = torch.func.vmap(lambda x, low=low: run(x, low))(xs)
+        wanted = torch.stack([run(x, low) for x in xs])
+        assert mapped.dtype is wanted.dtype
+        assert torch.equal(mapped, wanted)
+    if way in ("torch custom_op", "torch library"):
+        return  # torch.func has no gradients of those, in a region or not
+    grad = torch.func.grad(lambda x: run(x).float().sum())(x)
+    w = x.clone().requires_grad_()
+    assert torch.equal(grad, torch.autograd.grad(run(w).float().sum(), w)[0])
+
+
+@pytest.mark.parametrize("way", JAX)
+def test_jax_transformations(way: str) -> None:
+    _, op = made(way)
+    import jax
+    import jax.numpy as jnp
+
+    from polymp.jax import autocast
+
+    policy = policy_of({"OP": {"float16": "lower"}}, op.name)
+    x = jnp.asarray(X, "float32")
+
+    def of(x: Any) -> Any:
+        return op.call(x @ jnp.eye(4))
+
+    def row(x: Any) -> Any:
+        return of(x[None])[0]
+
+    def scanned(x: Any) -> Any:
+        return jax.lax.scan(lambda c, x: (c, of(x[None])), 0.0, x)[1]
+
+    for low in LOW:
+        run = autocast(of, dtype=low, policy=policy)
+        wanted = run(x)
+        assert wanted.dtype.name == ("float16" if low == "float16" else "float32")
+        mapped = {
+            "jit": jax.jit(run)(x),
+            "jit inside": autocast(jax.jit(of), dtype=low, policy=policy)(x),
+            "vmap": jax.vmap(run)(x[:, None])[:, 0],
+            "vmap inside": autocast(jax.vmap(lambda x: of(x[None])[0]), dtype=low, policy=policy)(
+                x
+            ),
+            "scan": autocast(scanned, dtype=low, policy=policy)(x)[:, 0],
+            "remat": autocast(jax.checkpoint(of), dtype=low, policy=policy)(x),
+        }
+        for how, got in mapped.items():
+            assert got.dtype == wanted.dtype, how
+            assert np.allclose(got, wanted, rtol=4 * FORMATS[low].eps), how
+        grads = [
+            jax.grad(lambda x, call=call: call(x).astype("float32").sum())(x)
+            for call in (run, jax.jit(run), autocast(jax.checkpoint(of), dtype=low, policy=policy),
+                         autocast(scanned, dtype=low, policy=policy))
+        ]  # fmt: skip
+        for grad in grads:
+            assert grad.dtype == "float32"
+            assert np.allclose(grad, 2 * x + 1, atol=8 * FORMATS[low].eps)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def state() -> Any:
+    """All that registering changes."""
+    words = vocabulary()
+    found: list[Any] = [dict(words.ops), dict(words.kinds), list(words.registered)]
+    found += [dict(index) for index in (words._aten, words._jax, words._functions)]
+    if "polymp.backends.torch.autocast.kernels" in sys.modules:
+        found.append(sys.modules["polymp.backends.torch.autocast.kernels"].installed("cpu"))
+    if "polymp.backends.jax.autocast.known_functions" in sys.modules:
+        functions = sys.modules["polymp.backends.jax.autocast.known_functions"]
+        functions.FUNCTIONS.refresh()
+        found.append(dict(functions.FUNCTIONS.ops))
+    return found
+
+
+def refused(error: type[Exception], message: str, call: Callable[[], object]) -> None:
+    """It raises these words, and has changed nothing."""
+    before = state()
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == message
+    assert state() == before, "half registered"
+
+
+def test_what_is_wrong_in_any_framework_is_refused() -> None:
+    need("jax")
+    import polymp.jax  # whose functions are looked up once
+
+    register, words = polymp.register_op, vocabulary()
+
+    def function(x: Any) -> Any:
+        return x
+
+    def other(x: Any) -> Any:
+        return x
+
+    for name in ("my op", "", "my::op", 3):
+        refused(
+            TypeError,
+            f"register_op({name!r}): the name must be an identifier, such as 'my_op'",
+            lambda name=name: register(name, "fp32", jax=function),
+        )
+    refused(
+        TypeError,
+        "register_op('own'): say what it is: torch=..., jax=..., or both",
+        lambda: register("own", "fp32"),
+    )
+    refused(
+        PolicyError,
+        "register_op('own'): rule 'fp23' for op 'own' is not one of lower, fp32, fp32_keep, "
+        "widest, first, keep, forbid, parts.",
+        lambda: register("own", "fp23", jax=function),
+    )
+    refused(
+        PolicyError,
+        "register_op('own'): no class 'sofmax'. Did you mean softmax? "
+        f"Classes: {', '.join(sorted(words.kinds))}.",
+        lambda: register("own", "fp32", jax=function, kind="sofmax"),
+    )
+    refused(
+        PolicyError,
+        "register_op('softmax'): the vocabulary has an op of that name. Choose another name, or "
+        "give that op a rule in a policy.",
+        lambda: register("softmax", "fp32", jax=function),
+    )
+    refused(
+        TypeError,
+        "register_op('own'): jax=3 is neither a primitive nor a function with Python code",
+        lambda: register("own", "fp32", jax=3),
+    )
+    name = fresh()
+    register(name, "fp32", jax=function)
+    refused(
+        PolicyError,
+        f"register_op('own'): {function!r} is known already, as {name!r}.",
+        lambda: register("own", "fp32", jax=function),
+    )
+    for rule in ("fp32", "lower"):
+        refused(
+            PolicyError,
+            f"op {name!r} is in the vocabulary already: it cannot be registered as {name!r}. Give "
+            "it a rule in a policy instead.",
+            lambda rule=rule: register(name, rule, jax=other),
+        )
+
+
+def test_what_is_wrong_in_jax_is_refused() -> None:
+    need("jax")
+    import jax
+    from jax.extend.core import Primitive, primitives
+
+    import polymp.jax
+
+    refused(
+        PolicyError,
+        "register_op('own'): 'exp' is jax's own. Give it a rule in a policy instead.",
+        lambda: polymp.register_op("own", "fp32", jax=primitives.exp_p),
+    )
+    refused(
+        PolicyError,
+        f"register_op('own'): {jax.nn.softmax!r} is known already, as 'softmax'.",
+        lambda: polymp.register_op("own", "fp32", jax=jax.nn.softmax),
+    )
+    name = fresh()
+    polymp.register_op(name, "fp32", jax=Primitive(name))
+    refused(
+        PolicyError,
+        f"register_op('own'): {name!r} is jax's own. Give it a rule in a policy instead.",
+        lambda: polymp.register_op("own", "fp32", jax=Primitive(name)),
+    )
+
+
+def test_what_is_wrong_in_torch_is_refused() -> None:
+    need("torch")
+    import torch
+
+    import polymp.torch
+
+    name = fresh()
+    torch.library.define(f"{name}::op", "(Tensor x) -> Tensor")
+    torch.library.define(f"{name}::op_", "(Tensor(a!) x) -> Tensor(a!)")
+    torch.library.define("zqxj::kvw", "(int x) -> int")  # not like any name that could be meant
+
+    @torch.library.custom_op(f"{name}::cast", mutates_args=(), schema="(Tensor x) -> Tensor")
+    def cast(x: Any) -> Any:
+        return x + 1
+
+    cast.register_autocast("cpu", torch.bfloat16)
+
+    def given(given: Any) -> Callable[[], object]:
+        return lambda: polymp.register_op("own", "fp32", torch=given)
+
+    where = "register_op('own')"
+    refused(
+        PolicyError,
+        f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.",
+        given(name),
+    )
+    refused(
+        PolicyError,
+        f"{where}: torch has no op '{name}::nix'. Define it first.",
+        given(f"{name}::nix"),
+    )
+    refused(
+        PolicyError,
+        f"{where}: 'aten::exp' is torch's own. Give it a rule in a policy instead.",
+        given("aten::exp"),
+    )
+    refused(
+        PolicyError,
+        f"{where}: '{name}::op_' is an op which writes into an argument: the format of its result "
+        "is given. Give the rule to the op without '_' or out=.",
+        given(f"{name}::op_"),
+    )
+    refused(
+        PolicyError,
+        f"{where}: 'zqxj::kvw' is an op which takes no tensor.",
+        given("zqxj::kvw"),
+    )
+    refused(
+        PolicyError,
+        f"{where}: '{name}::cast' has an autocast kernel already, on cpu. Leave out its "
+        "torch.library.register_autocast.",
+        given(cast),
+    )
+    refused(
+        PolicyError, f"{where}: torch has no op '{name}::nix'. Define it first.",
+        given([f"{name}::op", f"{name}::nix"]),
+    )  # fmt: skip
+    refused(
+        TypeError,
+        f"{where}: torch={abs!r} is no op. Give its name, such as 'mylib::my_op', or what "
+        "torch.library.custom_op returned; decorate other functions with polymp.torch.register.",
+        given(abs),
+    )
+    refused(
+        TypeError,
+        "polymp.torch.register('own'): 3 is not callable",
+        lambda: polymp.torch.register("own", "fp32")(3),
+    )
+    polymp.register_op(name, "fp32", torch=f"{name}::op")
+    refused(
+        PolicyError,
+        f"aten op '{name}::op' is in the vocabulary already, as {name!r}: it cannot be registered "
+        "as 'own'. Give it a rule in a policy instead.",
+        given(f"{name}::op"),
+    )
+
+
+def test_one_wrong_side_leaves_nothing_of_the_other() -> None:
+    for name in ("torch", "jax"):
+        need(name)
+    import torch
+
+    import polymp.jax
+    import polymp.torch
+
+    name = fresh()
+    torch.library.define(f"{name}::op", "(Tensor x) -> Tensor")
+    refused(
+        TypeError,
+        f"register_op({name!r}): jax=3 is neither a primitive nor a function with Python code",
+        lambda: polymp.register_op(name, "fp32", torch=f"{name}::op", jax=3),
+    )
+    refused(
+        PolicyError,
+        f"register_op({name!r}): torch has no op '{name}::nix'. Define it first.",
+        lambda: polymp.register_op(name, "fp32", torch=f"{name}::nix", jax=lambda x: x),
+    )
+
+
+# --- when it is registered late -------------------------------------------------------------------
+
+# What was compiled or traced before it was registered stays as it is.
+LATE = {
+    "torch": (
+        """
+import torch, polymp
+from polymp.torch import autocast
+
+@torch.library.custom_op("late::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+op.register_fake(torch.empty_like)
+x = torch.ones(3, dtype=torch.bfloat16)
+
+def run(policy, call=op):
+    with autocast("cpu", policy=policy):
+        print(call(x).dtype)
+
+compiled = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
+run(None)
+run("amp")
+run("amp", compiled)
+polymp.register_op("late_op", "fp32", torch=op)
+run(None)
+run("amp")
+run({"rules": {"class:custom": "keep"}})
+torch._dynamo.reset()
+run("amp", compiled)
+""",
+        ["torch.bfloat16"] * 3 + ["torch.float32"] * 2 + ["torch.bfloat16", "torch.float32"],
+    ),
+    "jax": (
+        """
+import jax, jax.numpy as jnp, polymp
+from polymp.jax import autocast
+
+def op(x):
+    return x + 1
+
+def run(x):
+    return op(x @ jnp.eye(3))
+
+x = jnp.ones((3, 3))
+for call in (autocast(run), jax.jit(autocast(run))):
+    print(call(x).dtype)
+polymp.register_op("late_op", "fp32", jax=op)
+for call in (autocast(run), jax.jit(autocast(run))):
+    print(call(x).dtype)
+print(autocast(run, policy={"rules": {"linear": "lower", "class:custom": "keep"}})(x).dtype)
+""",
+        ["bfloat16"] * 2 + ["float32"] * 2 + ["bfloat16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_registered_when_policies_were_used_already(name: str) -> None:
+    need(name)
+    code, wanted = LATE[name]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == wanted

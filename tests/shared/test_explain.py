@@ -1,0 +1,192 @@
+"""`explain` in both frameworks: the same op under the same policy has the same row and formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polymp
+from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.report import Report
+from tests.conftest import FRAMEWORKS, need
+from tests.support import examples, frameworks
+
+# Ops that are one op in both frameworks, and the shapes of their arguments.
+OPS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "linear": ((4, 8), (8, 8)),
+    "matmul": ((2, 4, 8), (2, 8, 3)),
+    "exp": ((4, 8),),
+    "log": ((4, 8),),
+    "tanh": ((4, 8),),
+    "sum": ((4, 8),),
+    "softmax": ((4, 8),),
+    "log_softmax": ((4, 8),),
+    "cumsum": ((4, 8),),
+    "add": ((4, 8), (4, 8)),
+    "mul": ((4, 8), (4, 8)),
+    "maximum": ((4, 8), (4, 8)),
+    "sin": ((4, 8),),
+    "rsqrt": ((4, 8),),
+    "erf": ((4, 8),),
+}
+
+
+def functions(framework: str) -> dict[str, Callable[..., Any]]:
+    if framework == "torch":
+        import torch
+        import torch.nn.functional as F
+
+        return {
+            "linear": lambda x, w: F.linear(x, w.T),
+            "softmax": lambda x: torch.softmax(x, -1),
+            "log_softmax": lambda x: torch.log_softmax(x, -1),
+            "cumsum": lambda x: torch.cumsum(x, 1),
+            **{
+                name: getattr(torch, name)
+                for name in "matmul exp log tanh sum add mul maximum sin rsqrt erf".split()
+            },
+        }
+    import jax
+    import jax.numpy as jnp
+
+    return {
+        "linear": lambda x, w: x @ w,
+        "matmul": jnp.matmul,
+        "exp": jnp.exp,
+        "log": jnp.log,
+        "tanh": jnp.tanh,
+        "sum": lambda x: jax.lax.reduce_sum(x, (0, 1)),  # jnp's casts by itself
+        "softmax": jax.nn.softmax,
+        "log_softmax": jax.nn.log_softmax,
+        "cumsum": lambda x: jax.lax.cumsum(x, 1),
+        "add": jnp.add,
+        "mul": jnp.multiply,
+        "maximum": jnp.maximum,
+        "sin": jnp.sin,
+        "rsqrt": jax.lax.rsqrt,
+        "erf": jax.lax.erf,
+    }
+
+
+def explained(fw: ModuleType, op: str, low: str, policy: str, inputs: str) -> Any:
+    """What is reported of the one call of an op."""
+    rng = np.random.default_rng(0)
+    arrays = [fw.array(rng.uniform(1, 2, shape), inputs) for shape in OPS[op]]
+    report = polymp.explain(functions(fw.name)[op], *arrays, dtype=low, policy=policy)
+    assert (report.low, report.policy) == (low, policy)
+    calls = [call for call in report if call.op == op]
+    (call,) = calls or [None]
+    return call
+
+
+@pytest.mark.parametrize(
+    ("low", "policy", "inputs"),
+    [
+        ("bfloat16", "amp", "float32"),
+        ("bfloat16", "lean", "low"),
+        ("float16", "torch-cuda", "low"),
+        ("float16", "lean", "float32"),
+    ],
+)
+def test_an_op_has_the_same_row_and_formats_in_both(low: str, policy: str, inputs: str) -> None:
+    for name in FRAMEWORKS:
+        need(name)
+    table = polymp.policy(policy)
+    for op in OPS:
+        given = low if inputs == "low" else inputs
+        torch, jax = (explained(frameworks.load(n), op, low, policy, given) for n in FRAMEWORKS)
+        assert torch is not None
+        assert jax is not None
+        assert torch.row == jax.row == table.why(op, low).row, op
+        assert torch.rule == jax.rule, op
+        assert torch.run == jax.run, op
+        assert torch.inputs == jax.inputs == (given,) * len(OPS[op]), op
+        assert torch.outputs == jax.outputs, op
+        if torch.row is None or (torch.row.apply is None and torch.rule != "fp32_keep"):
+            # Else torch's kernel may widen by itself, and no cast runs before it.
+            assert torch.casts == jax.casts, op
+            assert torch.cast_bytes == jax.cast_bytes, op
+        assert torch.flops == jax.flops, op
+        assert (torch.backend, jax.backend) == ("torch", "jax")
+
+
+def test_another_policy_is_noticed() -> None:
+    need("torch")
+    one, other = (
+        explained(frameworks.load("torch"), "softmax", "float16", policy, "float16")
+        for policy in ("amp", "matmul")
+    )
+    assert one.row != other.row
+
+
+def both(low: str) -> list[tuple[Report, Report]]:
+    """The examples' models under one policy: forward, and with the backward pass of a loss."""
+    for name in FRAMEWORKS:
+        need(name)
+    import jax
+    import jax.numpy as jnp
+    import torch
+    from flax import nnx
+
+    from polymp.jax import autocast
+
+    sizes, shape = (50, 16, 16, 2, 2), (2, 17)
+    with examples.modules("train_torch") as found:
+        module = found.train_torch.Transformer(*sizes)
+        loss_in_torch = found.train_torch.loss_on
+    with examples.modules("train_jax") as found:
+        model = found.train_jax.Transformer(*sizes, nnx.Rngs(0))
+        loss_in_jax = found.train_jax.loss_on
+    tokens, numbers = torch.zeros(shape, dtype=torch.int64), jnp.zeros(shape, "int32")
+    with polymp.torch.explain(model=module) as trained:
+        with polymp.torch.autocast("cpu", getattr(torch, low), policy="amp"):
+            loss = loss_in_torch(module, tokens)
+        loss.backward()
+    graph, params = nnx.split(model)
+    region = autocast(lambda p: loss_in_jax(nnx.merge(graph, p), numbers), dtype=low)
+    return [
+        (
+            polymp.explain(module, tokens[:, :-1], dtype=low, policy="amp"),
+            polymp.explain(model, numbers[:, :-1], dtype=low, policy="amp"),
+        ),
+        (trained, polymp.explain(jax.grad(region), params)),
+    ]
+
+
+def test_the_examples_models_agree() -> None:
+    """FLOPs to the last one, by module where the modules are known; backward twice forward."""
+    (torch, jax), (trained, grad) = both("bfloat16")
+    assert torch.flops == jax.flops
+    assert set(torch.flops) == {"bfloat16"}
+
+    def by_module(report: Report, drop: str = "") -> dict[str, int]:
+        found: dict[str, int] = {}
+        for call in report:
+            if call.flops:
+                at = call.module.replace(drop, "") if drop else call.module
+                found[at] = found.get(at, 0) + call.flops
+        return found
+
+    assert by_module(torch) == by_module(jax, "layers.")
+    assert {"head", "blocks.0.qkv", "blocks.1.down", "blocks.0"} <= by_module(torch).keys()
+    assert {c.rule for c in torch.of("linear")} == {c.rule for c in jax.of("linear")} == {"lower"}
+    assert {c.run for c in torch.of("layer_norm")} == {c.run for c in jax.of("layer_norm")}
+
+    def linears(report: Report, direction: str) -> int:
+        return sum(c.flops for c in report.of("linear") if c.direction == direction)
+
+    for report in (trained, grad):
+        assert linears(report, BACKWARD) == 2 * linears(report, FORWARD) > 0
+    assert linears(trained, FORWARD) == linears(grad, FORWARD)
+
+
+def test_explain_goes_to_the_framework_of_what_it_gets(fw: ModuleType) -> None:
+    x = fw.array(np.ones((4, 8)), "float32")
+    for args, kwargs in (((x,), {}), (([{"x": x}],), {}), ((), {"x": x})):
+        report = polymp.explain(lambda *a, **k: functions(fw.name)["exp"](x), *args, **kwargs)
+        assert {call.backend for call in report} == {fw.name}
+        assert report.title == "<lambda>"

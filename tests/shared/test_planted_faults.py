@@ -1,0 +1,255 @@
+"""Twelve trainings with a fault planted in each: what is named, and what is suggested.
+
+A training is healthy in float16 by its policy; a fault makes it break; its remedy by hand makes it
+train. `locate` and `audit` get the spoiled step and no more. Where the fault sits stands here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+
+import polymp
+from tests.conftest import need
+from tests.support.faults import plant
+
+# How far a mended training must come, as a share of how far the healthy one comes.
+ENOUGH = 0.7
+
+
+class Planted(NamedTuple):
+    """A fault.
+
+    Attributes:
+        framework: whose training it is planted in.
+        training: its name.
+        ops: what the op may be called; the gradient's, if the fault is in no op.
+        module: where the op is called.
+        kinds: what `Fault.kind` may be.
+        remedy: what mends it: "float32" for some op, "bfloat16", "scale" or "" for nothing.
+        by_hand: for "float32", the scope and the op; for "scale", the scale.
+        unit: what the loss is measured in.
+    """
+
+    framework: str
+    training: str
+    ops: tuple[str, ...]
+    module: str
+    kinds: tuple[str, ...]
+    remedy: str
+    by_hand: Any = ()
+    unit: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.framework}-{self.training}"
+
+
+OVER, UNDER, NUMBER = ("overflow",), ("underflow",), ("number", "underflow")
+PLANTED = (
+    # the scores of an attention, before they are divided
+    Planted("torch", "attention", ("matmul", "bmm"), "attention", OVER, "float32",
+            ("attention", "matmul")),
+    # the squares of a variance, written out
+    Planted("torch", "convolution", ("mul",), "whiten", UNDER, "float32", ("whiten", "mul")),
+    # an exponential in a loss, by a policy that leaves it low
+    Planted("torch", "counting", ("exp",), "", OVER, "float32", ("", "exp")),
+    # gradients that are zero in float16, without a scaler: nothing is learnt
+    Planted("torch", "recurrent", ("gradient",), "", (), "scale", 2.0**20, unit=2.0**-26),
+    # 1e-8 added to a mean that is zero
+    Planted("torch", "embedding", ("add",), "unit", NUMBER, "float32", ("unit", "add")),
+    # a residual stream of the size that bfloat16 allows
+    Planted("torch", "stream", ("linear",), "start", OVER, "bfloat16"),
+    # a value of the data
+    Planted("jax", "regression", ("linear",), "body", ("input",), ""),
+    # a mean over a row that is masked as a whole: 0 / 0, and a gradient that `where` does not stop
+    Planted("jax", "pooling", ("div",), "pool", ("operation",), ""),
+    # a norm along a long axis, as a product of a row with itself
+    Planted("jax", "unit", ("matmul",), "unit", OVER, "float32", ("unit", "matmul")),
+    # a penalty that is a sum where it could be a mean
+    Planted("jax", "sparse", ("sum",), "penalty", OVER, "float32", ("penalty", "sum")),
+    # the logarithm of a softmax that is zero in float16
+    Planted("jax", "classes", ("softmax",), "", UNDER, "float32", ("", "softmax")),
+    # a mean as a sum by a product, divided afterwards
+    Planted("jax", "graph", ("linear",), "neighbours", OVER, "float32",
+            ("neighbours", "linear")),
+)  # fmt: skip
+each = pytest.mark.parametrize("case", PLANTED, ids=str)
+
+
+def made(case: Planted) -> Any:
+    """The training as it was before."""
+    need(case.framework)
+    return importlib.import_module(f"tests.support.faults.in_{case.framework}").made(case.training)
+
+
+def spoiled(case: Planted) -> Any:
+    """The training with the fault in it, and no word of which."""
+    training = made(case)
+    {"torch": plant.IN_TORCH, "jax": plant.IN_JAX}[case.framework][case.training](training)
+    return training
+
+
+@cache
+def healthy(case: Planted) -> tuple[float, ...]:
+    """The losses of the training as it was before."""
+    return tuple(made(case).train())
+
+
+def fall(losses: Sequence[float], unit: float = 1.0) -> float:
+    """How far a loss fell; no distance at all if it was not finite at any time."""
+    return (losses[0] - losses[-1]) / unit if all(map(math.isfinite, losses)) else 0.0
+
+
+def trains(case: Planted, losses: Sequence[float]) -> bool:
+    return fall(losses, case.unit) >= ENOUGH * fall(healthy(case))
+
+
+def changed(training: Any, suggestion: Any) -> Any:
+    """A training with what was suggested."""
+    training.use(suggestion.apply(polymp.policy(training.policy)))
+    if suggestion.dtype:
+        training.compute_in(suggestion.dtype)
+    elif suggestion.init_scale:
+        training.scale_by(suggestion.init_scale)
+    return training
+
+
+@each
+def test_without_the_fault_it_trains(case: Planted) -> None:
+    losses = healthy(case)
+    assert fall(losses) >= 0.5 * abs(losses[0]), losses
+
+
+@each
+def test_with_the_fault_it_does_not(case: Planted) -> None:
+    losses = spoiled(case).train()
+    assert fall(losses, case.unit) < 0.1 * fall(healthy(case)), losses
+
+
+@pytest.mark.parametrize("case", [case for case in PLANTED if case.remedy], ids=str)
+def test_with_its_remedy_it_trains_again(case: Planted) -> None:
+    training = spoiled(case)
+    if case.remedy == "float32":
+        scope, op = case.by_hand
+        rows = {"scopes": {scope: {op: "fp32"}}} if scope else {"rules": {op: "fp32"}}
+        training.use(polymp.policy(training.policy).override(**rows))
+    elif case.remedy == "scale":
+        training.scale_by(case.by_hand)
+    else:
+        training.compute_in(case.remedy)
+    losses = training.train()
+    assert trains(case, losses), losses
+
+
+@pytest.mark.parametrize("case", [case for case in PLANTED if not case.remedy], ids=str)
+def test_a_fault_without_a_remedy_is_one_in_bfloat16_too(case: Planted) -> None:
+    training = spoiled(case)
+    training.compute_in("bfloat16")
+    assert not trains(case, training.train())
+
+
+def test_the_oracle_of_training_notices_what_does_not_train() -> None:
+    case = PLANTED[0]
+    losses = healthy(case)
+    assert trains(case, losses)
+    assert not trains(case, [losses[0]] * len(losses))
+    assert not trains(case, [*losses[:-2], math.nan, losses[-1]])
+    assert not trains(case, [*losses[:-1], 0.5 * (losses[0] + losses[-1])])
+
+
+def audited(case: Planted, training: Any) -> Any:
+    """The audit of two steps."""
+    if case.framework == "torch":
+        import polymp.torch
+
+        scaler = training.scaler if training.scaler.is_enabled() else None
+        with polymp.torch.audit(training.model, scaler=scaler) as audit:
+            for _ in range(2):
+                training.step(*training.batch)
+        return audit
+    import polymp.jax
+
+    step, state = polymp.jax.audit(training.step), training.state
+    for _ in range(2):
+        state, _ = step(state, *training.batch)
+    return step.audit
+
+
+def located(case: Planted, training: Any) -> Any:
+    """What the replay of a step finds."""
+    if case.framework == "torch":
+        import polymp.torch
+
+        return polymp.torch.locate(training.step, *training.batch)
+    import polymp.jax
+
+    return polymp.jax.locate(training.step, training.state, *training.batch)
+
+
+@cache
+@cache
+def audit_of(case: Planted) -> Any:
+    return audited(case, spoiled(case))
+
+
+def misnamed(case: Planted, audit: Any, found: Any) -> str:
+    """What is wrong with what was found; nothing if the planted op is named, and no other."""
+    if case.remedy == "scale":
+        told = " ".join(audit.suggest(base=made(case).policy).reasons)
+        if audit.fault or found or "gradient" not in told:
+            return f"{case}: {audit.fault or found or told!r}"
+        return ""
+    faults = [fault for fault in (audit.fault, found) if fault is not None]
+    for fault in faults:
+        named = fault.op in case.ops and fault.kind in case.kinds
+        if not named or fault.module != case.module:
+            return f"{case}: wants {case.ops}, {case.module!r}, {case.kinds}; found {fault}"
+    return "" if faults else f"{case}: nothing found"
+
+
+def is_replayed(case: Planted) -> bool:
+    """True where `locate` is asked, too; in JAX it compiles twice what an audit compiles once."""
+    return case.framework == "torch" or case.training in ("regression", "pooling", "sparse")
+
+
+def test_the_planted_op_is_named_in_each() -> None:
+    wrong = []
+    for case in PLANTED:
+        found = located(case, spoiled(case)) if is_replayed(case) else None
+        if why := misnamed(case, audit_of(case), found):
+            wrong.append(why)
+    print(f"{len(PLANTED) - len(wrong)} of {len(PLANTED)}")
+    assert not wrong, "\n".join([f"{len(PLANTED) - len(wrong)} of {len(PLANTED)}", *wrong])
+
+
+@each
+def test_what_is_suggested_makes_it_train(case: Planted) -> None:
+    training = spoiled(case)
+    suggestion = audit_of(case).suggest(base=training.policy)
+    if not case.remedy:
+        assert not suggestion
+        assert suggestion.reasons
+        return
+    losses = changed(training, suggestion).train()
+    assert trains(case, losses), f"{suggestion}\n{losses}"
+
+
+@each
+def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
+    training = made(case)
+    audit = audited(case, training)
+    assert audit.fault is None, str(audit.fault)
+    if is_replayed(case):
+        assert located(case, made(case)) is None
+    if case.training != "recurrent":  # which is as good as never without a scaler
+        assert not audit.suggest(base=training.policy), str(audit.suggest(base=training.policy))
+
+
+def test_twelve_are_planted_six_in_each_framework() -> None:
+    assert len(PLANTED) == 12
+    assert [case.framework for case in PLANTED].count("torch") == 6

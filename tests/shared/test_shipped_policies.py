@@ -1,0 +1,310 @@
+"""Every shipped policy on every shared op, in both frameworks: the format it ran in, and came out.
+
+The ops are those of `cases`. What ran is what the frameworks recorded, what came out is looked at,
+and what should be is `Policy.decide`'s answer. Why the frameworks differ, where they do, the policy
+says itself, by other rules for what an op is made of; or else `policies_shared` does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+
+import polymp
+from polymp import Region
+from polymp.dtypes import FORMATS, widest
+from polymp.rules import policy_files
+from polymp.rules.row import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
+from tests.conftest import FRAMEWORKS, need
+from tests.support import cases, framework_differences, frameworks
+from tests.support.framework_differences import NEUTRAL
+
+POLICIES = tuple(policy_files.shipped())
+# Every op has this row: what is called under it shows of which ops a shared op is made.
+KEEP = polymp.policy({"name": "keep", "rules": {"default": "keep"}})
+RAISES = "raises"
+
+
+class Part(NamedTuple):
+    """An op that a row spoke of, in a call."""
+
+    op: str
+    rule: Rule
+    formats: tuple[str, ...]
+    run: str
+
+
+class Seen(NamedTuple):
+    """One call in one framework.
+
+    Attributes:
+        parts: the ops that rows spoke of; those aside that only move numbers.
+        formats: of the float arguments as they arrived.
+        out: format of the result; "raises" if there is none.
+    """
+
+    parts: tuple[Part, ...]
+    formats: tuple[str, ...]
+    out: str
+
+    @property
+    def ran(self) -> frozenset[str]:
+        """The formats that arithmetic was done in."""
+        return frozenset(p.run for p in self.parts) or frozenset({widest(self.formats)})
+
+
+class Row(NamedTuple):
+    """A shared op under a policy in a region, seen in both frameworks."""
+
+    op: str
+    policy: str
+    low: str
+    inputs: str
+    torch: Seen
+    jax: Seen
+
+    def __str__(self) -> str:
+        return f"{self.op}({self.inputs}), {self.policy}, {self.low}"
+
+    @property
+    def agree(self) -> bool:
+        return (self.torch.ran, self.torch.out) == (self.jax.ran, self.jax.out)
+
+    @property
+    def ruled_otherwise(self) -> bool:
+        """True if other ops ran in the other framework, for which the policy has other rules.
+
+        So it is where one framework composes what is one op in the other. No row is as good as
+        "keep". One op with a row of its own is no composition.
+        """
+        sides = self.torch.parts, self.jax.parts
+        ops, rules = ([{part[at] for part in side} for side in sides] for at in (0, 1))
+        rules = [its or {Rule.KEEP} for its in rules]
+        return ops[0] != ops[1] and rules[0] != rules[1] and decision(self) is None
+
+
+def call(framework: str, op: str, region: Any, case: cases.Case, report: Any) -> Seen:
+    """Call an op in a region; in JAX, trace it."""
+    fw = frameworks.load(framework)
+    arrays = [fw.array(v, f) for v, f in zip(cases.values(op), case.formats, strict=True)]
+    start: list[int] = []
+
+    def run(*arrays: Any) -> Any:
+        made = zip(arrays, case.made, strict=True)
+        arrived = [fw.product(x) if m else x for x, m in made]
+        start.append(len(report))
+        return fw.ops[op](*arrived)
+
+    try:
+        if framework == "torch":
+            with region:
+                out = fw.format(run(*arrays))
+        else:
+            import jax
+
+            out = fw.format(jax.eval_shape(region(run), *arrays))
+            start.append(len(report) - len(report.entries[start[0] :]) + sum(case.made))
+    except Exception:
+        out = RAISES
+    entries = report.entries[start[-1] :]
+    if out == RAISES and framework == "jax":
+        entries = entries[sum(case.made) :]
+    return Seen(tuple(parts(entries)), cases._floats(case), out)
+
+
+def parts(entries: Any) -> Any:
+    ops = vocabulary().ops
+    for entry in entries:
+        if entry.op and ops[entry.op].kind in NEUTRAL:
+            continue
+        floats = [f for f in entry.formats if f in FORMATS]  # none in arithmetic on indices
+        if entry.decision.rule is not Rule.PARTS and floats:
+            run = entry.decision.run or widest(floats)
+            yield Part(entry.op, entry.decision.rule, entry.formats, run)
+
+
+def region(framework: str, low: str, policy: Any) -> Any:
+    if framework == "torch":
+        import torch
+
+        from polymp.torch import autocast
+
+        return autocast("cpu", getattr(torch, low), policy=policy)
+    from polymp.jax import autocast as transformed
+
+    return transformed(dtype=low, policy=policy)
+
+
+def case_of(op: cases.Op, policy: str, low: str) -> cases.Case:
+    """With arguments in float32, or made low by a product: one of both, for it is traced anew."""
+    inputs = ("made", "float32")[zlib.crc32(f"{op.name} {policy} {low}".encode()) % 2]
+    if op.only and inputs not in op.only:
+        inputs = op.only[0]
+    return cases.Case(op.name, inputs, low, "on", "", "", "")
+
+
+@cache
+def made_of(framework: str, op: str) -> tuple[str, ...]:
+    """The ops that a shared op calls."""
+    return _made_of(framework)[op]
+
+
+@cache
+def _made_of(framework: str) -> dict[str, tuple[str, ...]]:
+    found = {}
+    keep = region(framework, "bfloat16", KEEP)
+    with polymp.recording() as report:
+        for op in cases.OPS:
+            case = cases.Case(op.name, "float32", "bfloat16", "on", "", "", "")
+            found[op.name] = tuple(p.op for p in call(framework, op.name, keep, case, report).parts)
+    return found
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    for name in FRAMEWORKS:
+        need(name)
+    pairs = [(policy, low) for policy in POLICIES for low in LOW]
+    regions = {pair: [region(name, pair[1], pair[0]) for name in FRAMEWORKS] for pair in pairs}
+    found = []
+    with polymp.recording() as report:
+        for policy, low in pairs:
+            for op in cases.OPS:
+                case = case_of(op, policy, low)
+                both = [
+                    call(name, op.name, opened, case, report)
+                    for name, opened in zip(FRAMEWORKS, regions[policy, low], strict=True)
+                ]
+                found.append(Row(op.name, policy, low, case.inputs, *both))
+    return tuple(found)
+
+
+# --- what the rows say ----------------------------------------------------------------------------
+
+
+def one_op(name: str) -> str:
+    """The op of the vocabulary that a shared op is in both frameworks; "" if it is several."""
+    here, there = (made_of(framework, name) for framework in FRAMEWORKS)
+    one = here == there and len(here) == 1 and name not in framework_differences.TAKEN_APART
+    return here[0] if one else ""
+
+
+def decision(row: Row, side: str = "torch", policy: str = "", low: str = "") -> Any:
+    """What the policy decides for an op that is one in both frameworks, if it has a row of it."""
+    op, policy, low = one_op(row.op), policy or row.policy, low or row.low
+    formats = getattr(row, side).formats
+    inside = Region(side, "cpu", enabled=True, format=low, cache=True)
+    decided = polymp.policy(policy).decide(op, formats, inside) if op else None
+    return None if decided is None or decided.rule is Rule.PARTS else decided
+
+
+def wrong(row: Row, side: str, **other: str) -> str:
+    """In what a call departs from the decision; nothing if it does not, or there is none.
+
+    Args:
+        row: the call, in both frameworks.
+        side: which of them.
+        other: a policy, or a region's format, to decide instead of the row's.
+    """
+    decided, seen = decision(row, side, **other), getattr(row, side)
+    if decided is None:
+        return ""
+    run = decided.run or widest(seen.formats)
+    out = RAISES if decided.rule is Rule.FORBID else decided.out or run
+    same = [(p.rule, p.run) for p in seen.parts] == [(decided.rule, run)]
+    if same and seen.out in (out, "bool", "int"):
+        return ""
+    return f"{row} in {side}: {decided}, but {seen}"
+
+
+def unexplained(rows: Any) -> list[Row]:
+    listed = frozenset().union(*framework_differences.REASONS.values())
+    return [r for r in rows if not (r.agree or r.ruled_otherwise or r.op in listed)]
+
+
+def unneeded(reasons: Any) -> list[tuple[str, str]]:
+    """Reasons that no row needs, each with its op."""
+    needed = {row.op for row in rows() if not (row.agree or row.ruled_otherwise)}
+    return [(why, op) for why, ops in reasons.items() for op in sorted(ops - needed)]
+
+
+def test_the_frameworks_agree_or_a_row_says_why_not() -> None:
+    assert [f"{r}: torch {r.torch}, jax {r.jax}" for r in unexplained(rows())] == []
+
+
+def test_every_reason_is_needed() -> None:
+    assert unneeded(framework_differences.REASONS) == []
+    assert unneeded({"because": frozenset({"exp"})}) == [("because", "exp")]
+    apart = {row.op for row in rows() if len(row.torch.parts) == 1 < len(row.jax.parts)}
+    assert apart >= framework_differences.TAKEN_APART
+
+
+@pytest.mark.parametrize("side", FRAMEWORKS)
+def test_an_op_runs_as_the_policy_decides(side: str) -> None:
+    judged = [row for row in rows() if decision(row, side) is not None]
+    assert len({one_op(row.op) for row in judged}) > 60
+    assert len({(row.policy, row.low) for row in judged}) == 2 * len(POLICIES)
+    assert [found for row in judged if (found := wrong(row, side))] == []
+
+
+def test_the_count() -> None:
+    print()
+    listed = {op: why for why, ops in framework_differences.REASONS.items() for op in ops}
+    reasons = Counter[str]()
+    for policy in POLICIES:
+        its = [row for row in rows() if row.policy == policy]
+        differ = [row for row in its if not row.agree]
+        other = [row for row in differ if row.ruled_otherwise]
+        reasons.update(listed.get(r.op, "?") for r in differ if not r.ruled_otherwise)
+        print(f"{policy:11} {len({r.op for r in its})} ops, {len(its)} rows, "
+              f"{len(its) - len(differ)} agree, {len(other)} composed of ops with other rules, "
+              f"{len(differ) - len(other)} excused")  # fmt: skip
+        assert len(its) == 2 * len(cases.OPS)
+        assert len(differ) < len(its) / 5
+    for why, count in reasons.most_common():
+        print(f"{count:6} {why}")
+    single = {made_of("torch", op.name) for op in cases.OPS if len(made_of("torch", op.name)) == 1}
+    print(f"{len(single)} ops of the vocabulary")
+    assert len(single) >= 120
+
+
+def test_a_wrong_policy_and_a_wrong_format_are_noticed() -> None:
+    """Judged by another policy than it ran under, or by the other half's rows."""
+    other = {"amp": "torch-cpu", "lean": "amp", "matmul": "lean", "torch-cpu": "matmul",
+             "torch-cuda": "matmul", "torch-mps": "torch-cpu", "torch-xpu": "lean"}  # fmt: skip
+    for side in FRAMEWORKS:
+        for policy in POLICIES:
+            its = [row for row in rows() if row.policy == policy]
+            assert sum(bool(wrong(row, side, policy=other[policy])) for row in its) > 5
+            assert sum(bool(wrong(row, side, low=cases.OTHER[row.low])) for row in its) > 10
+
+
+def test_frameworks_under_two_policies_do_not_agree() -> None:
+    """As if one of them had not heard of the policy, or of the region's format."""
+    at = {(r.op, r.policy, r.low): r for r in rows()}
+    for policy, stale in (("lean", "amp"), ("matmul", "torch-cuda"), ("torch-mps", "lean")):
+        for low in LOW:
+            mixed = [
+                at[op.name, policy, low]._replace(jax=at[op.name, stale, low].jax)
+                for op in cases.OPS
+            ]
+            assert len(unexplained(mixed)) > 10
+    crossed = [
+        at[op.name, "amp", "float16"]._replace(jax=at[op.name, "amp", "bfloat16"].jax)
+        for op in cases.OPS
+    ]
+    assert len(unexplained(crossed)) > 30
+
+
+def test_a_row_with_its_own_rule_is_never_excused_by_composition() -> None:
+    row = next(r for r in rows() if (r.op, r.policy, r.inputs) == ("exp", "amp", "made"))
+    broken = row._replace(jax=Seen((), (row.low,), row.low))
+    assert row.agree
+    assert not broken.agree
+    assert unexplained([row, broken]) == [broken]
+    assert wrong(broken, "jax")

@@ -1,0 +1,266 @@
+"""What would kill a run: 500 overflows, NaN in the forward pass, Inf on one rank, SIGKILL.
+
+Ours lives, and says why. The programs are those of `kills`, and the other scalers run them too:
+docs/scaling-rivals.md has what became of each, and is held to it here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polymp.errors import ScalerWarning, StuckError
+from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling.scale_rule import SMALLEST
+from tests.conftest import need
+from tests.support import killed, kills
+from tests.support.blocks import ROOT
+from tests.support.kills import GOOD, KILLS, LOST, OVERFLOW, SUBJECTS, Outcome
+
+OURS = [name for name, subject in SUBJECTS.items() if subject.package == "polymp"]
+PAGE = ROOT / "docs" / "scaling-rivals.md"
+
+
+@cache
+def outcome(name: str, kill: str) -> Outcome:
+    subject = SUBJECTS[name]
+    need(subject.framework)
+    need(subject.package)
+    return kills.run(subject.make, KILLS[kill])
+
+
+def alive(it: Outcome) -> None:
+    """Raise unless the run has lived and has said once what was wrong."""
+    assert it.finite, "NaN in the parameters"
+    assert it.after < it.before / 100, "it does not train any more"
+    assert len(it.said) == 1, "silent, or it says it more than once"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_overflows_do_not_kill_the_run_and_the_gradients_are_named(name: str) -> None:
+    it = outcome(name, "overflows")
+    alive(it)
+    assert it.scale == SMALLEST
+    for part in ("steps in a row were skipped; the loss scale is ",
+                 "weight (4 Inf, 0 NaN of 4)", "bias (1 Inf, 0 NaN of 1)",
+                 "Gradients that overflow at any scale"):  # fmt: skip
+        assert part in it.said[0]
+    assert "the loss itself" not in it.said[0]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_lost_loss_leaves_the_scale_and_is_named(name: str) -> None:
+    it = outcome(name, "lost losses")
+    alive(it)
+    assert it.scale == it.first == 2.0 ** (16 + kills.BEFORE // kills.INTERVAL)
+    for part in ("the loss itself was not finite before it was scaled", "Look at the data",
+                 "weight (0 Inf, 4 NaN of 4)", "the loss scale is 2.09715e+06"):  # fmt: skip
+        assert part in it.said[0]
+    assert "Gradients that overflow at any scale" not in it.said[0]
+
+
+def test_a_killed_run_is_noticed() -> None:
+    """What is asked of ours fails for those that die, or that say nothing."""
+    good = Outcome(True, 1.0, 1.0, 0.1, 1e-7, ("why",))
+    alive(good)
+    for wrong in (
+        good._replace(finite=False, after=math.nan),
+        good._replace(after=0.1),
+        good._replace(after=math.nan),
+        good._replace(said=()),
+        good._replace(said=("why", "why")),
+    ):
+        with pytest.raises(AssertionError):
+            alive(wrong)
+    dead = outcome("torch.amp", "overflows")
+    assert (dead.finite, dead.scale, dead.said) == (False, 0.0, ())
+
+
+@pytest.mark.parametrize("name", ["polymp, torch", "polymp, torch, fused", "polymp, JAX"])
+@pytest.mark.parametrize(("kind", "cause"), [(OVERFLOW, "at any scale"), (LOST, "the loss itself")])
+def test_stuck_can_raise_or_call(name: str, kind: str, cause: str) -> None:
+    need(SUBJECTS[name].framework)
+    reports: list[GradientReport] = []
+    raising = SUBJECTS[name].make(on_stuck="raise", stuck_after=10)
+    calling = SUBJECTS[name].make(on_stuck=reports.append, stuck_after=10)
+    before = raising.weights()
+
+    def train(it: Any) -> None:
+        for at in range(30):
+            it.step(kind, *kills.batch(at, kind))
+        it.finish()
+
+    with pytest.raises(StuckError, match=cause):
+        train(raising)
+    np.testing.assert_array_equal(raising.weights(), before)
+    train(calling)
+    assert len(reports) == 1
+    state = reports[0].state
+    assert 10 <= state.skips == state.skipped < 20
+    assert state.spoiled == (state.skips if kind == LOST else 0)
+    assert {g.name for g in reports[0].bad} == {"weight", "bias"}
+    assert cause in reports[0].why_stuck
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_second_row_of_skips_is_told_again(name: str) -> None:
+    need(SUBJECTS[name].framework)
+    it = SUBJECTS[name].make(stuck_after=10)
+    kinds = [OVERFLOW] * 20 + [GOOD] * 20 + [LOST] * 20 + [GOOD] * 20
+
+    def train() -> None:
+        for at, kind in enumerate(kinds):
+            it.step(kind, *kills.batch(at, kind))
+        it.finish()
+
+    with pytest.warns(ScalerWarning) as caught:
+        train()
+    causes = ["the loss itself" in str(w.message) for w in caught]
+    assert causes == [False, True]
+    assert np.isfinite(it.weights()).all()
+
+
+# --- SIGKILL -------------------------------------------------------------------------------------
+
+
+def child(framework: str, folder: Path, *stop: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.support.killed", framework, str(folder), *stop]
+    return subprocess.Popen(command, cwd=ROOT)
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(120_000 // 5):
+        if path.exists():
+            return
+        assert process.poll() is None, f"the run ended by itself: {process.returncode}"
+        time.sleep(0.005)
+    process.kill()
+    raise AssertionError(f"{path} does not appear")
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("framework", killed.NAMES)
+def test_a_run_that_is_killed_goes_on_exactly(framework: str, tmp_path: Path) -> None:
+    """Killed at some moment after the first save; in the middle of a save; then to the end."""
+    need(framework)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    process = child(framework, broken, "47")
+    wait_for(broken / killed.FILE, process)
+    time.sleep(0.005 * (hash(framework) % 20))  # any moment will do
+    kill(process)
+    steps = [saved_steps(framework, broken)]
+    process = child(framework, broken, "52")
+    wait_for(broken / killed.STOPPED, process)
+    kill(process)
+    steps.append(saved_steps(framework, broken))
+    draft = (broken / killed.FILE).with_suffix(".new")
+    assert 0 < draft.stat().st_size < (broken / killed.FILE).stat().st_size, "not in mid-save"
+    assert 0 < steps[0] <= 47 < steps[1] == 52
+    resumed = killed.train(framework, broken)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kills.os, "fsync", lambda _: None)
+        uninterrupted = killed.train(framework, whole)
+    for name, (states, weights) in uninterrupted.items():
+        assert len(states) == kills.STEPS
+        assert resumed[name] == (states, weights), name
+        assert np.isfinite(np.frombuffer(weights, np.float32)).all()
+    ours = [row["scale"] for row in uninterrupted[killed.NAMES[framework][0]][0]]
+    assert len(set(ours)) > 3, "the scale has to move for this to tell anything"
+
+
+def saved_steps(framework: str, folder: Path) -> int:
+    return int(killed.unpacked(framework, (folder / killed.FILE).read_bytes())[0])
+
+
+@pytest.mark.parametrize("framework", killed.NAMES)
+def test_a_state_that_is_not_saved_is_noticed(framework: str, tmp_path: Path) -> None:
+    """Without the scaler's state a resumed run is another run."""
+    need(framework)
+    whole = killed.train(framework, tmp_path)
+    half, states, saved = killed.unpacked(framework, (tmp_path / killed.FILE).read_bytes())
+    name = killed.NAMES[framework][0]
+    fresh = kills.SUBJECTS[name].make()
+    first = fresh.save()
+    parts = [*saved[name][:-1], first[-1]]
+    (tmp_path / killed.FILE).write_bytes(
+        killed.packed(framework, (half - 20, {k: v[:-20] for k, v in states.items()},
+                                  saved | {name: parts}))
+    )  # fmt: skip
+    assert killed.train(framework, tmp_path)[name] != whole[name]
+
+
+# --- Inf on one of two ranks ---------------------------------------------------------------------
+
+
+@cache
+def on_ranks() -> kills.OnRanks:
+    """What `kill_on_one_rank` and `kill_on_one_device` find, torch's scalers first."""
+    for name in ("torch", "jax", "flax", "jmp"):
+        need(name)
+    from tests.support.torch.ranks import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = launch("tests.support.torch.kill_on_one_rank", 2, Path(folder))
+    fake = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.support.jax.kill_on_one_device"]
+    child = subprocess.run(
+        command, cwd=ROOT, env=os.environ | fake, stdout=subprocess.PIPE, check=True
+    )
+    found: kills.OnRanks = {}
+    for way, scalers in json.loads(child.stdout).items():
+        torch_s = {name: [rank[way][name] for rank in ranks] for name in ranks[0][way]}
+        found[way] = torch_s | {name: [tuple(at) for at in each] for name, each in scalers.items()}
+    return found
+
+
+def test_inf_on_one_rank_is_found_on_all() -> None:
+    found = on_ranks()
+    assert set(found) == set(kills.WAYS)
+    for way in kills.WAYS:
+        for name in ("polymp, torch", "polymp, JAX"):
+            assert found[way][name] == [(2.0**15, True)] * 2, (way, name)
+    # Those that nobody has told of the other rank's parameters go on apart.
+    for name in ("torch.amp", "flax", "jmp"):
+        assert [scale for scale, _ in found[kills.SPLIT][name]] == [2.0**16, 2.0**15], name
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_has_what_the_programs_print() -> None:
+    for subject in SUBJECTS.values():
+        need(subject.framework)
+        need(subject.package)
+    text = PAGE.read_text(encoding="utf-8")
+    again = "run python -m tests.support.kills, and put what it prints into the page"
+    pages = kills.page(outcome), kills.ranks_page(on_ranks())
+    for part in pages:
+        assert part in text, again
+    for name in ("flax", "jmp", "torch"):  # torch's has a tag of the build behind it
+        version = importlib.metadata.version(name).partition("+")[0]
+        assert f"{name} {version}" in text, again
+
+
+def test_another_outcome_makes_another_page() -> None:
+    for change in ({"finite": False}, {"scale": 3.0}, {"after": 1.0}, {"said": ()}):
+        other = kills.page(lambda name, kill, c=change: outcome(name, kill)._replace(**c))
+        assert other not in PAGE.read_text(encoding="utf-8")

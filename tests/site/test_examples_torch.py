@@ -1,0 +1,414 @@
+"""The torch example: a small run from end to end, its parts, and every bad argument."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import need
+
+need("torch")
+for name in ("matplotlib", "numpy", "rich", "tqdm"):
+    pytest.importorskip(name, reason=f"the examples need {name}")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from matplotlib.image import imread  # noqa: E402
+
+from tests.support import examples  # noqa: E402
+from tests.support.examples import TINY, count, falls  # noqa: E402
+
+PARTS = ("job", "report", "picture", "train_torch")
+COLUMNS = [
+    "format",
+    "loss on held-out text",
+    "against fp32",
+    "tokens/s",
+    "peak memory",
+    "steps skipped",
+    "final scale",
+]
+
+
+def run(*argv: object, **how: Any) -> Any:
+    return examples.run("train_torch.py", *argv, **how)
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[argparse.Namespace]:
+    """The example's modules, on one thread as in the script."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with examples.modules(*PARTS) as found:
+            yield found
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
+    """A small run of all three formats: what it printed and saved."""
+    folder = tmp_path_factory.mktemp("trained") / "not there yet"
+    done = run(*TINY, "--out", folder / "curves.png", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads((folder / "curves.json").read_text())
+    runs = {one["format"]: one for one in figures["runs"]}
+    return argparse.Namespace(out=done.stdout, figures=figures, runs=runs, folder=folder)
+
+
+def arguments(parts: Any, *argv: str) -> argparse.Namespace:
+    flags = parts.job.parser("train_torch.py", "")
+    return parts.job.arguments(flags, [*argv, "--quiet"])
+
+
+def test_the_loss_falls_in_every_format(trained: argparse.Namespace) -> None:
+    assert list(trained.runs) == ["fp32", "bf16", "fp16"]
+    assert [falls(one) for one in trained.runs.values()] == [True] * 3
+
+
+def test_that_the_loss_falls_is_no_matter_of_course(parts: Any) -> None:
+    args = arguments(parts, *TINY, "--lr", "1e-9")
+    text = parts.job.read(None, args.context)
+    one = parts.train_torch.train("fp32", text, args, torch.device("cpu"))
+    assert not falls(vars(one))
+
+
+def test_all_formats_start_alike_and_end_close(trained: argparse.Namespace) -> None:
+    base = trained.runs["fp32"]
+    for one in trained.runs.values():
+        assert one["train_loss"][0] == pytest.approx(base["train_loss"][0], rel=1e-3)
+        assert one["loss"] == pytest.approx(base["loss"], rel=0.02)
+        assert one["parameters"] == base["parameters"]
+    # Each computes in its own format: the losses agree, their last digits do not.
+    assert len({one["train_loss"][1] for one in trained.runs.values()}) == 3
+
+
+def test_the_scaler_grows_skips_and_backs_off(trained: argparse.Namespace) -> None:
+    fp16 = trained.runs["fp16"]
+    steps = [
+        after / before for before, after in zip(fp16["scale"], fp16["scale"][1:], strict=False)
+    ]
+    assert fp16["scale"][0] == 2.0**16
+    assert len(steps) == 60
+    assert set(steps) == {0.5, 1.0, 2.0}
+    assert fp16["skipped"] == [step for step, change in enumerate(steps, 1) if change == 0.5]
+    for name in ("fp32", "bf16"):
+        assert trained.runs[name]["scale"] == trained.runs[name]["skipped"] == []
+
+
+def test_low_formats_hold_fewer_bytes(trained: argparse.Namespace) -> None:
+    memory = {name: one["peak_memory"] for name, one in trained.runs.items()}
+    # Parameters, and two numbers for each in the optimizer, are float32 in every format.
+    least = 3 * 4 * trained.runs["fp32"]["parameters"]
+    assert least < memory["bf16"] < memory["fp32"]
+    assert least < memory["fp16"] < memory["fp32"]
+
+
+def test_the_table_shows_what_the_file_says(trained: argparse.Namespace) -> None:
+    header, *rows = examples.rows(trained.out)
+    assert header == COLUMNS
+    base = trained.runs["fp32"]["loss"]
+    assert rows == [
+        [
+            name,
+            f"{one['loss']:.4f}",
+            "-" if name == "fp32" else f"{100 * (one['loss'] / base - 1):+z.2f} %",
+            f"{one['tokens_per_second']:,.0f}",
+            f"{one['peak_memory'] / 2**20:.2f} MiB",
+            str(len(one["skipped"])),
+            f"2^{math.log2(one['scale'][-1]):g}" if name == "fp16" else "-",
+        ]
+        for name, one in trained.runs.items()
+    ]
+    assert f"{trained.runs['fp32']['parameters']:,} parameters" in trained.out
+
+
+def test_the_file_says_what_was_run(trained: argparse.Namespace) -> None:
+    figures = trained.figures
+    assert figures["framework"] == f"torch {torch.__version__}"
+    assert figures["device"] == "CPU"
+    assert figures["settings"]["steps"] == 60
+    assert figures["settings"]["formats"] == ["fp32", "bf16", "fp16"]
+    assert figures["text"]["name"] == "pydoc_data.topics"
+    assert 3 < figures["text"]["chance"] < 4
+    for one in figures["runs"]:
+        assert len(one["train_loss"]) == len(one["seconds"]) == 60
+        assert [step for step, _ in one["held_out"]] == list(range(0, 61, 6))
+        assert one["loss"] == one["held_out"][-1][1]
+
+
+def test_the_picture_is_a_png_with_a_line_for_each_format(
+    trained: argparse.Namespace, parts: Any
+) -> None:
+    path = trained.folder / "curves.png"
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = np.round(imread(path)[..., :3] * 255).astype(int)
+    assert pixels.shape == (1140, 1500, 3)
+    losses, gaps, scale = pixels[180:600, 150:], pixels[800:1040, 150:700], pixels[800:1040, 900:]
+    fp32, bf16, fp16 = (look["color"] for look in parts.picture.LOOKS.values())
+    for panel, colours in ((losses, (fp32, bf16, fp16)), (gaps, (bf16, fp16)), (scale, (fp16,))):
+        for colour in colours:
+            assert count(panel, colour) > 100
+    assert count(scale, bf16) == count(pixels, "#010203") == 0
+
+
+def test_another_text_one_format_and_a_progress_bar(tmp_path: Path) -> None:
+    text = tmp_path / "a [b] $c$ :smile:.txt"
+    text.write_text("to be or not to be, that is the question. " * 40)
+    done = run(
+        *TINY, "--steps", 2, "--formats", "bf16", "--text", text, "--out", tmp_path / "x.png"
+    )
+    assert done.returncode == 0
+    assert "bf16: 100%" in done.stderr
+    assert f"parameters learn {text.name}, 2 times 256 bytes" in done.stdout
+    assert f"saved {tmp_path / 'x.png'} and {tmp_path / 'x.json'}" in done.stdout
+    assert len(json.loads((tmp_path / "x.json").read_text())["runs"]) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    done = run(*TINY, "--device", "cuda", "--quiet", "--out", tmp_path / "x.png")
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads((tmp_path / "x.json").read_text())
+    assert figures["device"] == torch.cuda.get_device_name()
+    assert all(falls(one) and one["peak_memory"] > 0 for one in figures["runs"])
+
+
+def test_the_seed_decides_the_run(parts: Any) -> None:
+    def losses(seed: str) -> list[float]:
+        args = arguments(parts, *TINY, "--steps", "3", "--seed", seed)
+        text = parts.job.read(None, args.context)
+        return parts.train_torch.train("fp16", text, args, torch.device("cpu")).train_loss
+
+    assert losses("1") == losses("1") != losses("2")
+
+
+def test_a_run_that_diverges_is_still_shown(
+    parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*TINY, "--steps", "4", "--lr", "1e30", "--quiet", "--out", str(tmp_path / "x.png")]
+    parts.train_torch.main(argv)
+    assert "nan" in capsys.readouterr().out
+    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    assert [one["loss"] for one in runs] == [None] * 3
+    assert runs[2]["skipped"] == [2, 3, 4]
+    assert imread(tmp_path / "x.png").shape == (1140, 1500, 4)
+
+
+def test_batches_are_runs_of_the_training_text(parts: Any) -> None:
+    args = arguments(parts, *TINY, "--steps", "5")
+    text = parts.job.read(None, args.context)
+    train = text.train.astype(np.uint8).tobytes()
+    found = list(parts.job.batches(text, args))
+    assert [numbers.shape for numbers in found] == [(8, 33)] * 5
+    assert all(row.astype(np.uint8).tobytes() in train for numbers in found for row in numbers)
+    again = parts.job.batches(text, args)
+    assert all(map(np.array_equal, found, again))
+
+
+@pytest.mark.parametrize(("size", "context"), [(20, 1), (490, 48), (4321, 48), (510, 50)])
+def test_a_tenth_is_held_out(parts: Any, tmp_path: Path, size: int, context: int) -> None:
+    path = tmp_path / "text"
+    path.write_bytes((b"ab" * size)[:size])
+    text = parts.job.read(path, context)
+    assert (len(text.train), len(text.held_out)) == (size - size // 10, size // 10)
+    args = argparse.Namespace(context=context)
+    shape = parts.job.held_out(text, args).shape
+    assert shape[0] == min(128, size // 10 - context)
+    assert shape[1] == context + 1
+
+
+def test_chance_is_the_entropy_of_the_bytes(parts: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"aabbccdd" * 1000)
+    assert parts.job.read(path, 8).chance == pytest.approx(math.log(4), rel=1e-3)
+
+
+def test_the_learning_rate_rises_and_falls(parts: Any) -> None:
+    args = argparse.Namespace(lr=2.0, steps=100)
+    rates = [parts.job.learning_rate(step, args) for step in range(100)]
+    assert rates[0] == pytest.approx(2.0 / 5)
+    assert rates.index(max(rates)) == 4
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, rel=0.01)
+
+
+def test_smooth_follows_slowly_and_leaves_gaps(parts: Any) -> None:
+    smooth = parts.picture.smooth
+    assert smooth([3.0] * 100) == pytest.approx([3.0] * 100)
+    assert smooth([1.0, 2.0]) == [1.0, 2.0]  # a short run is shown as it is
+    step = smooth([0.0] * 100 + [1.0] * 100)
+    assert 0 < step[100] < 0.5 < step[120] < 1
+    assert [math.isnan(value) for value in smooth([1.0, math.inf, math.nan, 1.0])] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+WHOLE = "give a whole number from"
+BAD: tuple[tuple[list[str], str], ...] = (
+    (
+        ["--text", "{tmp}/none.txt"],
+        "--text '{tmp}/none.txt' cannot be read: No such file or directory. "
+        "Give the path of a text file.",
+    ),
+    (
+        ["--text", "{tmp}"],
+        "--text '{tmp}' cannot be read: Is a directory. Give the path of a text file.",
+    ),
+    (
+        ["--text", "{tmp}/short"],
+        "--text '{tmp}/short' has 329 bytes, and --context 32 needs 330 or more. "
+        "Give a longer text or a smaller --context.",
+    ),
+    (
+        ["--device", "tpu"],
+        "--device 'tpu' is not known. Use cpu, cuda or cuda:N.",
+    ),
+    (
+        ["--device", "cuda"],
+        f"--device 'cuda' needs a CUDA GPU, and torch {torch.__version__} finds none. "
+        "Use --device cpu.",
+    ),
+    (
+        ["--formats", "fp32,fp8"],
+        "argument --formats: got 'fp32,fp8', give one or more of fp32,bf16,fp16, each once, "
+        "with commas and no spaces",
+    ),
+    (
+        ["--formats", "bf16,bf16"],
+        "argument --formats: got 'bf16,bf16', give one or more of fp32,bf16,fp16, each once, "
+        "with commas and no spaces",
+    ),
+    (
+        ["--formats", ""],
+        "argument --formats: got '', give one or more of fp32,bf16,fp16, each once, "
+        "with commas and no spaces",
+    ),
+    (["--steps", "0"], f"argument --steps: got '0', {WHOLE} 1 up"),
+    (["--steps", "-3"], f"argument --steps: got '-3', {WHOLE} 1 up"),
+    (["--steps", "1.5"], f"argument --steps: got '1.5', {WHOLE} 1 up"),
+    (["--steps", "ten"], f"argument --steps: got 'ten', {WHOLE} 1 up"),
+    (["--steps"], "argument --steps: expected one argument"),
+    (["--batch", "0"], f"argument --batch: got '0', {WHOLE} 1 up"),
+    (["--context", "0"], f"argument --context: got '0', {WHOLE} 1 up"),
+    (["--layers", "0"], f"argument --layers: got '0', {WHOLE} 1 up"),
+    (["--threads", "0"], f"argument --threads: got '0', {WHOLE} 1 up"),
+    (["--seed", "-1"], f"argument --seed: got '-1', {WHOLE} 0 up"),
+    (["--seed", "9" * 30], f"argument --seed: got '{'9' * 30}', {WHOLE} 0 up"),
+    (["--lr", "0"], "argument --lr: got '0', give a number above 0"),
+    (["--lr", "nan"], "argument --lr: got 'nan', give a number above 0"),
+    (["--lr", "fast"], "argument --lr: got 'fast', give a number above 0"),
+    (
+        ["--width", "50", "--heads", "3"],
+        "--width 50 cannot be split over --heads 3. Give a --width that is a multiple of 3.",
+    ),
+    (
+        ["--out", "{tmp}/curves.pdf"],
+        "--out '{tmp}/curves.pdf' does not end in .png. Give the path of a PNG file.",
+    ),
+    (
+        ["--out", "{tmp}/short/x.png"],
+        "--out '{tmp}/short/x.png' cannot be written: Not a directory. Choose another path.",
+    ),
+    (
+        ["--out", "{tmp}/folder.png"],
+        "--out '{tmp}/folder.png' cannot be written: Is a directory. Choose another path.",
+    ),
+    (
+        ["--text", "{tmp}/long", "--json", "{tmp}/long"],
+        "--json '{tmp}/long' would overwrite --text. Choose another path.",
+    ),
+    (
+        ["--json", "{tmp}/x.png"],
+        "--json '{tmp}/x.png' would overwrite --out. Choose another path.",
+    ),
+    (["--step", "3"], "unknown arguments: --step 3. See train_torch.py --help."),
+    (["quick"], "unknown arguments: quick. See train_torch.py --help."),
+)
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_a_bad_argument_gets_one_line_before_any_training(
+    parts: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "short").write_bytes(b"x" * 329)
+    (tmp_path / "long").write_bytes(b"x" * 330)
+    (tmp_path / "folder.png").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(parts.train_torch, "train", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        parts.train_torch.main(
+            ["--out", f"{tmp_path}/x.png", *(part.format(tmp=tmp_path) for part in argv)]
+        )
+    assert stop.value.code == 2
+    told = capsys.readouterr()
+    assert told.err == f"train_torch.py: error: {message.format(tmp=tmp_path)}\n"
+    assert told.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_bad_argument_ends_the_process_with_2() -> None:
+    done = run("--device", "tpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "train_torch.py: error: --device 'tpu' is not known. Use cpu, cuda or cuda:N.\n"
+    )
+
+
+def test_a_missing_package_is_named() -> None:
+    done = run(python=("-S",))  # without site-packages
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "train_torch.py: error: the package 'numpy' is missing. Run "
+        "pip install -e '.[torch,examples]' at the top of the repository.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "formats", "message"),
+    [
+        (
+            "cuda:2",
+            "fp32",
+            "--device 'cuda:2' is not here: torch finds cuda:0 to cuda:1. Use one of these.",
+        ),
+        ("cuda:1", "fp32,bf16", "--formats 'fp32,bf16': this GPU has no bfloat16. Leave bf16 out."),
+    ],
+)
+def test_a_gpu_that_cannot(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, device: str, formats: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    with pytest.raises(parts.job.BadArgument) as bad:
+        parts.train_torch.find_device(device, formats.split(","))
+    assert str(bad.value) == message
+    assert parts.train_torch.find_device("cuda:1", ["fp16"]) == torch.device("cuda:1")
+
+
+def test_looking_whether_an_output_can_be_written_changes_nothing(
+    parts: Any, tmp_path: Path
+) -> None:
+    old = tmp_path / "old.png"
+    old.write_bytes(b"kept")
+    parts.job.check_outputs(arguments(parts, "--out", str(old)))
+    assert old.read_bytes() == b"kept"
+    assert list(tmp_path.iterdir()) == [old]

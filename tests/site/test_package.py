@@ -1,0 +1,184 @@
+"""The package itself: what importing it imports, and what an installed copy would hold."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polymp import backends, errors, versions
+from tests.conftest import need
+
+ROOT = Path(__file__).parents[2]
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after the statement."""
+    code = f"{statement}\nimport sys; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(run.stdout.split())
+
+
+HEAVY = {"torch", "jax", "numpy", "ml_dtypes", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import polymp",
+        "import polymp; polymp.policy('torch-cuda')",
+        "from polymp.rules import policy_files as p; [p.load(name) for name in p.shipped()]",
+        "import polymp; polymp.policy('amp').override(fp32=['gelu']).why('gelu', 'float16')",
+        "import polymp.backends",
+    ],
+)
+def test_the_core_imports_no_framework(statement):
+    assert not loaded_after(statement) & HEAVY
+
+
+def test_the_check_above_sees_an_import():
+    assert "numpy" in loaded_after("import polymp, numpy")
+
+
+def test_the_torch_door_does_not_import_jax():
+    need("torch")
+    loaded = loaded_after("import polymp.torch")
+    assert "torch" in loaded
+    assert "jax" not in loaded
+
+
+def test_importing_changes_nothing_in_torch():
+    need("torch")
+    code = (
+        "import torch; before = {k: len(torch._C._dispatch_get_registrations_for_dispatch_key(k))"
+        " for k in ('AutocastCPU', 'AutocastCUDA', 'FuncTorchDynamicLayerFrontMode')}\n"
+        "import polymp.torch, sys\n"
+        "after = {k: len(torch._C._dispatch_get_registrations_for_dispatch_key(k)) for k in before}"
+        "\nassert before == after, (before, after)\nassert 'torch._dynamo' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match=r"^no backend 'tf'; there are torch, jax$"):
+        backends.get("tf")
+
+
+DOORS = [("torch", "2.15.3", "2.16.0a0+git1234567"), ("jax", "0.11.9", "0.12.0.1")]
+
+
+@pytest.mark.parametrize(("name", "last", "beyond"), DOORS)
+def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, last, beyond, tmp_path):
+    """And runs."""
+    need(name)
+    main = tmp_path / "main.py"
+    for version, said in ((last, 0), (beyond, 1)):
+        main.write_text(
+            f"import {name}\n{name}.__version__ = {version!r}\n"
+            f"import polymp.{name}\n"
+            f"from polymp import backends\n"
+            f"backends.get({name!r})\nbackends.get({name!r})\n"
+        )
+        command = [sys.executable, str(main)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+        assert done.stderr.count("VersionWarning") == said, done.stderr
+    supported, bounds = versions.supported(name), versions.bounds(name)
+    assert (
+        f"main.py:3: VersionWarning: polymp is tested with {supported}, and this is {name} "
+        f"{beyond}, whose changes it does not know. Update polymp, or install a tested version: "
+        f"pip install '{name}{bounds}'.\n"
+    ) in done.stderr
+
+
+def test_the_supported_versions_in_words():
+    assert versions.supported("torch") == "torch 2.11 to 2.15"
+    assert versions.bounds("torch") == ">=2.11,<2.16"
+    assert versions.supported("jax") == "jax 0.10.2 to 0.11"
+    assert versions.bounds("jax") == ">=0.10.2,<0.12"
+    assert versions.is_supported("torch", "2.11.0")
+    assert versions.is_supported("jax", "0.11.2")
+    assert not versions.is_supported("jax", "0.10.0")
+    assert not versions.is_supported("torch", "2.10.2")
+    assert not versions.is_supported("torch", "of unknown version")
+
+
+def test_the_jax_door_does_not_import_torch():
+    need("jax")
+    loaded = loaded_after("import polymp.jax")
+    assert "jax" in loaded
+    assert not loaded & {"torch", "flax", "optax"}
+
+
+def test_a_backend_whose_framework_is_missing(monkeypatch):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name if name.startswith("polymp") else None
+    )
+    with pytest.raises(errors.BackendMissingError) as error:
+        backends.get("torch")
+    assert str(error.value) == (
+        "backend 'torch' needs the torch package: pip install 'polymp[torch]'."
+    )
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import polymp.{}", "import polymp.backends.{}.autocast.api", "polymp.backends.get({!r})"],
+)
+def test_every_way_in_says_what_to_install(name, statement):
+    """In a fresh interpreter that has neither framework."""
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n: None if n in ('torch', 'jax') else find(n)\n"
+        "sys.modules['torch'] = sys.modules['jax'] = None\n"
+        "import polymp.backends\n"
+        f"try:\n    {statement.format(name)}\n"
+        "except polymp.BackendMissingError as error:\n    print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert run.stdout == (
+        f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'.\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["polymp", "polymp.torch", "polymp.jax"])
+def test_dir_shows_the_api_and_nothing_else(name):
+    """Neither rooms nor names that a module binds for itself; the doors once they are imported."""
+    if name != "polymp":
+        need(name.removeprefix("polymp."))
+    code = (
+        f"import polymp, {name} as module\n"
+        "before = dir(polymp)\n"
+        "assert set(before) == {*polymp.__all__, *sys.argv[1:]}, before\n"
+        "assert dir(module) == [*module.__all__, *(sys.argv[1:] if module is polymp else ())]\n"
+        "for found in dir(module): getattr(module, found)\n"
+        "shown = [n for n in dir(module) if n.startswith('_') and n != '__version__']\n"
+        "assert not shown, shown\n"
+        "space = {}; exec(f'from {module.__name__} import *', space)\n"
+        "assert set(space) - {'__builtins__'} == set(module.__all__), set(space)\n"
+    )
+    doors = [] if name == "polymp" else [name.removeprefix("polymp.")]
+    command = [sys.executable, "-c", f"import sys\n{code}", *doors]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_of_the_api_is_listed():
+    """What stands in a door that no submodule is, and no list names."""
+    code = (
+        "import polymp, polymp.torch, polymp.jax, types\n"
+        "for module in (polymp, polymp.torch, polymp.jax):\n"
+        "    for name, found in vars(module).items():\n"
+        "        hidden = name.startswith('_') or isinstance(found, types.ModuleType)\n"
+        "        assert hidden or name in module.__all__, (module, name)\n"
+    )
+    need("torch")
+    need("jax")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,348 @@
+"""The documentation as a site: it builds strictly, stands alone, and is what the data says."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from polymp import dtypes
+from polymp.rules import policy_files
+from polymp.rules.row import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
+from tests.support.blocks import ROOT
+from tests.conftest import FRAMEWORKS, need
+
+DOCS = ROOT / "docs"
+
+
+def module(path: Path) -> ModuleType:
+    """A file of docs/, which is no package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # with -q nothing is strict
+    return subprocess.run(
+        [*command, "-f", str(config), "-d", str(out)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need("mkdocs")
+    out = tmp_path_factory.mktemp("site")
+    child = build(ROOT / "mkdocs.yml", out)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    need("mkdocs")
+    return module(DOCS / "hooks" / "pages.py")
+
+
+# --- what is built --------------------------------------------------------------------------------
+
+
+class Html(HTMLParser):
+    """What a page links to, what it loads, and the names by which its parts are linked to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.names: set[str] = set()
+        self.text: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.names |= {found[name] for name in ("id", "name") if name in found}
+        if "href" in found and tag == "a":
+            self.links.append(found["href"])
+        elif "href" in found and tag == "link" and found.get("rel") != "canonical":
+            self.loads.append(found["href"])
+        if "src" in found:
+            self.loads.append(found["src"])
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def faults(folder: Path) -> Iterator[str]:
+    """What is loaded from elsewhere, and links to pages and names that are not there."""
+    parsed = {path: Html(path) for path in sorted(folder.rglob("*.html"))}
+    for path, page in parsed.items():
+        for link in page.loads:
+            if urlsplit(link).netloc:
+                yield f"{path.name} loads {link}"
+        for link in page.links + page.loads:
+            to = urlsplit(link)
+            if to.scheme or to.netloc:
+                continue
+            base = folder if to.path.startswith("/") else path.parent
+            target = (base / unquote(to.path).lstrip("/")).resolve() if to.path else path
+            target = target / "index.html" if target.is_dir() else target
+            name = unquote(to.fragment)
+            if not target.is_file():
+                yield f"{path.name}: {link} is not there"
+            elif target in parsed and name and name not in parsed[target].names | {"__skip"}:
+                yield f"{path.name}: {link} has no such part"
+    for path in folder.rglob("*.css"):
+        text = path.read_text(encoding="utf-8")
+        for link in re.findall(r"(?:url\(|@import\s*)[\"']?((?:https?:)?//[^\"')]+)", text):
+            yield f"{path.name} loads {link}"
+
+
+def test_the_site_stands_alone(site: Path) -> None:
+    assert list(faults(site)) == []
+    built = {str(path.relative_to(site).with_suffix(".md")) for path in site.rglob("*.html")}
+    written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert written <= built
+    assert not [path for path in site.rglob("*.py") if "files" not in path.parts]
+
+
+def test_faults_of_a_site_are_found(tmp_path: Path) -> None:
+    (tmp_path / "b.html").write_text("<h1 id='b'></h1>")
+    (tmp_path / "c.css").write_text("@import 'https://x.y/z.css'; p {background: url(//x.y/p)}")
+    (tmp_path / "a.html").write_text(
+        "<a href='b.html#b'></a><a href='https://x.y'></a><a href='c.html'></a>"
+        "<a href='b.html#c'></a><a href='#d'></a><script src='//x.y/s.js'></script>"
+        "<link rel='stylesheet' href='https://x.y/f.css'><img src='no.svg'>"
+    )
+    assert list(faults(tmp_path)) == [
+        "a.html loads //x.y/s.js",
+        "a.html loads https://x.y/f.css",
+        "a.html: c.html is not there",
+        "a.html: b.html#c has no such part",
+        "a.html: #d has no such part",
+        "a.html: no.svg is not there",
+        "c.css loads https://x.y/z.css",
+        "c.css loads //x.y/p",
+    ]
+
+
+def test_links_out_of_the_folder_lead_to_pages_and_copies(site: Path) -> None:
+    assert "tables/amp.html" in Html(site / "policies.html").links
+    assert "files/benchmarks/policies.py" in Html(site / "policies.html").links
+    assert not (site / "files" / "polymp" / "jax.py").exists()
+    copy, original = site / "files/benchmarks/policies.py", ROOT / "benchmarks/policies.py"
+    assert copy.read_bytes() == original.read_bytes()
+    api = {"api/polymp.html", "api/torch.html", "api/jax.html"}
+    assert api <= set(Html(site / "index.html").links)
+    assert "differences.html" in Html(site / "changelog.html").links
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_an_optional_page_is_in_the_navigation_once_it_is_there(
+    written: bool, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "docs").mkdir()
+    if written:
+        (tmp_path / "docs" / "seeing.md").touch()
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    nav = [{"First": "index.md"}, {"Use": ["fast.md", {"Seeing": "seeing.md"}, {"X": "none.md"}]}]
+    pages.on_config(config := SimpleNamespace(nav=nav))
+    seeing = [{"Seeing": "seeing.md"}] if written else []
+    # What is not optional stays, for mkdocs to complain about.
+    assert config.nav == [{"First": "index.md"}, {"Use": ["fast.md", *seeing, {"X": "none.md"}]}]
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def small_site(folder: Path, text: str, config: str = "") -> subprocess.CompletedProcess[str]:
+    """A site of two pages, with the hook for links, as strict as ours."""
+    need("mkdocs")
+    ours = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (strict,) = re.findall(r"^validation:\n(?: .*\n)+", ours, re.MULTILINE)
+    (folder / "docs" / "tables").mkdir(parents=True)
+    (folder / "docs" / "index.md").write_text(text)
+    (folder / "docs" / "tables" / "amp.md").write_text("# amp")
+    hook = f"hooks: [{DOCS / 'hooks' / 'links.py'}]\n"
+    config = f"site_name: x\nuse_directory_urls: false\n{hook}{strict}{config}"
+    (folder / "mkdocs.yml").write_text(config)
+    return build(folder / "mkdocs.yml", folder / "site")
+
+
+def test_links_by_the_address_of_the_repository(tmp_path: Path) -> None:
+    text = "[a](../policies/amp.toml) [b](../benchmarks/policies.py#L3)\n\n"
+    text += "```text\n[c](../benchmarks/policies.py)\n```\n"
+    child = small_site(tmp_path, text, "repo_url: https://example.org/polymp\n")
+    assert child.returncode == 0, child.stderr
+    links = Html(tmp_path / "site" / "index.html").links
+    assert "tables/amp.html" in links
+    assert "https://example.org/polymp/blob/HEAD/benchmarks/policies.py#L3" in links
+    assert "[c](../benchmarks/policies.py)" in (tmp_path / "site" / "index.html").read_text()
+    assert not (tmp_path / "site" / "files").exists()
+
+
+def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
+    child = small_site(tmp_path, "[a](../benchmarks/none.py)")
+    assert child.returncode == 1
+    assert "a link '../benchmarks/none.py', but" in child.stderr
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def listed(page: str) -> dict[tuple[str, str], str]:
+    """By op and format the rule that a policy's page has."""
+    found: dict[tuple[str, str], str] = {}
+    for section in re.split(r"^## ", page.partition("\n## The file\n")[0], flags=re.MULTILINE)[1:]:
+        heading, _, body = section.partition("\n")
+        rule, _, formats = heading.partition(" in ")
+        if rule not in set(Rule):
+            continue
+        for line in re.findall(r"^\|.*\|$", body, re.MULTILINE)[2:]:
+            for op in re.findall(r"`(\w+)`", line.split("|")[2]):
+                for format in formats.split(" and ") if formats else LOW:
+                    assert (op, format) not in found
+                    found[op, format] = rule
+    return found
+
+
+@pytest.mark.parametrize("name", policy_files.shipped())
+def test_the_page_of_a_policy_has_the_rule_of_every_op(name: str, pages: ModuleType) -> None:
+    policy, page = policy_files.load(name), pages.policy_page(name)
+    rules = {(op, f): policy.why(op, f) for op in vocabulary().ops for f in LOW}
+    wanted = {
+        key: str(why.rule)
+        for key, why in rules.items()
+        if why.row is not None and why.rule != Rule.PARTS
+    }
+    assert len(wanted) > 60
+    assert listed(page) == wanted
+    assert policy_files.text(name).rstrip() in page
+    assert policy_files.summary(name) in page
+    line = next(line for line in page.splitlines() if line.startswith("| matmul |"))
+    assert listed(page.replace(line + "\n", "", 1)) != wanted, "a line that is gone is not noticed"
+
+
+def test_a_rule_for_one_format_stands_apart(pages: ModuleType) -> None:
+    rows = {"softmax": {"float16": "fp32", "bfloat16": "keep"}, "exp": "fp32"}
+    found = {
+        (op, formats, str(row.rule))
+        for op, formats, row in pages.rows(policy_files.load({"rules": rows}))
+        if not vocabulary().ops[op].rule  # registered, by other tests of this process
+    }
+    assert found == {
+        ("softmax", ("float16",), "fp32"),
+        ("softmax", ("bfloat16",), "keep"),
+        ("exp", (), "fp32"),
+    }
+
+
+def test_the_vocabulary_has_every_op(pages: ModuleType) -> None:
+    page = pages.vocabulary_page()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
+        op.name for kind in vocabulary().kinds for op in vocabulary().members(kind)
+    ]
+
+
+# --- the API --------------------------------------------------------------------------------------
+
+
+def letters(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", text)
+
+
+@pytest.mark.parametrize("name", ["polymp", "polymp.torch", "polymp.jax"])
+def test_every_public_name_has_its_docstring(name: str, site: Path, pages: ModuleType) -> None:
+    framework = name.rpartition(".")[2]
+    if framework in FRAMEWORKS:
+        need(framework)
+    public = vars(importlib.import_module(name))
+    objects = {n: x for n, x in public.items() if not n.startswith("_") and not inspect.ismodule(x)}
+    modules = {n for n in pages.public(name) if inspect.ismodule(public[n])}
+    assert sorted(pages.public(name)) == sorted([*objects, *modules])
+    assert modules >= ({"dtypes"} if name == "polymp" else set())
+
+    html = Html(site / "api" / f"{framework}.html")
+    text = letters("".join(html.text))
+    for n in pages.public(name):
+        assert f"{name}.{n}" in html.names
+        doc = inspect.getdoc(public[n])
+        assert doc, f"{name}.{n} has no docstring"
+        last = doc.split("\n\n")[0].split("\n")[-1]
+        assert letters(last) in text, f"{name}.{n}: {last}"
+
+
+def test_a_public_name_without_a_docstring_is_refused(pages: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text("from polymp import dtypes as dtypes\ndef f(): ...\n")
+    pages._tree.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "ROOT", tmp_path)
+        assert pages.public("some") == ["dtypes", "f"]
+        with pytest.raises(LookupError, match=r"^some\.f is public and has no docstring$"):
+            pages._says("some.f")
+        with pytest.raises(LookupError, match=r"^some has no g$"):
+            pages.definition("some", "g")
+    pages._tree.cache_clear()
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draw() -> ModuleType:
+    need("matplotlib")
+    return module(DOCS / "pictures" / "draw.py")
+
+
+def test_the_pictures_are_what_the_program_draws(draw: ModuleType) -> None:
+    drawn = dict(draw.pictures())
+    kept = {path.name: path.read_text(encoding="utf-8") for path in draw.HERE.glob("*.svg")}
+    assert drawn == kept, "run docs/pictures/draw.py"
+    for name, text in drawn.items():
+        assert re.findall(r"(?:href|url)\S*https?:", text) == [], name
+
+
+def test_the_walks_through_the_code_name_files_that_exist(draw: ModuleType) -> None:
+    """On the page and in its pictures; the page names every file of a picture."""
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    for name, steps in draw.walks().items():
+        assert f"pictures/{name}-light.svg" in page
+        for _, file in steps:
+            assert not file or f"](../{file})" in page, file
+    named = re.findall(r"\]\(\.\./([\w/.]+)\)", page)
+    assert len(named) > 30
+    assert [file for file in named if not (DOCS.parent / file).is_file()] == []
+
+
+def test_other_data_makes_other_pictures(draw: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(draw.pictures())
+    wide = dtypes.Format("float16", 6, 9)
+    monkeypatch.setattr(draw, "FORMATS", dtypes.FORMATS | {"float16": wide})
+    times = draw._times
+    monkeypatch.setattr(
+        draw,
+        "_times",
+        lambda part: {k: row | {"ours": row["ours"] * 1.5} for k, row in times(part).items()},
+    )
+    monkeypatch.setattr(draw, "walks", lambda w=draw.walks: {n: s[1:] for n, s in w().items()})
+    after = dict(draw.pictures())
+    assert [name for name in before if before[name] == after[name]] == []

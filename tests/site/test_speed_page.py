@@ -1,0 +1,246 @@
+"""docs/speed.md is what its generator makes of the records that are kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.benchmarks import benchmark
+from tests.support.blocks import ROOT
+from tests.conftest import need
+
+
+@pytest.fixture(scope="module")
+def speed_page() -> ModuleType:
+    need("rich")
+    return benchmark("speed_page")
+
+
+def row(what: str, ratio: float, bar: float | None = None, unit: str = "ms") -> dict[str, Any]:
+    low, high = ratio * 0.9, ratio * 1.1
+    found = {"what": what, "base": 2.0, "ours": 2.0 * ratio, "ratio": ratio}
+    return found | {"low": low, "high": high, "bar": bar, "unit": unit}
+
+
+def record(part: str, device: str, date: str, **data: Any) -> dict[str, Any]:
+    machine = {
+        "kind": f"a {device} of some kind",
+        "architecture": "x86_64",
+        "cores": 2,
+        "load": 0.1,
+        "python": "3.11.7",
+        "versions": {"torch": "2.13.0", "polymp": "0.1.0"},
+    }
+    return {"part": part, "device": device, "date": date, "machine": machine, "tables": {}} | data
+
+
+Put = Callable[..., Path]
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Put:
+    """Writes a record into the folder of records."""
+
+    def write(part: str, device: str, date: str, **data: Any) -> Path:
+        path = tmp_path / f"{date}-{part}-{device}.json"
+        path.write_text(json.dumps(record(part, device, date, **data)))
+        return path
+
+    return write
+
+
+def made(speed_page: ModuleType, folder: Path) -> str:
+    return str(speed_page.page(folder, folder / "reasons.toml"))
+
+
+# --- the repository ------------------------------------------------------------------------------
+
+
+def test_the_page_is_made_of_the_records(speed_page: ModuleType) -> None:
+    assert speed_page.PAGE == ROOT / "docs" / "speed.md"
+    text = speed_page.PAGE.read_text(encoding="utf-8")
+    assert text == speed_page.page(speed_page.RESULTS, speed_page.REASONS), (
+        "docs/speed.md is not what benchmarks/speed_page.py makes of benchmarks/results; run it"
+    )
+
+
+def test_the_readme_has_the_costs_of_the_records(speed_page: ModuleType) -> None:
+    text = speed_page.README.read_text(encoding="utf-8")
+    assert speed_page.with_cost(text, speed_page.newest(speed_page.RESULTS)) == text, (
+        "README.md's costs are not what benchmarks/speed_page.py makes of the records; run it"
+    )
+
+
+def test_every_missed_bar_has_its_reason(speed_page: ModuleType) -> None:
+    text = speed_page.page(speed_page.RESULTS, speed_page.REASONS)
+    assert speed_page.without_reason(text) == []
+
+
+def test_a_changed_figure_is_noticed(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    """In every row that is kept, and in one that is there for certain."""
+    for path in speed_page.RESULTS.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    put("some", "cpu", "2026-01-01", tables={"some": [row("a / b", 0.5)]})
+    before = made(speed_page, tmp_path)
+    for devices in speed_page.newest(tmp_path).values():
+        for kept in devices.values():
+            path = tmp_path / kept["file"]
+            was = path.read_text()
+            changed = json.loads(was)
+            for rows in filter(None, changed["tables"].values()):
+                for figure in ("base", "ours", "ratio", "low", "high"):
+                    old = rows[0][figure]
+                    rows[0][figure] = old * 1.5 + 1
+                    path.write_text(json.dumps(changed))
+                    assert made(speed_page, tmp_path) != before, (path.name, rows[0], figure)
+                    rows[0][figure] = old
+            path.write_text(was)
+    assert made(speed_page, tmp_path) == before
+
+
+# --- what the generator makes of any records ------------------------------------------------------
+
+
+def test_nothing_was_measured(speed_page: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "2026-01-01-other-cpu.json").write_text('{"date": "2026-01-01"}')  # no tables
+    assert "Nothing has been measured." in made(speed_page, tmp_path)
+
+
+def test_the_newest_record_of_each_device(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    for date, ratio in (("2026-01-31", 0.5), ("2026-02-01", 0.25), ("2025-12-31", 4.0)):
+        put("jax-speed", "cpu", date, tables={"Some work": [row("x: a / b", ratio)]})
+    put("jax-speed", "cuda", "2025-01-01", tables={"Some work": [row("x: a / b", 0.125)]})
+    text = made(speed_page, tmp_path)
+    assert (
+        "| a / b | 0.25 | 0.23 - 0.28 | 0.12 | 0.11 - 0.14 | 2 ms | 0.5 ms | 2 ms | 0.25 ms |"
+        in (text.splitlines())
+    )
+    assert "a cpu of some kind (x86_64) | 2 | 0.1 | 3.11.7 | torch 2.13.0, polymp 0.1.0 |" in text
+    assert "| a cuda of some kind |" in text
+    assert "(../benchmarks/results/2026-02-01-jax-speed-cpu.json)" in text
+    assert "2026-01-31" not in text
+    assert "No GPU" not in text
+
+
+def test_lists_are_shown_as_they_are(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    asked = [{"what": "kernels", "is": 12}, {"what": "a | b", "because": "both"}]
+    put("some", "cuda", "2026-01-01", lists={"Asked": asked, "Empty": []})
+    text = made(speed_page, tmp_path)
+    table = ["### Asked, GPU", "", "| what | is | because |", "| --- | ---: | --- |",
+             "| kernels | 12 |  |", "| a \\| b |  | both |"]  # fmt: skip
+    assert "\n".join(table) in text
+    assert "Empty" not in text
+    assert "No GPU" not in text
+
+
+def test_costs_of_the_readme_have_a_column_for_each_device(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    what = speed_page.COST["jax-speed"][0]
+    put("jax-speed", "cpu", "2026-01-01", tables={"T": [row(what, 0.5), row("x: a / b", 0.5)]})
+    alone = speed_page.cost(speed_page.newest(tmp_path))
+    assert f"| JAX: {what} | 1 ms / 2 ms | 0.50 |" in alone
+    assert "x: a / b" not in alone
+    assert "No GPU has been measured; `make gpu` does it where there is one." in alone
+    put("jax-speed", "cuda", "2026-01-01", tables={"T": [row(what, 0.25)]})
+    both = speed_page.cost(speed_page.newest(tmp_path))
+    assert f"| JAX: {what} | 1 ms / 2 ms | 0.50 | 0.5 ms / 2 ms | 0.25 |" in both
+    assert "No GPU" not in both
+    with pytest.raises(ValueError, match=r"README\.md has to have the lines '<!-- cost"):
+        speed_page.with_cost("# polymp", speed_page.newest(tmp_path))
+
+
+def test_a_row_of_one_device_leaves_the_others_cells_empty(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    put("some", "cpu", "2026-01-01", tables={"Work": [row("a / b", 0.5)]})
+    put("some", "cuda", "2026-01-01", tables={"Work": [row("c / b", 0.5, None, "kernels")]})
+    lines = made(speed_page, tmp_path).splitlines()
+    assert "| a / b | 0.50 | 0.45 - 0.55 |  |  | 2 ms | 1 ms |  |  |" in lines
+    assert "| c / b |  |  | 0.50 | 0.45 - 0.55 |  |  | 2 kernels | 1 kernels |" in lines
+
+
+def test_bars_and_reasons(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    rows = [row("w: a / b", 0.5, 0.6), row("w: c / b", 0.7, 0.6), row("w: d / b", 0.8, 0.6)]
+    put("some", "cpu", "2026-01-01", tables={"Work": rows}, reasons={"w: c / b": "So it is."})
+    put("some", "cuda", "2026-01-01", tables={"Work": [row("w: a / b", 0.9, 0.6)]})
+    text = made(speed_page, tmp_path)
+    lines = text.splitlines()
+    assert "| some, w: a / b | 0.60 | 0.50 | met | **0.90** | missed |" in lines
+    assert "| some, w: c / b | 0.60 | **0.70** | missed |  |  |" in lines
+    assert "- some, w: c / b: missed, CPU: So it is." in lines
+    unsaid = [
+        "- some, w: a / b: missed, GPU: no reason is recorded.",
+        "- some, w: d / b: missed, CPU: no reason is recorded.",
+    ]
+    assert speed_page.without_reason(text) == unsaid
+
+    reasons = tmp_path / "reasons.toml"
+    reasons.write_text('[some.cpu]\n"w: d / b" = "As measured."\n[some.cuda]\n"w: a / b" = "It."\n')
+    text = made(speed_page, tmp_path)
+    assert "- some, w: d / b: missed, CPU: As measured." in text.splitlines()
+    assert "- some, w: c / b: missed, CPU: So it is." in text.splitlines()
+    assert speed_page.without_reason(text) == []
+
+    reasons.write_text('["some"]\ncpu = {"w: [cd] / *" = "Both."}\ncuda = {"*" = "All."}\n')
+    assert speed_page.without_reason(made(speed_page, tmp_path)) == []
+
+
+def test_a_reason_for_what_is_not_there_is_refused(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    put("some", "cpu", "2026-01-01", tables={"Work": [row("a / b", 0.7, 0.6)]})
+    (tmp_path / "reasons.toml").write_text('[some.cpu]\n"x / b" = "It is so."\n')
+    with pytest.raises(ValueError, match=r"reasons.toml: some.cpu has no row 'x / b'"):
+        made(speed_page, tmp_path)
+
+
+def test_a_bar_without_a_row_is_not_dropped(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    put("some", "cpu", "2026-01-01", unmeasured={"w: a / b": 0.6}, missing={"a": "not | [there]"})
+    text = made(speed_page, tmp_path)
+    assert "| some, w: a / b | 0.60 |  | not measured |" in text.splitlines()
+    assert "- a: not \\| \\[there\\]" in text.splitlines()
+    assert speed_page.without_reason(text) == [
+        "- some, w: a / b: not measured, CPU: no reason is recorded."
+    ]
+
+
+def test_what_waits_for_a_gpu_is_named(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    put("some", "cuda", "2026-01-01", host_sync={"train: a": "", "train: b": "called item()"})
+    text = made(speed_page, tmp_path)
+    assert "- train: b: called item()" in text.splitlines()
+    assert "train: a" not in text
+
+
+def test_a_record_under_another_name_is_refused(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    path = put("some", "cpu", "2026-01-01")
+    path.rename(tmp_path / "2026-01-02-some-cpu.json")
+    with pytest.raises(ValueError, match=r"^2026-01-02-some-cpu.json has the record of 2026"):
+        made(speed_page, tmp_path)
+
+
+def test_the_program_writes_the_page_and_fails_for_a_bar_without_a_reason(
+    speed_page: ModuleType, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out, readme = tmp_path / "page.md", tmp_path / "README.md"
+    readme.write_text(f"# x\n{speed_page.BEGIN}\nold\n{speed_page.END}\nmore\n")
+    arguments = f"speed_page.py --results {tmp_path} --reasons {tmp_path}/no.toml --out {out}"
+    monkeypatch.setattr("sys.argv", [*arguments.split(), "--readme", str(readme)])
+    put("some", "cpu", "2026-01-01", tables={"Work": [row("a / b", 0.5, 0.6)]})
+    assert speed_page.main() == 0
+    assert "old" not in readme.read_text()
+    assert readme.read_text().endswith(f"{speed_page.END}\nmore\n")
+    assert out.read_text() == made(speed_page, tmp_path)
+    put("some", "cpu", "2026-01-02", tables={"Work": [row("a / b", 0.7, 0.6)]})
+    assert speed_page.main() == 1
+    assert "- some, a / b: missed, CPU: no reason is recorded." in capsys.readouterr().out

@@ -1,0 +1,193 @@
+"""Runs the code blocks of a Markdown file: `python -m tests.support.blocks FILE REPORT`.
+
+In: a file. Out: one line of JSON for each ```python block, its line, status and text. It is a
+process of its own, for polymp's kernels, once installed, stay; other tests shall not meet them.
+
+The blocks of a section, from one level 2 heading to the next, share their names and run in order in
+an empty folder, with warnings as errors. The blocks above the first level 2 heading run first in
+every section. A comment on the line before a block says more about it:
+
+    <!-- skip: needs two GPUs -->   it is not run, and this is the reason that pytest shows
+    <!-- needs: cuda -->            it is skipped where there is no GPU
+    <!-- file: mine.toml -->        it is written to that file, for the blocks after it
+"""
+
+import contextlib
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import textwrap
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
+MARK = re.compile(r" *<!-- (?P<kind>skip|needs|file): (?P<value>.*\S) -->$")
+LIKE_A_MARK = re.compile(r" *<!-- *(skip|needs|file)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        path: the file.
+        line: number of the first line of code.
+        language: the word behind the opening fence.
+        code: what is between the fences, without common indentation.
+        section: number of level 2 headings above.
+        kind: "skip", "needs", "file", or "" without a mark.
+        value: what the mark says.
+    """
+
+    path: Path
+    line: int
+    language: str
+    code: str
+    section: int
+    kind: str = ""
+    value: str = ""
+
+    @property
+    def file(self) -> str:
+        """The file's name, from the top of the repository if it is in there."""
+        inside = self.path.is_relative_to(ROOT)
+        return str(self.path.relative_to(ROOT) if inside else self.path)
+
+    @property
+    def runs(self) -> bool:
+        """True if it is Python to be run, not a file to be written or text to be read."""
+        return self.language == "python" and self.kind != "file"
+
+
+class Outcome(NamedTuple):
+    """How it went: "passed", "failed" or "skipped", and why."""
+
+    status: str
+    text: str = ""
+
+
+def read(path: Path) -> list[Block]:
+    """All fenced blocks of a file.
+
+    Raises:
+        ValueError: a block that would be left out by mistake; names file and line.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    blocks, section, start = [], 0, 0
+    fence: re.Match[str] | None = None
+    kind = value = ""
+    for number, (above, line) in enumerate(pairwise(["", *lines]), 1):
+        if fence is not None:
+            if line.rstrip() == fence["indent"] + fence["ticks"]:
+                code = textwrap.dedent("\n".join(lines[start : number - 1])) + "\n"
+                blocks.append(Block(path, start + 1, fence["language"], code, section, kind, value))
+                fence = None
+        elif (fence := FENCE.match(line)) is not None:
+            start = number
+            kind, value = _mark(above, f"{path}:{number - 1}")
+            if fence["language"].lower().startswith("py") and fence["language"] != "python":
+                raise ValueError(f"{path}:{number}: call it python; nobody runs {line.strip()}")
+        else:
+            section += line.startswith("## ")
+    if fence is not None:
+        raise ValueError(f"{path}:{start}: this block is never closed")
+    return blocks
+
+
+def _mark(line: str, place: str) -> tuple[str, str]:
+    mark = MARK.match(line)
+    if mark is None:
+        if LIKE_A_MARK.match(line):
+            raise ValueError(f"{place}: a mark looks like <!-- skip: why -->, not {line.strip()}")
+        return "", ""
+    if mark["kind"] == "needs" and mark["value"] != "cuda":
+        raise ValueError(f"{place}: a block can need cuda, not {mark['value']}")
+    return mark["kind"], mark["value"]
+
+
+def run(blocks: Sequence[Block]) -> Iterator[tuple[Block, Outcome]]:
+    """Run the Python blocks of one file, and say of each how it went."""
+    first = [b for b in blocks if b.section == 0]
+    for section in sorted({b.section for b in blocks}):
+        own = [b for b in blocks if b.section == section]
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            for block, outcome in _run_section(own if section == 0 else first + own):
+                if block.section == section:
+                    yield block, outcome
+
+
+def _run_section(blocks: Sequence[Block]) -> Iterator[tuple[Block, Outcome]]:
+    module = ModuleType("documented")
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look a class up
+    broken = ""
+    for block in blocks:
+        if block.kind == "file":
+            Path(block.value).write_text(block.code, encoding="utf-8")
+        if not block.runs:
+            continue
+        if block.kind == "skip":
+            outcome = Outcome("skipped", block.value)
+        elif block.kind == "needs" and not _cuda():
+            outcome = Outcome("skipped", "needs a CUDA GPU")
+        elif broken:
+            outcome = Outcome("failed", f"{block.file}:{block.line} was not run after {broken}")
+        else:
+            outcome = _run_block(block, module)
+            if outcome.status == "failed":
+                broken = outcome.text.partition("\n")[0]
+        yield block, outcome
+
+
+def _run_block(block: Block, module: ModuleType) -> Outcome:
+    padding = "\n" * (block.line - 1)  # so that tracebacks name the line in the file
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # torch 2.13 warns of a module of its own that dynamo loads when it is first used.
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
+        try:
+            code = compile(padding + block.code, str(block.path), "exec", dont_inherit=True)
+            exec(code, vars(module))
+        except BaseException as error:
+            source = block.path.read_text(encoding="utf-8").splitlines()
+            line = _line(error, block)
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            where = f"{block.file}:{line}: {said}\n    {source[line - 1].strip()}"
+            return Outcome("failed", f"{where}\n\n{''.join(traceback.format_exception(error))}")
+    return Outcome("passed")
+
+
+def _line(error: BaseException, block: Block) -> int:
+    """The line of the file in which it happened."""
+    if isinstance(error, SyntaxError) and error.filename == str(block.path) and error.lineno:
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    here = [frame.lineno for frame in frames if frame.filename == str(block.path)]
+    return (here[-1] if here else None) or block.line
+
+
+def _cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main(path: str, report: str) -> None:
+    """Run a file; every line is written as soon as it is known, for a block may end the process."""
+    with Path(report).open("w", encoding="utf-8") as out:
+        for block, outcome in run(read(Path(path).absolute())):
+            print(json.dumps([block.line, *outcome]), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Running the examples in tests: as users start them, or module by module."""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests import STRICT
+from tests.conftest import values_only
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TINY = [
+    "--steps",
+    "60",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--layers",
+    "1",
+    "--context",
+    "32",
+    "--batch",
+    "8",
+]
+
+SETTINGS = {
+    "PYTHONPATH": str(ROOT),
+    "COLUMNS": "160",
+    "PYTHONIOENCODING": "utf-8",
+    "XLA_FLAGS": values_only(),
+}
+
+
+def run(script: str, *argv: object, python: Sequence[str] = STRICT) -> Any:
+    """An example as a user starts it, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *python, str(EXAMPLES / script), *map(str, argv)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **SETTINGS},
+    )
+
+
+@contextmanager
+def modules(*names: str) -> Iterator[argparse.Namespace]:
+    """The examples' modules, imported as the scripts import them."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield argparse.Namespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        for name in ("job", "report", "picture", *names):
+            sys.modules.pop(name, None)
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The cells of a table, its header first."""
+    lines = [line for line in printed.splitlines() if line[:1] in "┃│"]
+    return [[cell.strip() for cell in line[1:-1].split(line[0])] for line in lines]
+
+
+def falls(one: dict[str, Any]) -> bool:
+    """True if the held-out loss ends well below where it began."""
+    return bool(one["held_out"][-1][1] < one["held_out"][0][1] - 1)
+
+
+def count(pixels: np.ndarray, colour: str) -> int:
+    """How many pixels have the colour, given as #rrggbb."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((pixels == wanted).all(-1).sum())

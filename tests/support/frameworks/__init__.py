@@ -1,0 +1,33 @@
+"""One set of verbs for both frameworks, so that a test is written once.
+
+`load("torch")` and `load("jax")` give namespaces with the same names in them; each is imported only
+when it is asked for, so that either works where the other is missing.
+
+    name        "torch" or "jax"
+    array       (numbers, format) -> an array; "int" is the framework's own integer, "bool" its bool
+    cast        (array, format) -> the same
+    format      array -> "float32", "bfloat16", ...; "int" for integers of any width
+    numbers     array -> numpy float64 array
+    region      opens or makes one region
+    run         (function, arrays, regions, made, region) -> its result, computed in nested regions
+    format_of   the same arguments -> the format of the result, or "raises"
+    together    (functions, arrays) -> the results of all of them
+    wide        a context in which float64 exists
+    ops         name -> function of arrays; the same names and arguments in both
+    grad        (function, array) -> value and gradient
+    jit         compiles a function, where that is what the framework does
+    Scaler      a `GradScaler` that steps by gradient descent
+
+A region is a format, in which an enabled region runs, or "off"; several are nested, the outermost
+first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def load(name: str) -> ModuleType:
+    """The verbs of a framework."""
+    return importlib.import_module(f"tests.support.frameworks.in_{name}")

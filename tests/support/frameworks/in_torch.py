@@ -1,0 +1,324 @@
+"""The verbs of `tests.support.frameworks` in torch: CUDA's table on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from polymp.torch import GradScaler, autocast
+
+name = "torch"
+
+
+def array(values: Any, format: str) -> torch.Tensor:
+    return cast(torch.tensor(np.asarray(values)), format)
+
+
+def cast(x: torch.Tensor, format: str) -> torch.Tensor:
+    return x.to(getattr(torch, "int64" if format == "int" else format))
+
+
+def format(x: torch.Tensor) -> str:
+    if not x.is_floating_point() and x.dtype is not torch.bool:
+        return "int"
+    return str(x.dtype).removeprefix("torch.")
+
+
+def numbers(x: torch.Tensor) -> Any:
+    return x.detach().double().numpy()
+
+
+def wide() -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def region(kind: str) -> AbstractContextManager[Any]:
+    if kind == "off":
+        return autocast("cpu", enabled=False, policy="torch-cuda")
+    return autocast("cpu", getattr(torch, kind), policy="torch-cuda")
+
+
+def run(
+    fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    regions: Sequence[str] = (),
+    made: Sequence[bool] = (),
+    region: Callable[[str], AbstractContextManager[Any]] = region,
+) -> Any:
+    """Call the function in nested regions.
+
+    Args:
+        fn: of arrays.
+        arrays: for it.
+        regions: the outermost first.
+        made: which of the arrays go through a matrix product in the outermost region first.
+        region: opens one region.
+    """
+    with ExitStack() as stack:
+        for depth, kind in enumerate(regions):
+            stack.enter_context(region(kind))
+            if depth == 0:
+                arrays = [
+                    product(x) if m else x
+                    for x, m in zip(arrays, made or [False] * len(arrays), strict=True)
+                ]
+        return fn(*arrays)
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as the result of a matrix product."""
+    return (x.reshape(-1, 1) @ x.new_ones(1, 1)).reshape(x.shape)
+
+
+def format_of(*args: Any, **kwargs: Any) -> str:
+    try:
+        return format(run(*args, **kwargs))
+    except Exception:
+        return "raises"
+
+
+def together(functions: Sequence[Callable[..., Any]], arrays: Sequence[Any]) -> list[Any]:
+    return [fn(*arrays) for fn in functions]
+
+
+def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
+
+
+def grad(fn: Callable[..., Any], x: torch.Tensor) -> tuple[Any, Any]:
+    x = x.detach().requires_grad_()
+    value = fn(x)
+    return value.detach(), torch.autograd.grad(value, x)[0]
+
+
+class Scaler:
+    """A `GradScaler`; `step` descends by a gradient that came out scaled, and updates the scale."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.it = GradScaler("cpu", **arguments)
+
+    def scale(self, loss: Any) -> Any:
+        return self.it.scale(loss)
+
+    def step(self, weights: Any, grad: Any, rate: float, loss: Any = None) -> Any:
+        loss = (torch.ones(()) if loss is None else loss).clone().requires_grad_()
+        (factor,) = torch.autograd.grad(self.it.scale(loss), loss)  # NaN if the loss is not finite
+        weights = weights.clone().requires_grad_()
+        weights.grad = torch.where(factor.isnan(), factor, grad)
+        self.it.step(torch.optim.SGD([weights], lr=rate))
+        self.it.update()
+        return weights.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.it.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.it.load_state_dict(state)
+
+
+ops: dict[str, Callable[..., Any]] = {
+    # Matrix products
+    "matmul": torch.matmul,
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+    "mv": torch.mv,
+    "addmm": torch.addmm,
+    "addmv": torch.addmv,
+    "addr": torch.addr,
+    "addbmm": torch.addbmm,
+    "baddbmm": torch.baddbmm,
+    "linear": F.linear,
+    "linear without bias": F.linear,
+    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    "linalg_multi_dot": lambda *m: torch.linalg.multi_dot(m),
+    "linalg_vecdot": torch.linalg.vecdot,
+    # Convolutions
+    "conv1d": F.conv1d,
+    "conv1d with bias": F.conv1d,
+    "conv2d": F.conv2d,
+    "conv3d": F.conv3d,
+    "conv_tbc": torch.conv_tbc,
+    "depthwise conv1d": lambda x, w: F.conv1d(x, w, groups=x.shape[1]),
+    "conv_transpose1d": lambda x, w: F.conv_transpose1d(x, w, stride=2),
+    "conv_transpose2d": lambda x, w: F.conv_transpose2d(x, w, stride=2),
+    "conv_transpose3d": lambda x, w: F.conv_transpose3d(x, w, stride=2),
+    # Attention and cells
+    "attention": F.scaled_dot_product_attention,
+    "rnn_tanh_cell": torch.rnn_tanh_cell,
+    "rnn_relu_cell": torch.rnn_relu_cell,
+    "gru_cell": torch.gru_cell,
+    "lstm_cell": lambda x, h, c, *w: torch.lstm_cell(x, (h, c), *w)[0],
+    "prelu": F.prelu,
+    # Powers, exponentials and logarithms
+    "cosh": torch.cosh,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log10": torch.log10,
+    "log1p": torch.log1p,
+    "log2": torch.log2,
+    "number ** x": lambda x: 3.0**x,
+    "x ** 1.5": lambda x: x**1.5,
+    "x ** 2": lambda x: x**2,
+    "x ** y": torch.pow,
+    "reciprocal": torch.reciprocal,
+    "rsqrt": torch.rsqrt,
+    "sinh": torch.sinh,
+    "softplus": F.softplus,
+    "acos": torch.acos,
+    "asin": torch.asin,
+    "erfinv": torch.erfinv,
+    "tan": torch.tan,
+    # Softmax, normalisations, norms
+    "softmax": lambda x: torch.softmax(x, -1),
+    "log_softmax": lambda x: torch.log_softmax(x, -1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
+    "rms_norm": lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-5),
+    "group_norm": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
+    "cdist": torch.cdist,
+    "pdist": F.pdist,
+    "dist": torch.dist,
+    "cosine_similarity": F.cosine_similarity,
+    "norm": lambda x: torch._VF.norm(x, 2.0),
+    "norm of rows": lambda x: torch._VF.norm(x, 2.0, (1,), False),
+    "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x, "fro"),
+    "linalg_matrix_norm of order 1": lambda x: torch.linalg.matrix_norm(x, 1),
+    "linalg_vector_norm": torch.linalg.vector_norm,
+    # Losses
+    "mse_loss": F.mse_loss,
+    "l1_loss": F.l1_loss,
+    "huber_loss": F.huber_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "nll_loss": F.nll_loss,
+    "nll_loss2d": F.nll_loss,
+    "cross_entropy": F.cross_entropy,
+    "binary_cross_entropy": F.binary_cross_entropy,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+    "kl_div": lambda x, t: F.kl_div(x, t, reduction="sum"),
+    "hinge_embedding_loss": F.hinge_embedding_loss,
+    "margin_ranking_loss": F.margin_ranking_loss,
+    "cosine_embedding_loss": F.cosine_embedding_loss,
+    "multi_margin_loss": F.multi_margin_loss,
+    "poisson_nll_loss": F.poisson_nll_loss,
+    "soft_margin_loss": F.soft_margin_loss,
+    "triplet_margin_loss": F.triplet_margin_loss,
+    # Sums and products along an axis
+    "sum": torch.sum,
+    "sum of rows": lambda x: x.sum(1),
+    "prod": torch.prod,
+    "prod of rows": lambda x: x.prod(1),
+    "cumsum": lambda x: torch.cumsum(x, 1),
+    "cumprod": lambda x: torch.cumprod(x, 1),
+    "logcumsumexp": lambda x: torch.logcumsumexp(x, 1),
+    "mean": torch.mean,
+    "var": torch.var,
+    "std": torch.std,
+    # Several inputs that must agree
+    "addcdiv": torch.addcdiv,
+    "addcmul": torch.addcmul,
+    "atan2": torch.atan2,
+    "bilinear": F.bilinear,
+    "cross": lambda a, b: torch.cross(a, b, dim=-1),
+    "dot": torch.dot,
+    "vdot": torch.vdot,
+    "tensordot": lambda a, b: torch.tensordot(a, b, dims=1),
+    "index_put": lambda x, v, i: x.index_put((i,), v),
+    "scatter_add": lambda x, v, i: x.scatter_add(0, i, v),
+    # Interpolation
+    "upsample_nearest2d": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+    "upsample_linear1d": lambda x: F.interpolate(x, scale_factor=2, mode="linear"),
+    "upsample_bilinear2d": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "upsample_trilinear3d": lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"),
+    # No row in torch's lists
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "x + number": lambda x: x + 0.1,
+    "x * number": lambda x: x * 0.5,
+    "number / x": lambda x: 3.0 / x,
+    "x - tiny number": lambda x: x - 1e-12,
+    "x + 0-d array": torch.add,
+    "eq": torch.eq,
+    "lt": torch.lt,
+    "ge": torch.ge,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sqrt": torch.sqrt,
+    "square": torch.square,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "atan": torch.atan,
+    "asinh": torch.asinh,
+    "floor": torch.floor,
+    "round": torch.round,
+    "sign": torch.sign,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "relu6": F.relu6,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "mish": F.mish,
+    "hardtanh": F.hardtanh,
+    "hardswish": F.hardswish,
+    "softsign": F.softsign,
+    "logsigmoid": F.logsigmoid,
+    "glu": lambda x: F.glu(x, -1),
+    "logaddexp": torch.logaddexp,
+    "lgamma": torch.lgamma,
+    "digamma": torch.digamma,
+    "polygamma": lambda x: torch.polygamma(1, x),
+    "zeta": torch.special.zeta,
+    "gammainc": torch.special.gammainc,
+    "i0e": torch.special.i0e,
+    "i1e": torch.special.i1e,
+    "exp2": torch.exp2,
+    "logaddexp2": torch.logaddexp2,
+    "max": torch.max,
+    "min": torch.min,
+    "amax of rows": lambda x: x.amax(1),
+    "argmax": lambda x: torch.argmax(x, -1),
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "masked to the lowest": lambda x, m: torch.where(m, x, torch.finfo(x.dtype).min).clamp(min=-4),
+    "where": lambda x, y, m: torch.where(m, x, y),
+    "cat": lambda *x: torch.cat(x),
+    "stack": lambda *x: torch.stack(x),
+    "pad": lambda x: F.pad(x, (1, 1)),
+    "reshape": lambda x: x.reshape(-1),
+    "transpose": lambda x: x.mT,
+    "slice": lambda x: x.narrow(0, 1, 2).narrow(1, 0, 2),
+    "flip": lambda x: x.flip(0),
+    "gather": lambda x, i: torch.take_along_dim(x, i, 1),
+    "embedding": lambda w, i: F.embedding(i, w),
+    "sort": lambda x: torch.sort(x, -1).values,
+    "topk": lambda x: torch.topk(x, 2).values,
+    "triu": torch.triu,
+    "max_pool1d": lambda x: F.max_pool1d(x, 2),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
+    # Linear algebra
+    "solve": torch.linalg.solve,
+    "inv": torch.linalg.inv,
+    "det": torch.linalg.det,
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "pinv": torch.linalg.pinv,
+    "matrix_exp": torch.linalg.matrix_exp,
+    "solve_triangular": lambda a, b: torch.linalg.solve_triangular(a, b, upper=False),
+    "cholesky_solve": lambda b, a: torch.cholesky_solve(b, a),
+    "eigvalsh": torch.linalg.eigvalsh,
+    "lu_solve": lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b),
+    "cond": torch.linalg.cond,
+}

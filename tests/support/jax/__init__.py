@@ -1,0 +1,1 @@
+"""Programs, meshes and tools for the tests of the jax backend."""

@@ -1,0 +1,217 @@
+"""Programs of the corpus that are built from flax, linen and nnx.
+
+The models follow the kinds of model that the packages' users build, written small and by us.
+Parameters come from shapes alone, so that no initialiser has to be compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tests.support.jax.corpus import F32, LOW, Draw, Made, program, shapes
+
+# linen.
+
+
+@program(F32, tags="flax linen conv cnn loss optax", needs="flax")
+def linen_cnn(draw: Draw) -> Made:
+    import optax
+    from flax import linen as nn
+
+    class CNN(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for width in (3, 4):
+                x = nn.relu(nn.Conv(width, (3, 3))(x))
+                x = nn.avg_pool(x, (2, 2), strides=(2, 2))
+            x = nn.relu(nn.Dense(8)(x.reshape(len(x), -1)))
+            return nn.Dense(5)(x)
+
+    x, model = draw.normal(2, 8, 8, 1), CNN()
+
+    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        logits = model.apply(p, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    return loss, (draw.fill(shapes(model.init, x)), x, draw.integers(5, 2))
+
+
+@program(F32, tags="flax linen lstm rnn seq2seq", needs="flax")
+def linen_seq2seq(draw: Draw) -> Made:
+    from flax import linen as nn
+
+    class Seq2Seq(nn.Module):
+        @nn.compact
+        def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
+            cell = nn.LSTMCell(6)  # reads and writes alike
+            carry, _ = nn.RNN(cell, return_carry=True)(source)
+            return nn.Dense(4)(nn.RNN(cell)(target, initial_carry=carry))
+
+    source, target = draw.normal(2, 4, 4), jax.nn.one_hot(draw.integers(4, 2, 3), 4)
+    model = Seq2Seq()
+
+    def loss(p: Any, source: jax.Array, target: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(model.apply(p, source, target))
+        return -jnp.sum(log_p * target) / 6
+
+    return loss, (draw.fill(shapes(model.init, source, target)), source, target)
+
+
+@program(F32, tags="flax linen vae prng kl loss", needs="flax")
+def linen_vae(draw: Draw) -> Made:
+    from flax import linen as nn
+
+    class VAE(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, key: jax.Array) -> Any:
+            h = nn.relu(nn.Dense(8)(x))
+            mean, log_var = nn.Dense(2, name="mean")(h), nn.Dense(2, name="spread")(h)
+            z = mean + jnp.exp(0.5 * log_var) * jax.random.normal(key, mean.shape)
+            return nn.Dense(6)(nn.relu(nn.Dense(8)(z))), mean, log_var
+
+    model, x, key = VAE(), draw.uniform(3, 6), jax.random.key(1)
+
+    def loss(p: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        logits, mean, log_var = model.apply(p, x, key)
+        bits = nn.log_sigmoid(logits)
+        likelihood = jnp.sum(x * bits + (1.0 - x) * jnp.log(-jnp.expm1(bits)), -1)
+        kl = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var), -1)
+        return (kl - likelihood).mean()
+
+    return loss, (draw.fill(shapes(model.init, x, key)), x, key)
+
+
+@program(F32, "float32", "float32", tags="flax linen batchnorm mutable resnet", needs="flax")
+def linen_batch_norm(draw: Draw) -> Made:
+    from flax import linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = nn.Conv(4, (3, 3), use_bias=False)(x)
+            y = nn.relu(nn.BatchNorm(use_running_average=False)(y))
+            return jnp.mean(nn.relu(x + nn.Conv(4, (3, 3), use_bias=False)(y)), (1, 2))
+
+    model, x = Block(), draw.normal(2, 4, 4, 4)
+    variables = draw.fill(shapes(model.init, x))
+
+    def apply(p: Any, stats: Any, x: jax.Array) -> Any:
+        return model.apply({"params": p, "batch_stats": stats}, x, mutable=["batch_stats"])
+
+    return apply, (variables["params"], variables["batch_stats"], x)
+
+
+# nnx.
+
+
+@program(F32, tags="flax nnx transformer attention lm embedding layernorm", needs="flax")
+def nnx_transformer_lm(draw: Draw) -> Made:
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(7, 8, rngs=rngs)
+            self.norm = nnx.LayerNorm(8, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+            self.up = nnx.Linear(8, 12, rngs=rngs)
+            self.down = nnx.Linear(12, 8, rngs=rngs)
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = self.embed(tokens)
+            x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(tokens))
+            return self.embed.attend(x + self.down(nnx.gelu(self.up(self.norm(x)))))
+
+    apply, params = _pure(draw, Block)
+    tokens = draw.integers(7, 2, 5)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        log_p = nnx.log_softmax(apply(params, tokens)[:, :-1])
+        return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+
+    return loss, (params, tokens)
+
+
+@program(LOW, tags="flax nnx resnet batchnorm conv", needs="flax")
+def nnx_resnet_block(draw: Draw) -> Made:
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.conv = nnx.Conv(3, 4, (3, 3), strides=2, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+            self.side = nnx.Conv(3, 4, (1, 1), strides=2, rngs=rngs)
+            self.head = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nnx.relu(self.norm(self.conv(x)) + self.side(x))
+            return self.head(x.mean((1, 2)))
+
+    apply, params = _pure(draw, Block)
+    return apply, (params, draw.normal(2, 6, 6, 3))
+
+
+@program(F32, tags="flax nnx ppo reinforcement_learning actor_critic loss", needs="flax")
+def nnx_ppo(draw: Draw) -> Made:
+    from flax import nnx
+
+    class ActorCritic(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.trunk = nnx.Linear(5, 10, rngs=rngs)
+            self.actor = nnx.Linear(10, 3, rngs=rngs)
+            self.critic = nnx.Linear(10, 1, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> Any:
+            h = nnx.tanh(self.trunk(x))
+            return nnx.log_softmax(self.actor(h)), self.critic(h)[:, 0]
+
+    apply, params = _pure(draw, ActorCritic)
+
+    def loss(params: Any, states: Any, actions: Any, old: Any, gains: Any, returns: Any) -> Any:
+        log_p, values = apply(params, states)
+        taken = jnp.take_along_axis(log_p, actions[:, None], 1)[:, 0]
+        ratio = jnp.exp(taken - old)
+        policy = -jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains).mean()
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1).mean()
+        return policy + 0.5 * jnp.mean((values - returns) ** 2) - 0.01 * entropy
+
+    old = draw.normal(6, scale=0.1) - 1
+    data = (draw.normal(6, 5), draw.integers(3, 6), old, draw.normal(6), draw.normal(6))
+    return loss, (params, *data)
+
+
+@program(LOW, tags="flax nnx graph gcn segment_sum", needs="flax")
+def nnx_graph_convolution(draw: Draw) -> Made:
+    from flax import nnx
+
+    class GCN(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
+            self.second = nnx.Linear(8, 3, use_bias=False, rngs=rngs)
+
+        def __call__(self, x: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+            count = jax.ops.segment_sum(jnp.ones(len(senders)), receivers, len(x)) + 1
+            for layer in (self.first, self.second):
+                h = layer(nnx.elu(x))
+                x = h + jax.ops.segment_sum(h[senders], receivers, len(h)) / count[:, None]
+            return self.second(jnp.tanh(x @ jnp.ones((3, 8))))
+
+    apply, params = _pure(draw, GCN)
+    return apply, (params, draw.normal(5, 4), draw.integers(5, 9), draw.integers(5, 9))
+
+
+def _pure(draw: Draw, module: Any) -> tuple[Any, Any]:
+    """An nnx module as a function of its state."""
+    from flax import nnx
+
+    definition, shapes = nnx.split(nnx.eval_shape(lambda: module(nnx.Rngs(0))))
+    state = nnx.to_pure_dict(shapes)
+
+    def apply(params: Any, *args: Any) -> Any:
+        full = jax.tree.map(lambda x: x, shapes)
+        nnx.replace_by_pure_dict(full, params)
+        return nnx.merge(definition, full)(*args)
+
+    return apply, draw.fill(state)

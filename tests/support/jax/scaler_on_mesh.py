@@ -1,0 +1,236 @@
+"""What `test_training` runs on eight devices: the same step in every way of sharding it.
+
+Run as a module with eight CPU devices; prints one line of JSON: a name, and what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from polymp.jax import GradScaler, linen_train_step, scaled
+from tests.support.jax.scaler_problem import STEPS, excess, optimizer, problem, train_step
+
+SICK = 3  # the device whose gradient is made infinite
+
+
+def one_step(scaler: GradScaler, w: Any, g: Any, **arguments: Any) -> Any:
+    """The new weights, the next scale as a row for each device, and the finding likewise."""
+    w, scaler, finite = scaler.step(g, lambda g, w: w - g, w, **arguments)
+    return w, scaler.state.scale[None], finite[None]
+
+
+def seen(w: Any, scale: Any, finite: Any) -> dict[str, Any]:
+    return {"w": w.ravel().tolist(), "scale": scale.tolist(), "finite": finite.tolist()}
+
+
+def shard_maps(sick: Any, healthy: Any) -> dict[str, Any]:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    found = {}
+    for check in (True, False):
+        for name, arguments in (
+            ("found", {}),
+            ("named", {"axis_names": "data"}),
+            ("none", {"axis_names": ()}),
+        ):
+            run = jax.jit(
+                jax.shard_map(
+                    partial(one_step, **arguments),
+                    mesh=mesh,
+                    in_specs=(P(), P("data"), P("data")),
+                    out_specs=P("data"),
+                    check_vma=check,
+                )
+            )
+            for grads, kind in ((sick, "sick"), (healthy, "healthy")):
+                after = run(GradScaler(8.0, growth_interval=1), jnp.ones(8), grads)
+                found[f"shard_map-{check}-{name}-{kind}"] = seen(*after)
+    return found
+
+
+def helpers() -> dict[str, Any]:
+    """The helpers in a shard_map: data parallel, with a sick row on one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    optimizer_ = scaled(optax.sgd(2.0**-3), GradScaler(64.0, growth_interval=1))
+    tx = optax.sgd(2.0**-3)
+    net = TrainState.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=tx)
+
+    def mean(tree: Any, check: bool) -> Any:
+        # With its types on, shard_map has already added up what it knows to be the same.
+        return jax.tree.map(lambda x: x / 8 if check else jax.lax.pmean(x, "data"), tree)
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        return (w * x).sum()
+
+    def averaged(w: Any, x: Any) -> Any:
+        return jax.lax.pmean(loss_fn(w["w"], x), "data")
+
+    def by_value_and_grad(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(w, x)
+        w = jnp.where(finite, w - mean(grads, check) * 2.0**-3, w)
+        return w, scaler.state, finite
+
+    def by_scaled(check: bool, w: Any, x: Any) -> Any:
+        state = optimizer_.init(w)
+        loss, grads = jax.value_and_grad(lambda w: loss_fn(w, x))(w)
+        grads = state.scaler.scale(mean(grads, check))
+        updates, state = optimizer_.update(grads, state, w, loss=loss)
+        return optax.apply_updates(w, updates), state.scaler.state, state.finite
+
+    def by_linen(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        _, state, scaler, finite = linen_train_step(scaler, net, averaged, x)
+        return state.params["w"], scaler.state, finite
+
+    found = {}
+    x = jnp.arange(8.0)
+    for name, step in (
+        ("value_and_grad", by_value_and_grad),
+        ("scaled", by_scaled),
+        ("linen", by_linen),
+    ):
+        for check in (True, False):
+            if name == "linen" and not check:
+                continue  # the loss is averaged, and with the types off its gradient is not
+            body = partial(step, check)
+            rows = jax.shard_map(
+                lambda w, x, body=body: jax.tree.map(lambda y: y[None], body(w, x)),
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P("data"),
+                check_vma=check,
+            )
+            for kind, value in (("healthy", 3.0), ("nan", jnp.nan), ("overflow", 1e38)):
+                w, state, finite = jax.jit(rows)(jnp.float32(1), x.at[SICK].set(value))
+                found[f"{name}-{check}-{kind}"] = seen(w, state.scale, finite) | {
+                    "spoiled": state.spoiled.tolist()
+                }
+    return found
+
+
+def explicit() -> dict[str, Any]:
+    """`scaled` where shardings are types: both branches have to agree on them."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+        ours = scaled(optax.adam(0.5), GradScaler(8.0))
+        state = ours.init(w)
+        found = {}
+        for kind, value in (("healthy", 1.0), ("sick", jnp.inf)):
+            grads = w.at[SICK].set(value, out_sharding=NamedSharding(mesh, P("data")))
+            updates, after = jax.jit(ours.update)(grads, state, w)
+            found[f"explicit-{kind}"] = {
+                "updates": updates.tolist(),
+                "spec": str(updates.sharding.spec),
+                "finite": bool(after.finite),
+            }
+    return found
+
+
+def partly_manual(sick: Any) -> dict[str, Any]:
+    """Manual over one axis of two; the other is XLA's."""
+    mesh = jax.make_mesh((4, 2), ("data", "m"), axis_types=(AxisType.Auto, AxisType.Auto))
+    run = jax.jit(
+        jax.shard_map(
+            one_step,
+            mesh=mesh,
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+    )
+    return {"partly-manual-sick": seen(*run(GradScaler(8.0), jnp.ones(8), sick))}
+
+
+def replicated(sick: Any) -> dict[str, Any]:
+    """Types that say that nothing varies: the scaler leaves with the same on every device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def body(scaler: GradScaler, w: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)  # summed over data by its type
+        w, scaler, _ = scaler.step(grads, lambda g, w: w - g, w)
+        return w, scaler
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+    found = {}
+    for x, kind in ((sick, "sick"), (jnp.arange(8.0), "healthy")):
+        w, scaler = jax.jit(run)(GradScaler(8.0, growth_interval=1), jnp.float32(1), x)
+        each = [float(s.data) for s in scaler.state.scale.addressable_shards]
+        found[f"replicated-{kind}"] = {"w": float(w), "scale": each}
+    return found
+
+
+def pmaps(sick: Any) -> dict[str, Any]:
+    found = {}
+    for name, arguments in (("found", {}), ("named", {"axis_names": "data"})):
+        run = jax.pmap(partial(one_step, **arguments), axis_name="data", in_axes=(None, 0, 0))
+        w, scale, finite = run(GradScaler(8.0), jnp.ones(8), sick)
+        found[f"pmap-{name}-sick"] = seen(w, scale.ravel(), finite.ravel())
+    return found
+
+
+def meshes() -> dict[str, Any]:
+    """The training run, its rows over eight devices; its weights whole, or over them as well."""
+    found = {}
+    for weights in ("whole", "split"):
+        for types in (AxisType.Auto, AxisType.Explicit):
+            if weights == "split" and types is AxisType.Explicit:
+                continue  # the product would have to say how its output is sharded
+            mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+            rows = NamedSharding(mesh, P("data"))
+            x, t, w = problem()
+            x, t, sick = jax.device_put((x, t, x.at[0].set(jnp.inf)), rows)
+            w = jax.device_put(w, rows if weights == "split" else NamedSharding(mesh, P()))
+            everywhere = NamedSharding(mesh, P())
+            scaler = jax.device_put(GradScaler(growth_interval=2), everywhere)
+            with jax.set_mesh(mesh):
+                run = jax.jit(train_step)
+                state = jax.device_put(optimizer.init(w), everywhere)
+                skipped, same = 0, True
+                for step in range(STEPS):
+                    before = np.asarray(w).tobytes()
+                    batch = sick if step == 10 else x
+                    w, state, scaler, finite = run(w, state, scaler, batch, t)
+                    skipped += not bool(finite)
+                    if step == 10:
+                        same = not bool(finite) and np.asarray(w).tobytes() == before
+                scales = {float(s.data) for s in scaler.state.scale.addressable_shards}
+            found[f"mesh-{weights}-{types.name}"] = {
+                "excess": excess(np.asarray(w)),
+                "skipped": skipped,
+                "the sick step changed nothing": same,
+                "devices": len(scaler.state.scale.addressable_shards),
+                "scales": len(scales),
+            }
+    return found
+
+
+def main() -> None:
+    assert len(jax.devices()) == 8
+    healthy = jnp.full(8, 8.0)
+    sick = healthy.at[SICK].set(jnp.inf)
+    print(
+        json.dumps(
+            shard_maps(sick, healthy)
+            | helpers()
+            | explicit()
+            | partly_manual(sick)
+            | replicated(sick)
+            | pmaps(sick)
+            | meshes()
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""What kills a run of training, and the scalers that have to live through it.
+
+Each program trains the same small regression: good steps, then what would kill the run, then good
+steps again. `SUBJECTS` are the scalers, each used as its own documentation shows. `python -m
+tests.support.kills` prints the tables of docs/scaling-rivals.md.
+
+Nothing here imports a framework before it is asked for one of its scalers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+GOOD, OVERFLOW, LOST = "good", "overflow", "lost"
+BEFORE, AFTER, INTERVAL = 20, 600, 4
+
+
+class Kill(NamedTuple):
+    what: str
+    kind: str
+    steps: int
+
+
+KILLS = {
+    "overflows": Kill("500 steps with Inf gradients", OVERFLOW, 500),
+    "lost losses": Kill("60 steps with NaN in the forward pass", LOST, 60),
+}
+
+
+def batch(step: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs [8, 4] and targets [8] of a step; a lost one has NaN among its inputs."""
+    x = np.random.default_rng(step).normal(size=(8, 4)).astype(np.float32)
+    y = x @ np.float32([1, -2, 3, 0.5]) + np.float32(0.25)
+    if kind == LOST:
+        x[3, 1] = np.nan
+    return x, y
+
+
+# --- torch ---------------------------------------------------------------------------------------
+
+
+class Torch:
+    """A linear model, SGD and a scaler, in torch."""
+
+    def __init__(self, scaler: Callable[[Any], Any], fused: bool = False) -> None:
+        import torch
+
+        self.torch = torch
+        self.model = torch.nn.Linear(4, 1)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=0.05, momentum=0.5, fused=fused
+        )
+        self.scaler = scaler(self.model)
+
+    def step(self, kind: str, x: np.ndarray, y: np.ndarray) -> None:
+        torch = self.torch
+        self.optimizer.zero_grad()
+        prediction = self.model(torch.from_numpy(x))[:, 0]
+        loss = ((prediction - torch.from_numpy(y)) ** 2).mean()
+        if kind == OVERFLOW:  # a root at 0: it adds 0 to the loss, and Inf to the gradients
+            total = self.model.weight.sum() + self.model.bias.sum()
+            loss = loss + (total - total.detach()).sqrt()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def finish(self) -> None:
+        pass
+
+    def weights(self) -> np.ndarray:
+        return np.concatenate([p.detach().numpy().ravel() for p in self.model.parameters()])
+
+    def scale(self) -> float:
+        return float(self.scaler.get_scale())
+
+    def save(self) -> Any:
+        parts = (self.model, self.optimizer, self.scaler)
+        return [part.state_dict() for part in parts]
+
+    def load(self, saved: Any) -> None:
+        for part, state in zip((self.model, self.optimizer, self.scaler), saved, strict=True):
+            part.load_state_dict(state)
+
+    def numbers(self) -> dict[str, float]:
+        """The scaler's state."""
+        return {k: v for k, v in self.scaler.state_dict().items() if not k.startswith("growth_")}
+
+
+def polymp_torch(fused: bool = False, **options: Any) -> Torch:
+    from polymp.torch import GradScaler
+
+    return Torch(
+        lambda model: GradScaler("cpu", growth_interval=INTERVAL, named=model, **options), fused
+    )
+
+
+def torch_amp(fused: bool = False) -> Torch:
+    import torch
+
+    return Torch(lambda _: torch.amp.GradScaler("cpu", growth_interval=INTERVAL), fused)
+
+
+# --- jax -----------------------------------------------------------------------------------------
+
+
+def _loss(params: Any, x: Any, y: Any, kind: str) -> Any:
+    import jax.numpy as jnp
+    from jax import lax
+
+    loss = jnp.mean((x @ params["weight"] + params["bias"] - y) ** 2)
+    if kind == OVERFLOW:
+        total = params["weight"].sum() + params["bias"]
+        loss += jnp.sqrt(total - lax.stop_gradient(total))
+    return loss
+
+
+class Jax:
+    """A linear model, SGD and a scaler, in JAX; the step is jitted."""
+
+    def __init__(self, scaler: Any, train_step: Callable[..., Any]) -> None:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        optimizer = optax.sgd(0.05, 0.5)
+        params = {"bias": jnp.float32(0), "weight": jnp.zeros(4)}
+        self.state = [params, optimizer.init(params), scaler]
+        self._step = jax.jit(partial(train_step, optimizer), static_argnames="kind")
+
+    def step(self, kind: str, x: np.ndarray, y: np.ndarray) -> None:
+        *self.state, grads = self._step(*self.state, x, y, kind=kind)
+        self.stepped(grads)
+
+    def stepped(self, grads: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def weights(self) -> np.ndarray:
+        params = self.state[0]
+        return np.concatenate([np.ravel(params["weight"]), np.ravel(params["bias"])])
+
+    def scale(self) -> float:
+        scaler = self.state[2]
+        return float(scaler.loss_scale if hasattr(scaler, "loss_scale") else scaler.scale)
+
+    def save(self) -> Any:
+        import jax
+
+        return [np.asarray(x) for x in jax.tree.leaves(self.state)]
+
+    def load(self, saved: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), map(jnp.asarray, saved))
+
+    def numbers(self) -> dict[str, float]:
+        scaler = self.state[2]
+        count = scaler.counter if hasattr(scaler, "counter") else scaler.fin_steps
+        return {"scale": self.scale(), "count": int(count)}
+
+
+class PolympJax(Jax):
+    """The same with polymp's scaler, its watch and its dictionaries."""
+
+    def __init__(self, train_step: Callable[..., Any], **watched: Any) -> None:
+        from polymp.jax import GradScaler, StuckWatch
+
+        super().__init__(GradScaler(growth_interval=INTERVAL), train_step)
+        self.watch = StuckWatch(**watched)
+
+    def stepped(self, grads: Any) -> None:
+        self.watch.watch(self.state[2], grads)
+
+    def finish(self) -> None:
+        self.watch.finish()
+
+    def scale(self) -> float:
+        return float(self.state[2].state.scale)
+
+    def save(self) -> Any:
+        import jax
+
+        *rest, scaler = self.state
+        return [np.asarray(x) for x in jax.tree.leaves(rest)], scaler.state_dict()
+
+    def load(self, saved: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        *rest, scaler = self.state
+        leaves = map(jnp.asarray, saved[0])
+        rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
+        self.state = [*rest, scaler.load_state_dict(saved[1])]
+
+    def numbers(self) -> dict[str, float]:
+        saved = self.state[2].state_dict()
+        return {k: v for k, v in saved.items() if not k.startswith("growth_")}
+
+
+def _apply(optimizer: Any, grads: Any, params: Any, opt: Any) -> Any:
+    import optax
+
+    updates, opt = optimizer.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt
+
+
+def polymp_jax(**watched: Any) -> Jax:
+    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+        import jax
+
+        def scaled_loss(params: Any) -> Any:
+            loss = _loss(params, x, y, kind)
+            return scaler.scale(loss), loss
+
+        grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
+        update = partial(_apply, optimizer)
+        (params, opt), scaler, _ = scaler.step(grads, update, params, opt, loss=loss)
+        return params, opt, scaler, grads
+
+    return PolympJax(train_step, **watched)
+
+
+def polymp_jax_value_and_grad(**watched: Any) -> Jax:
+    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+        from jax import lax
+
+        loss_fn = partial(_loss, kind=kind)
+        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, x, y)
+        params, opt = lax.cond(
+            finite,
+            lambda: _apply(optimizer, grads, params, opt),
+            lambda: (params, opt),
+        )
+        return params, opt, scaler, grads
+
+    return PolympJax(train_step, **watched)
+
+
+def flax_dynamic_scale() -> Jax:
+    from flax.training.dynamic_scale import DynamicScale
+
+    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+        import jax
+        import jax.numpy as jnp
+
+        loss_fn = partial(_loss, kind=kind)
+        scaler, finite, _, grads = scaler.value_and_grad(loss_fn)(params, x, y)
+        new = _apply(optimizer, grads, params, opt)
+        select = partial(jnp.where, finite)
+        params, opt = jax.tree.map(select, new, (params, opt))
+        return params, opt, scaler, grads
+
+    return Jax(DynamicScale(growth_interval=INTERVAL), train_step)
+
+
+def jmp_dynamic_loss_scale() -> Jax:
+    import jax.numpy as jnp
+    import jmp
+
+    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+        import jax
+
+        grads = jax.grad(lambda params: scaler.scale(_loss(params, x, y, kind)))(params)
+        grads = scaler.unscale(grads)
+        finite = jmp.all_finite(grads)
+        scaler = scaler.adjust(finite)
+        new = _apply(optimizer, grads, params, opt)
+        params, opt = jmp.select_tree(finite, new, (params, opt))
+        return params, opt, scaler, grads
+
+    return Jax(jmp.DynamicLossScale(jnp.float32(2.0**16), period=INTERVAL), train_step)
+
+
+class Subject(NamedTuple):
+    framework: str
+    package: str
+    make: Callable[..., Any]
+
+
+SUBJECTS = {
+    "polymp, torch": Subject("torch", "polymp", polymp_torch),
+    "polymp, torch, fused": Subject("torch", "polymp", partial(polymp_torch, fused=True)),
+    'polymp, torch, skip_on="device"': Subject(
+        "torch", "polymp", partial(polymp_torch, skip_on="device")
+    ),
+    "torch.amp": Subject("torch", "torch", torch_amp),
+    "torch.amp, fused": Subject("torch", "torch", partial(torch_amp, fused=True)),
+    "polymp, JAX": Subject("jax", "polymp", polymp_jax),
+    "polymp, JAX, value_and_grad": Subject("jax", "polymp", polymp_jax_value_and_grad),
+    "flax": Subject("jax", "flax", flax_dynamic_scale),
+    "jmp": Subject("jax", "jmp", jmp_dynamic_loss_scale),
+}
+
+
+# --- one program ---------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What became of a run.
+
+    Attributes:
+        finite: every parameter is finite at the end.
+        first: the scale before what would kill the run.
+        scale: the scale after it.
+        before: error of the parameters before it.
+        after: the error at the end.
+        said: all that was printed and warned.
+    """
+
+    finite: bool
+    first: float
+    scale: float
+    before: float
+    after: float
+    said: tuple[str, ...]
+
+    @property
+    def trains(self) -> bool:
+        return self.finite and self.after < self.before / 100
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is warned and printed, as a list that is filled at the end."""
+    said: list[str] = []
+    printed = io.StringIO()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        warnings.simplefilter("always")
+        yield said
+    said += [str(w.message) for w in caught] + printed.getvalue().splitlines()
+
+
+def run(make: Callable[[], Any], kill: Kill) -> Outcome:
+    with heard() as said:
+        it = make()
+        kinds = [GOOD] * BEFORE + [kill.kind] * kill.steps + [GOOD] * AFTER
+        before = first = scale = math.nan
+        for at, kind in enumerate(kinds):
+            if at == BEFORE:
+                before, first = error(it), it.scale()
+            if at == BEFORE + kill.steps:
+                scale = it.scale()
+            it.step(kind, *batch(at, kind))
+        it.finish()
+    finite = bool(np.isfinite(it.weights()).all())
+    return Outcome(finite, first, scale, before, error(it), tuple(said))
+
+
+def error(it: Any) -> float:
+    return float(np.abs(it.weights() - np.float32([1, -2, 3, 0.5, 0.25])).max())
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+
+def shown(scale: float) -> str:
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def page(found: Callable[[str, str], Outcome]) -> str:
+    """The tables in Markdown. `found` gives the outcome of a scaler in a program."""
+    parts, said = [], {}
+    for key, kill in KILLS.items():
+        lines = [
+            f"## {kill.what[0].upper()}{kill.what[1:]}",
+            "",
+            f"| scaler | scale before | scale after the {kill.steps} steps | "
+            "parameters at the end | trains on | what it says |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name in SUBJECTS:
+            it = found(name, key)
+            cells = (
+                name,
+                shown(it.first),
+                shown(it.scale),
+                "finite" if it.finite else "**NaN**",
+                "yes" if it.trains else "**no**",
+                "nothing" if not it.said else "once" if len(it.said) == 1 else f"{len(it.said)} x",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+            for text in it.said:
+                said.setdefault(text, []).append(f"{name}, {kill.what}")
+        parts.append("\n".join(lines))
+    parts.append("## The messages")
+    parts += [f"{'; '.join(names)}:\n\n> {text}" for text, names in said.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+# Inf on one of two ranks or devices, by how they share the work.
+DATA = "the same parameters, gradients averaged"
+SPLIT = "each its own parameters"
+WAYS = (DATA, SPLIT)
+OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: scale, finite
+
+
+def ranks_page(found: OnRanks) -> str:
+    """The table of Inf on one of two ranks, in Markdown."""
+    names = dict.fromkeys(name for scalers in found.values() for name in scalers)
+    lines = [
+        "## Inf on one of two ranks",
+        "",
+        f"| scaler | {' | '.join(f'{way}: scales' for way in WAYS)} | parameters at the end |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        ranks = [found[way][name] for way in WAYS]
+        scales = [", ".join(shown(scale) for scale, _ in each) for each in ranks]
+        finite = all(good for each in ranks for _, good in each)
+        lines.append(f"| {name} | {' | '.join(scales)} | {'finite' if finite else '**NaN**'} |")
+    return "\n".join(lines) + "\n"
+
+
+def versions() -> str:
+    """The packages that were run."""
+    names = dict.fromkeys(["torch", "jax"] + [subject.package for subject in SUBJECTS.values()])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+# --- a run that is killed and resumed ------------------------------------------------------------
+
+# A run that can be killed: overflows, lost losses and good steps, in an order that moves the scale.
+STEPS = 60
+
+
+def kind_of(step: int) -> str:
+    return OVERFLOW if step % 9 == 5 else LOST if step % 13 == 8 else GOOD
+
+
+def save(path: Path, content: bytes, written: Callable[[], None] = lambda: None) -> None:
+    """Write a file so that whoever reads it finds the old one or the new one, whole."""
+    draft = path.with_suffix(".new")
+    with draft.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        written()
+        file.write(content[len(content) // 2 :])
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)  # noqa: PTH105
+
+
+if __name__ == "__main__":
+    outcomes = page(lambda name, key: run(SUBJECTS[name].make, KILLS[key]))
+    sys.stdout.write(f"{versions()}\n\n{outcomes}")

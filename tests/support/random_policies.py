@@ -1,0 +1,317 @@
+"""Random policies and random programs, and what a program must do under a policy.
+
+    program(seed)          calls of ops inside nested modules, the same for both frameworks
+    policy(seed)           rows by op, class, format of the region, and scope
+    judged(...)            the mistakes of a run, call by call
+
+A run returns every value that it made. Each call is judged by itself: from the values that the run
+made before it, cast by hand as `Policy.decide` says, with no autocast in sight. A value that a call
+gets wrong is not held against those that follow. Nothing here knows a framework: it comes with its
+verbs, as a `Framework`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import polymp
+from polymp import Policy, Region
+from polymp.dtypes import widest
+from polymp.errors import PolicyError
+from polymp.rules.policy import Decision
+from polymp.rules.row import LOW, Row, Rule
+from polymp.rules.vocabulary import vocabulary
+
+MINE = "random_policies_mine"  # an op of the user's own, registered in both frameworks
+UNARY = ("exp", "tanh", "sigmoid", "relu", "neg", "sin", "softmax", "cumsum")
+BINARY = ("add", "mul", "maximum", "atan2", MINE)
+OPS = (*UNARY, *BINARY, "linear")
+# Functions in JAX: without a row, their parts would follow rows of their own. So would linear's in
+# torch, where it is made of matmul.
+FUNCTIONS = ("softmax", "relu", MINE)
+X, W = 0, 1  # the first two values: the argument and the weight, as the user gave them
+SIZE = 8  # all values have SIZE rows of SIZE numbers
+
+
+class Call(NamedTuple):
+    """An op on values that are there already; its result becomes the next value."""
+
+    op: str
+    args: tuple[int, ...]
+
+
+class Module(NamedTuple):
+    """A named module and what runs in it: calls, and modules inside."""
+
+    name: str
+    body: tuple[Call | Module, ...]
+
+
+def program(seed: int) -> Module:
+    """Four modules, "", "a", "b" and "b.c", in each of them a few calls."""
+    rng, count = random.Random(f"program {seed}"), [2]
+
+    def calls(least: int) -> Iterator[Call]:
+        for _ in range(rng.randint(least, least + 1)):
+            made = range(2, count[0])
+            op = rng.choice(OPS) if len(made) > 1 else rng.choice(UNARY)
+            if op in BINARY:  # of the user's own arguments, JAX would take one for a bias
+                args = rng.choice(made), rng.choice(made)
+            else:
+                args = (rng.choice((*made, X)), *([W] if op == "linear" else []))
+            yield Call(op, args)
+            count[0] += 1
+
+    head = tuple(calls(2))
+    a = Module("a", tuple(calls(1)))
+    before = tuple(calls(1))
+    c = Module("c", tuple(calls(1)))
+    return Module("", (*head, a, Module("b", (*before, c)), *calls(1)))
+
+
+def calls(module: Module, path: str = "") -> Iterator[tuple[str, Call]]:
+    """The calls of a program in order, each with the path of its module."""
+    for item in module.body:
+        if isinstance(item, Call):
+            yield path, item
+        else:
+            yield from calls(item, f"{path}.{item.name}".lstrip("."))
+
+
+PATTERNS = ("a", "b", "b.c", "*.c", "*", "b.*", "?", "[ab]")
+RULES = ("lower", "lower", "fp32", "fp32", "fp32_keep", "widest", "keep")
+CLASSES = ("matmul", "power", "elementwise", "activation", "softmax", "reduction", "comparison")
+
+
+def policy(seed: int) -> Policy:
+    """A policy; its own rows on top of a shipped one's, or of one row each for what needs one."""
+    rng = random.Random(f"policy {seed}")
+    names = [*OPS, *OPS, *(f"class:{kind}" for kind in (*CLASSES, "custom"))]
+
+    def rule(of: str) -> str:
+        if rng.random() < 0.03:
+            return "forbid"
+        if of not in (*FUNCTIONS, "linear") and ":" not in of and rng.random() < 0.08:
+            return "parts"
+        return rng.choice(RULES)
+
+    def rows(least: int, most: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for of in rng.sample(names, rng.randint(least, most)):
+            kind = rng.random()
+            if kind < 0.6:
+                found[of] = rule(of)
+            elif kind < 0.8:
+                found[of] = {low: rule(of) for low in LOW}
+            else:
+                found[of] = {rng.choice(LOW): rule(of)}
+        return found
+
+    data: dict[str, Any] = {"name": "random", "rules": rows(2, 7)}
+    base = rng.choice(("", "amp", "lean", "matmul", "torch-cuda"))
+    if base:
+        data["extends"] = base
+    rules = data["rules"]
+    for op, least in {"softmax": "fp32", "relu": "keep", "linear": "lower"}.items():
+        if isinstance(own := rules.get(op, {}), dict):
+            rules[op] = dict.fromkeys(LOW, least) | own
+    if rng.random() < 0.6:
+        patterns = rng.sample(PATTERNS, rng.randint(1, 3))
+        data["scopes"] = {pattern: rows(1, 3) for pattern in patterns}
+    return polymp.policy(data)
+
+
+# --- what must happen -----------------------------------------------------------------------------
+
+
+class Framework(NamedTuple):
+    """A framework's verbs.
+
+    Attributes:
+        ops: by name, functions of arrays.
+        format: array -> "float32", ...
+        cast: (array, format) -> array
+        mixed: True if an op without a rule takes arrays in several formats as they are; else they
+            are brought to the widest first.
+        same: (array, array, op) -> True if the values are as equal as they have to be.
+    """
+
+    ops: Mapping[str, Callable[..., Any]]
+    format: Callable[[Any], str]
+    cast: Callable[[Any, str], Any]
+    mixed: bool
+    same: Callable[[Any, Any, str], bool]
+
+
+# Arrays of which only the formats are known: their names.
+NAMES = Framework(
+    dict.fromkeys(OPS, lambda *formats: widest(formats)),
+    format=lambda name: name,
+    cast=lambda name, format: format,
+    mixed=False,
+    same=lambda one, other, op: True,
+)
+
+# (policy, op, formats, region) -> what is decided.
+Decide = Callable[[Policy, str, Sequence[str], Region], Decision]
+
+
+def decide(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+    """What the library decides."""
+    return policy.decide(op, formats, region)
+
+
+class Judged(NamedTuple):
+    """What a run had to do.
+
+    Attributes:
+        mistakes: one sentence for each call that did something else.
+        decisions: op and decision of each call that a row speaks of, in order.
+        ends: "" if the run comes to its end; else the rule or the error that stops it.
+    """
+
+    mistakes: list[str]
+    decisions: list[tuple[str, Decision]]
+    ends: str
+
+
+def judged(
+    program: Module,
+    policy: Policy,
+    low: str,
+    values: Sequence[Any],
+    fw: Framework,
+    decide: Decide = decide,
+) -> Judged:
+    """Judge a run, call by call.
+
+    Args:
+        program: that ran.
+        policy: under which.
+        low: the region's format.
+        values: all of them, arguments first; only the arguments, if the run raised.
+        fw: the framework's verbs.
+        decide: who says what is decided.
+    """
+    mistakes, decisions, made = [], [], list(values)
+    for at, (path, call) in enumerate(calls(program), start=2):
+        region = Region("any", "cpu", True, low, True, policy, path)
+        args = [made[i] for i in call.args]
+        decided = decide(policy, call.op, [fw.format(x) for x in args], region)
+        if decided.rule is not Rule.PARTS:
+            decisions.append((call.op, decided))
+        if decided.rule is Rule.FORBID:
+            return Judged(mistakes, decisions, "forbid")
+        run = decided.run or ("" if fw.mixed else widest(fw.format(x) for x in args))
+        if run:
+            args = [fw.cast(x, run) for x in args]
+        try:
+            wanted = fw.ops[call.op](*args)
+        except RuntimeError as error:  # torch multiplies no matrices of different formats
+            return Judged(mistakes, decisions, str(error))
+        if decided.out:
+            wanted = fw.cast(wanted, decided.out)
+        if at >= len(made):
+            made.append(wanted)
+        elif fw.format(made[at]) != fw.format(wanted):
+            mistakes.append(f"{call} at {path!r}: {fw.format(made[at])}, not {fw.format(wanted)}")
+        elif not fw.same(made[at], wanted, call.op):
+            mistakes.append(f"{call} at {path!r}: other numbers than {decided} gives")
+    return Judged(mistakes, decisions, "")
+
+
+def contradicts(policy: Policy, program: Module) -> bool:
+    """True if two of the policy's scopes rule one op of one module, and neither says more."""
+    try:
+        for path in {path for path, _ in calls(program)} | {""}:
+            policy.at(path)
+    except PolicyError:
+        return True
+    return False
+
+
+# --- deciders that are wrong: each must be noticed ------------------------------------------------
+
+
+def _winner(policy: Policy, rows: Sequence[Row], op: str, low: str, classes_first: bool) -> Any:
+    names = [op, f"class:{vocabulary().ops[op].kind}"]
+    for of in names[::-1] if classes_first else names:
+        for format in (low, ""):
+            for row in rows:
+                if (row.of, row.format) == (of, format):
+                    return row
+    own = vocabulary().ops[op].rule
+    return Row(op, Rule(own)) if own else None
+
+
+def classes_first(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+    """A class wins over an op of it."""
+    there = policy.at(region.scope)
+    rows = [row for row in there.rows if there.inside or not row.scope]
+    row = _winner(there, rows, op, region.format, classes_first=True)
+    return Decision(Rule.PARTS) if row is None else there.apply(row, formats, region.format)
+
+
+def no_scopes(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+    """What a scope says is not heard."""
+    return policy.decide(op, formats, Region(*_fields(region)[:6]))
+
+
+def _fields(region: Region) -> tuple[Any, ...]:
+    return (region.backend, region.device, region.enabled, region.format, region.cache,
+            region.policy, region.scope)  # fmt: skip
+
+
+def no_formats(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+    """A row for one of the low formats is not heard."""
+    there = policy.at(region.scope)
+    rows = [row for row in there.rows if not row.format and (there.inside or not row.scope)]
+    row = _winner(there, rows, op, region.format, classes_first=False)
+    return Decision(Rule.PARTS) if row is None else there.apply(row, formats, region.format)
+
+
+WRONG: dict[str, Decide] = {
+    "classes first": classes_first,
+    "no scopes": no_scopes,
+    "no formats": no_formats,
+}
+
+
+# --- registering for a while ----------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    ops: dict[str, Any]
+    kinds: dict[str, str]
+    indices: list[dict[str, str]]
+
+
+@contextmanager
+def vocabulary_put_back() -> Iterator[None]:
+    """What is registered inside is not there for the tests that come after.
+
+    The count of registered ops stays: caches go by it.
+    """
+    words = vocabulary()
+    indices = [words._aten, words._jax, words._functions]
+    kept = _Kept(dict(words.ops), dict(words.kinds), [dict(index) for index in indices])
+    in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")
+    functions = dict(in_jax.FUNCTIONS.ops) if in_jax is not None else {}
+    try:
+        yield
+    finally:
+        for now, before in zip(
+            [words.ops, words.kinds, *indices], [kept.ops, kept.kinds, *kept.indices], strict=True
+        ):
+            now.clear()
+            now.update(before)
+        in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")
+        for code in set(in_jax.FUNCTIONS.ops) - set(functions) if in_jax is not None else ():
+            if in_jax.FUNCTIONS.ops[code] not in words.ops:
+                del in_jax.FUNCTIONS.ops[code]

@@ -1,0 +1,124 @@
+"""Reports made by hand: a small model in both frameworks, and one as long as is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.report import Report
+from polymp.rules.row import Row, Rule
+
+FP32, FP16, BF16 = "float32", "float16", "bfloat16"
+MATMUL = Row("class:matmul", Rule.LOWER, source="policies/torch-cuda.toml")
+SOFTMAX = Row("softmax", Rule.FP32, source="policies/torch-cuda.toml")
+ADD = Row("add", Rule.WIDEST, scope="*.head", source="mine")
+KIB = 1024
+
+
+def call(op: str, module: str, **given: Any) -> Call:
+    """A call in a bfloat16 region of torch, unless something else is given."""
+    known: dict[str, Any] = {
+        "backend": "torch",
+        "spelling": f"aten:{op}",
+        "source": "model.py:1",
+        "direction": FORWARD,
+        "region": BF16,
+        "row": None,
+        "inputs": (BF16,),
+        "run": BF16,
+        "outputs": (BF16,),
+    }
+    return Call(op=op, module=module, **(known | given))
+
+
+def linear(module: str, source: str, **given: Any) -> Call:
+    known: dict[str, Any] = {
+        "row": MATMUL,
+        "inputs": (FP32, FP32, FP32),
+        "casts": 3,
+        "cast_bytes": 72 * KIB,
+        "flops": 2_000_000,
+    }
+    return call("linear", module, source=source, **(known | given))
+
+
+def in_torch() -> Report:
+    """Three modules and one call outside; a linear that ran three times; both directions."""
+    embed, attn, head = "embed", "blocks.0.attn", "head"
+    return Report(
+        [
+            call("embedding", embed, source="model.py:9", inputs=(FP32,), run="", outputs=(FP32,)),
+            linear(attn, "model.py:20"),
+            linear(attn, "model.py:20"),
+            linear(attn, "model.py:20", casts=1, cast_bytes=24 * KIB, saved=(("cached", 2),)),
+            call(
+                "softmax",
+                attn,
+                spelling="aten:softmax.int",
+                source="model.py:22",
+                row=SOFTMAX,
+                run=FP32,
+                outputs=(FP32,),
+                casts=1,
+                cast_bytes=600 * KIB,
+                kept=3 * KIB * KIB // 2,
+            ),
+            linear(head, "model.py:31", flops=9_000_000),
+            call("add", head, source="model.py:32", inputs=(BF16, FP32), run=FP32, outputs=(FP32,)),
+            call(
+                "sum",
+                "",
+                source="train.py:7",
+                inputs=(FP32,),
+                region="",
+                run=FP32,
+                outputs=(FP16,),
+                flops=80_000,
+            ),
+            call("matmul", head, source="model.py:31", direction=BACKWARD, flops=18_000_000),
+            call("matmul", attn, source="model.py:20", direction=BACKWARD, flops=4_000_000),
+            call("relu", attn, source="model.py:21", direction=RECOMPUTE),
+        ],
+        title="Net",
+        low=BF16,
+        policy="amp",
+    )
+
+
+def in_jax() -> Report:
+    """The same model as flax would name it: another add, no sum, and a softmax in two."""
+    embed, attn, head = "Net.embed", "Net.blocks.layers.0.attn", "Net.head"
+    given = {"backend": "jax"}
+    return Report(
+        [
+            call(
+                "embedding", embed, source="net.py:4", inputs=(FP32,), run="", outputs=(FP32,)
+            )._replace(**given),
+            *(linear(attn, "net.py:8", inputs=(FP32, FP32))._replace(**given) for _ in range(3)),
+            call("exp", attn, source="net.py:9", row=SOFTMAX)._replace(**given),
+            linear(head, "net.py:12", inputs=(FP32, FP32), flops=9_000_000)._replace(**given),
+            call("add", head, source="net.py:12", inputs=(BF16, BF16), row=ADD)._replace(**given),
+        ],
+        title="net",
+        low=BF16,
+        policy="amp",
+    )
+
+
+def long(sites: int) -> Report:
+    """As many call sites as asked, no two alike, in a hundred modules."""
+    return Report(
+        [
+            linear(
+                f"blocks.{i % 100}.mlp",
+                f"model.py:{i}",
+                cast_bytes=(i * 7919) % 10_007 * KIB,
+                direction=BACKWARD if i % 3 == 2 else FORWARD,
+                flops=i * 1000,
+            )
+            for i in range(sites)
+        ],
+        title="a long program",
+        low=BF16,
+        policy="amp",
+    )

@@ -1,0 +1,1 @@
+"""Models, programs and tools for the tests of the torch backend."""

@@ -1,0 +1,757 @@
+"""Every op that torch registers for autocast on CPU or CUDA, with inputs for it.
+
+A `Row` names one aten overload and makes the arguments of one call; `ROWS` covers the union of both
+registration lists, several rows for an op where optional arguments or shapes matter. Arguments come
+out as float32 on CPU; `PATTERNS` says which format the first, second, ... floating-point tensor of
+the call is turned into, and `arguments` builds the call. Nothing here enters an autocast region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tests.support.torch.version_changes import NAMED
+
+NONE, MEAN, SUM = 0, 1, 2  # aten's reduction argument
+ZEROS, BILINEAR = 0, 0  # aten's padding and interpolation arguments of grid_sampler
+
+# Which format the floating-point tensors of a call take, in order; the last entry repeats.
+# "low" is the region's format, "other" the other 16-bit one.
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "all float32": ("float32",),
+    "all bfloat16": ("bfloat16",),
+    "all float16": ("float16",),
+    "all float64": ("float64",),
+    "low, then float32": ("low", "float32"),
+    "float32, then low": ("float32", "low"),
+    "other, then float32": ("other", "float32"),
+    "float32, then other": ("float32", "other"),
+    "low, then other": ("low", "other"),
+    "other, then low": ("other", "low"),
+    "float32, low, then other": ("float32", "low", "other"),
+    "float32 twice, then low": ("float32", "float32", "low"),
+    "low twice, then float32": ("low", "low", "float32"),
+    "float64, then float32": ("float64", "float32"),
+    "float64, then low": ("float64", "low"),
+    "float32, then float64": ("float32", "float64"),
+    "float8_e5m2, then float32": ("float8_e5m2", "float32"),
+    "float8_e4m3fnuz, then low": ("float8_e4m3fnuz", "low"),
+    "all complex64": ("complex64",),
+    "complex64, then float32": ("complex64", "float32"),
+    "all int64": ("int64",),
+}
+
+# Registered ops that cannot be tested, by device, each with its reason.
+_NAMED = dict.fromkeys(NAMED, "takes named dimensions: left to torch")
+EXCUSED: dict[str, dict[str, str]] = {"cpu": _NAMED, "cuda": _NAMED}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor argument that has no derivative; it takes part in the dtype pattern."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Host:
+    """A tensor argument that stays on the CPU, wherever the others go; without a derivative."""
+
+    tensor: torch.Tensor
+
+
+class Source:
+    """Seeded float32 and int64 tensors in the ranges that the rows ask for."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    def uniform(self, *shape: int, low: float = 0.1, high: float = 0.9) -> torch.Tensor:
+        return low + (high - low) * torch.rand(shape, generator=self._generator)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=self._generator)
+
+    def signs(self, *shape: int) -> torch.Tensor:
+        return self.integers(2, *shape).float() * 2 - 1
+
+    def regular(self, n: int) -> torch.Tensor:
+        """A matrix far from singular, with distinct real eigenvalues in every float format."""
+        return 0.1 * self.normal(n, n) + torch.diag(torch.arange(1.0, n + 1))
+
+    def symmetric(self, n: int) -> torch.Tensor:
+        """A symmetric positive definite matrix with distinct eigenvalues."""
+        half = 0.1 * self.normal(n, n)
+        return half @ half.mT + torch.diag(torch.arange(1.0, n + 1))
+
+    def lower(self, n: int) -> torch.Tensor:
+        return torch.tril(self.regular(n))
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def call(*args: Any, **kwargs: Any) -> Call:
+    return args, kwargs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call of one aten overload.
+
+    `outputs` are the positions of the outputs to differentiate: None for all of them, () where the
+    op has no derivative (or none that is defined for an arbitrary cotangent). `scratch` are the
+    positions of outputs that the kernel leaves partly unwritten: they have formats but no values.
+    """
+
+    op: str
+    make: Callable[[Source], Call]
+    outputs: tuple[int, ...] | None = None
+    scratch: tuple[int, ...] = ()
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        name, _, overload = self.op.partition(".")
+        found = getattr(getattr(torch.ops.aten, name), overload or "default")
+        assert isinstance(found, torch._ops.OpOverload)
+        return found
+
+
+def formats(pattern: Sequence[str], low: torch.dtype) -> list[torch.dtype]:
+    """The dtypes of a pattern for a region in `low`."""
+    other = torch.float16 if low == torch.bfloat16 else torch.bfloat16
+    named = {"low": low, "other": other}
+    return [named.get(name) or getattr(torch, name) for name in pattern]
+
+
+def floats(row: Row) -> int:
+    """How many floating-point tensors a call of the row takes."""
+    tensors = map(_tensor, tree_flatten(row.make(Source(0)))[0])
+    return sum(tensor is not None and tensor.is_floating_point() for tensor in tensors)
+
+
+def arguments(
+    row: Row,
+    pattern: Sequence[torch.dtype],
+    place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+    stay: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+) -> tuple[Call, list[torch.Tensor]]:
+    """The row's call with its floating-point tensors in the pattern's formats.
+
+    Args:
+        row: the row. Two calls for it return equal bits in fresh tensors.
+        pattern: the dtypes of the first, second, ... floating-point tensor; the last one repeats.
+        place: called on each tensor last; moves it to another device.
+        stay: called on each `Host` tensor instead.
+
+    Returns:
+        The call, and those of its tensors that have a derivative.
+    """
+    leaves, spec = tree_flatten(row.make(Source(0)))
+    made: list[Any] = []
+    differentiable: list[torch.Tensor] = []
+    count = 0
+    for leaf in leaves:
+        tensor = _tensor(leaf)
+        if tensor is None:
+            made.append(leaf)
+            continue
+        if tensor.is_floating_point():
+            dtype = pattern[min(count, len(pattern) - 1)]
+            tensor = (tensor * 4 if dtype == torch.int64 else tensor).to(dtype)
+            count += 1
+        made.append(stay(tensor) if isinstance(leaf, Host) else place(tensor))
+        if not isinstance(leaf, (Constant, Host)) and _has_gradient(tensor):
+            differentiable.append(made[-1])
+    return tree_unflatten(made, spec), differentiable
+
+
+def _tensor(leaf: Any) -> torch.Tensor | None:
+    leaf = leaf.tensor if isinstance(leaf, (Constant, Host)) else leaf
+    return leaf if isinstance(leaf, torch.Tensor) else None
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _pointwise(op: str, low: float = 0.1, high: float = 0.9) -> Row:
+    return Row(op, lambda r: call(r.uniform(3, 5, low=low, high=high)))
+
+
+def _square(op: str, outputs: tuple[int, ...] | None = None, **kwargs: Any) -> Row:
+    return Row(op, lambda r: call(r.regular(4), **kwargs), outputs)
+
+
+def _fft(op: str, *sizes: int) -> Row:
+    return Row(op, lambda r: call(r.normal(*sizes)))
+
+
+def _loss(op: str, *more: Any) -> Row:
+    return Row(op, lambda r: call(r.uniform(3, 4), r.uniform(3, 4), *more))
+
+
+def _image(op: str, dims: int, *args: Any, outputs: tuple[int, ...] | None = None) -> Row:
+    return Row(op, lambda r: call(r.normal(2, 3, *(6,) * dims), *args), outputs)
+
+
+def _lu(r: Source, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    factors, pivots = torch.linalg.lu_factor(r.regular(n))
+    return factors, pivots
+
+
+def _spread(*shape: int, step: int) -> torch.Tensor:
+    """Distinct positions for unpooling: 0, step, 2 step, ... in every channel."""
+    plane = shape[2:]
+    count = int(torch.tensor(plane).prod())
+    return (torch.arange(count) * step).reshape(1, 1, *plane).expand(shape).contiguous()
+
+
+def _rnn_cell(op: str, gates: int, *, bias: bool) -> Row:
+    def make(r: Source) -> Call:
+        state = r.normal(2, 4)
+        hidden = [state, r.normal(2, 4)] if op == "lstm_cell" else state
+        weights = (r.normal(4 * gates, 3), r.normal(4 * gates, 4))
+        biases = (r.normal(4 * gates), r.normal(4 * gates)) if bias else ()
+        return call(r.normal(2, 3), hidden, *weights, *biases)
+
+    return Row(op, make)
+
+
+def _attention_layer(r: Source) -> Call:
+    x = r.normal(2, 3, 8)
+    project = (r.normal(24, 8), r.normal(24), r.normal(8, 8), r.normal(8))
+    return call(x, x.clone(), x.clone(), 8, 2, *project, None, True, True, None)
+
+
+def _mkldnn_lstm(r: Source) -> Call:
+    weights = (r.normal(16, 3), r.normal(16, 4), r.normal(16), r.normal(16))
+    state = (r.normal(1, 2, 4), r.normal(1, 2, 4))
+    # reverse, batch sizes, mode (2 = LSTM), hidden size, layers, biases, bidirectional,
+    # batch first, train
+    options: tuple[Any, ...] = (False, [], 2, 4, 1, True, False, False, True)
+    return call(r.normal(5, 2, 3), *weights, *state, *options)
+
+
+def _cudnn_lstm(r: Source) -> Call:
+    weights = [r.normal(16, 3), r.normal(16, 4), r.normal(16), r.normal(16)]
+    buffer = Constant(torch.cat([w.flatten() for w in weights]))
+    state = (r.normal(1, 2, 4), r.normal(1, 2, 4))
+    # mode (2 = LSTM), hidden size, size of projections, layers, batch first, dropout, train,
+    # bidirectional, batch sizes, state of dropout
+    options: tuple[Any, ...] = (2, 4, 0, 1, False, 0.0, True, False, [], None)
+    return call(r.normal(5, 2, 3), weights, 4, buffer, *state, *options)
+
+
+def _ctc(r: Source, *, as_tensor: bool) -> Call:
+    log_probs = torch.log_softmax(r.normal(6, 2, 4), 2)
+    targets = 1 + r.integers(3, 2, 3)
+    lengths: tuple[Any, Any] = ([6, 5], [3, 2])
+    if as_tensor:
+        lengths = (torch.tensor(lengths[0]), torch.tensor(lengths[1]))
+    return call(log_probs, targets, *lengths)
+
+
+_CONV2D = (
+    [1, 1],
+    [1, 1],
+    [1, 1],
+    False,
+    [0, 0],
+    1,
+)  # stride ... groups of the `convolution` family
+
+LOWER = (
+    Row("_addmm_activation", lambda r: call(r.normal(3), r.normal(4, 5), r.normal(5, 3)), ()),
+    Row(
+        "_addmm_activation",
+        lambda r: call(r.normal(3), r.normal(4, 5), r.normal(5, 3), beta=2, use_gelu=True),
+        (),
+    ),
+    Row(
+        "_convolution",
+        lambda r: call(
+            r.normal(2, 3, 6, 6),
+            r.normal(4, 3, 3, 3),
+            r.normal(4),
+            *_CONV2D,
+            False,
+            True,
+            True,
+            True,
+        ),
+    ),
+    Row(
+        "_convolution.deprecated",
+        lambda r: call(
+            r.normal(2, 3, 6, 6), r.normal(4, 3, 3, 3), r.normal(4), *_CONV2D, False, True, True
+        ),
+    ),
+    Row(
+        "_convolution.deprecated",
+        lambda r: call(
+            r.normal(2, 3, 6, 6), r.normal(4, 3, 3, 3), None, *_CONV2D, False, True, True
+        ),
+    ),
+    Row("_native_multi_head_attention", _attention_layer, ()),  # inference only: no derivative
+    Row(
+        "_scaled_dot_product_flash_attention",
+        lambda r: call(r.normal(2, 2, 4, 8), r.normal(2, 2, 4, 8), r.normal(2, 2, 4, 8)),
+    ),
+    Row(
+        "_thnn_fused_gru_cell",
+        lambda r: call(
+            r.normal(2, 12), r.normal(2, 12), r.normal(2, 4), r.normal(12), r.normal(12)
+        ),
+    ),
+    Row(
+        "_thnn_fused_lstm_cell",
+        lambda r: call(
+            r.normal(2, 16), r.normal(2, 16), r.normal(2, 4), r.normal(16), r.normal(16)
+        ),
+    ),
+    Row("addbmm", lambda r: call(r.normal(4, 3), r.normal(2, 4, 5), r.normal(2, 5, 3))),
+    Row(
+        "addmm",
+        lambda r: call(r.normal(4, 3), r.normal(4, 5), r.normal(5, 3), beta=0.5, alpha=2),
+    ),
+    Row("addmm", lambda r: call(r.normal(3), r.normal(4, 5), r.normal(5, 3))),
+    Row("addmv", lambda r: call(r.normal(4), r.normal(4, 5), r.normal(5))),
+    Row("addr", lambda r: call(r.normal(4, 3), r.normal(4), r.normal(3))),
+    Row("baddbmm", lambda r: call(r.normal(2, 4, 3), r.normal(2, 4, 5), r.normal(2, 5, 3))),
+    Row("bmm", lambda r: call(r.normal(2, 4, 5), r.normal(2, 5, 3))),
+    Row("chain_matmul", lambda r: call([r.normal(2, 3), r.normal(3, 4), r.normal(4, 5)])),
+    Row("conv1d", lambda r: call(r.normal(2, 3, 8), r.normal(4, 3, 3), r.normal(4))),
+    Row("conv1d", lambda r: call(r.normal(2, 4, 8), r.normal(4, 2, 3), None, [2], [1], [1], 2)),
+    Row("conv1d.padding", lambda r: call(r.normal(2, 3, 8), r.normal(4, 3, 3), r.normal(4))),
+    Row(
+        "conv1d.padding",
+        lambda r: call(r.normal(2, 3, 8), r.normal(4, 3, 3), r.normal(4), [1], "same"),
+    ),
+    Row("conv2d", lambda r: call(r.normal(2, 3, 6, 6), r.normal(4, 3, 3, 3), r.normal(4))),
+    Row("conv2d", lambda r: call(r.normal(3, 6, 6), r.normal(4, 3, 3, 3))),
+    Row(
+        "conv2d",
+        lambda r: call(
+            r.normal(2, 3, 6, 6).to(memory_format=torch.channels_last), r.normal(4, 3, 1, 1)
+        ),
+    ),
+    Row(
+        "conv2d.padding",
+        lambda r: call(r.normal(2, 3, 6, 6), r.normal(4, 3, 3, 3), r.normal(4), padding="same"),
+    ),
+    Row("conv3d", lambda r: call(r.normal(2, 2, 4, 4, 4), r.normal(3, 2, 2, 2, 2), r.normal(3))),
+    Row(
+        "conv3d.padding",
+        lambda r: call(r.normal(2, 2, 4, 4, 4), r.normal(3, 2, 3, 3, 3), padding="same"),
+    ),
+    Row("conv_tbc", lambda r: call(r.normal(7, 2, 3), r.normal(3, 3, 4), r.normal(4), 1)),
+    Row("conv_transpose1d", lambda r: call(r.normal(2, 3, 5), r.normal(3, 4, 3), r.normal(4))),
+    Row(
+        "conv_transpose2d.input",
+        lambda r: call(r.normal(2, 3, 5, 5), r.normal(3, 4, 3, 3), r.normal(4), [2, 2]),
+    ),
+    Row(
+        "conv_transpose3d.input",
+        lambda r: call(r.normal(2, 2, 3, 3, 3), r.normal(2, 3, 2, 2, 2), bias=r.normal(3)),
+    ),
+    Row(
+        "convolution",
+        lambda r: call(r.normal(2, 3, 6, 6), r.normal(4, 3, 3, 3), r.normal(4), *_CONV2D),
+    ),
+    Row(
+        "cudnn_convolution",
+        lambda r: call(
+            r.normal(2, 3, 6, 6),
+            r.normal(4, 3, 3, 3),
+            *([1, 1], [1, 1], [1, 1], 1, False, True, True),
+        ),
+    ),
+    Row(
+        "cudnn_convolution_transpose",
+        lambda r: call(
+            r.normal(2, 3, 6, 6),
+            r.normal(3, 4, 3, 3),
+            *([1, 1], [0, 0], [1, 1], [1, 1], 1, False, True, True),
+        ),
+    ),
+    Row("einsum", lambda r: call("bij,bjk->bik", [r.normal(2, 3, 4), r.normal(2, 4, 5)])),
+    Row("einsum", lambda r: call("ij,j,j->i", [r.normal(3, 4), r.normal(4), r.normal(4)])),
+    _rnn_cell("gru_cell", 3, bias=True),
+    _rnn_cell("gru_cell", 3, bias=False),
+    Row("linalg_multi_dot", lambda r: call([r.normal(2, 3), r.normal(3, 4), r.normal(4, 5)])),
+    Row("linalg_vecdot", lambda r: call(r.normal(3, 4), r.normal(3, 4))),
+    Row("linalg_vecdot", lambda r: call(r.normal(3, 4), r.normal(3, 4), dim=0)),
+    Row("linear", lambda r: call(r.normal(2, 3, 4), r.normal(5, 4), r.normal(5))),
+    Row("linear", lambda r: call(r.normal(3, 4), r.normal(5, 4))),
+    _rnn_cell("lstm_cell", 4, bias=True),
+    _rnn_cell("lstm_cell", 4, bias=False),
+    Row("matmul", lambda r: call(r.normal(2, 3, 4), r.normal(4, 5))),
+    Row("matmul", lambda r: call(r.normal(4), r.normal(4))),
+    Row("_cudnn_rnn", _cudnn_lstm),
+    Row("mkldnn_rnn_layer", _mkldnn_lstm, (0, 1, 2), scratch=(3,)),  # 3 is its workspace
+    Row("mm", lambda r: call(r.normal(4, 5), r.normal(5, 3))),
+    Row("mm", lambda r: call(r.normal(4, 5), r.normal(3, 5).mT)),
+    Row("mm", lambda r: call(r.normal(1, 5).expand(4, 5), r.normal(5, 3))),
+    Row("mm", lambda r: call(r.normal(4, 5).to_sparse(), r.normal(5, 3)), ()),  # forward only
+    Row("mv", lambda r: call(r.normal(4, 5), r.normal(5))),
+    Row("prelu", lambda r: call(r.normal(2, 3, 4), r.uniform(3))),
+    _rnn_cell("rnn_relu_cell", 1, bias=True),
+    _rnn_cell("rnn_tanh_cell", 1, bias=True),
+    Row(
+        "scaled_dot_product_attention",
+        lambda r: call(r.normal(2, 2, 4, 8), r.normal(2, 2, 4, 8), r.normal(2, 2, 4, 8)),
+    ),
+    Row(
+        "scaled_dot_product_attention",
+        lambda r: call(
+            r.normal(2, 2, 4, 8), r.normal(2, 2, 4, 8), r.normal(2, 2, 4, 8), r.normal(4, 4)
+        ),
+    ),
+    Row(
+        "scaled_dot_product_attention",
+        lambda r: call(
+            *(r.normal(2, 2, 4, 8), r.normal(2, 1, 4, 8), r.normal(2, 1, 4, 8)),
+            is_causal=True,
+            scale=0.5,
+            enable_gqa=True,
+        ),
+    ),
+)
+
+WIDEST = (
+    Row("addcdiv", lambda r: call(r.normal(3, 4), r.normal(3, 4), r.uniform(3, 4), value=2)),
+    Row("addcmul", lambda r: call(r.normal(3, 4), r.normal(3, 4), r.normal(4))),
+    Row("addcmul", lambda r: call(r.normal(3, 4), Host(r.normal()), r.normal(4))),
+    Row("atan2", lambda r: call(r.normal(3, 4), r.uniform(3, 4))),
+    Row("atan2", lambda r: call(r.normal(3, 4), Host(r.uniform()))),
+    Row("bilinear", lambda r: call(r.normal(3, 2), r.normal(3, 4), r.normal(5, 2, 4), r.normal(5))),
+    Row("bilinear", lambda r: call(r.normal(3, 2), r.normal(3, 4), r.normal(5, 2, 4))),
+    Row("cat", lambda r: call([r.normal(2, 3), r.normal(1, 3), r.normal(4, 3)])),
+    Row("cat", lambda r: call([r.normal(2, 3), r.integers(5, 2, 3), r.normal(2, 1)], -1)),
+    Row("cross", lambda r: call(r.normal(4, 3), r.normal(4, 3), 1)),
+    Row("dot", lambda r: call(r.normal(5), r.normal(5))),
+    Row(
+        "index_copy",
+        lambda r: call(r.normal(4, 3), 0, torch.tensor([2, 0]), r.normal(2, 3)),
+    ),
+    Row(
+        "index_put",
+        lambda r: call(r.normal(4, 3), [torch.tensor([2, 0])], r.normal(2, 3)),
+    ),
+    Row(
+        "index_put",
+        lambda r: call(r.normal(4, 3), [None, torch.tensor([1, 1])], r.normal(4, 2), True),
+    ),
+    Row(
+        "scatter_add",
+        lambda r: call(r.normal(3, 4), 0, r.integers(3, 3, 4), r.normal(3, 4)),
+    ),
+    Row("stack", lambda r: call([r.normal(2, 3), r.normal(2, 3), r.normal(2, 3)], 1)),
+    Row("tensordot", lambda r: call(r.normal(2, 3, 4), r.normal(4, 3, 5), [1, 2], [1, 0])),
+    Row("vdot", lambda r: call(r.normal(5), r.normal(5))),
+)
+
+POINTWISE = (
+    _pointwise("acos"),
+    _pointwise("asin"),
+    _pointwise("cosh", -2, 2),
+    _pointwise("erfinv"),
+    _pointwise("exp", -2, 2),
+    _pointwise("expm1", -2, 2),
+    _pointwise("log"),
+    _pointwise("log10"),
+    _pointwise("log1p"),
+    _pointwise("log2"),
+    _pointwise("reciprocal"),
+    _pointwise("rsqrt"),
+    _pointwise("sinh", -2, 2),
+    _pointwise("softplus", -2, 2),
+    _pointwise("tan"),
+    Row("pow.Scalar", lambda r: call(2.5, r.normal(3, 4))),
+    Row("pow.Tensor_Scalar", lambda r: call(r.uniform(3, 4), 1.5)),
+    Row("pow.Tensor_Tensor", lambda r: call(r.uniform(3, 4), r.normal(3, 4))),
+    Row("pow.Tensor_Tensor", lambda r: call(Host(r.uniform()), r.normal(3, 4))),
+    Row("polar", lambda r: call(r.uniform(3, 4), r.normal(3, 4))),
+    Row("view_as_complex", lambda r: call(r.normal(3, 4, 2))),
+    Row(
+        "fake_quantize_per_tensor_affine",
+        lambda r: call(r.normal(3, 4), 0.1, 0, -8, 7),
+    ),
+)
+
+REDUCTIONS = (
+    Row("cumprod", lambda r: call(r.uniform(3, 4), 1)),
+    Row("cumprod", lambda r: call(r.uniform(3, 4), 1, dtype=torch.float64)),
+    Row("cumsum", lambda r: call(r.normal(3, 4), 0)),
+    Row("cumsum", lambda r: call(r.normal(3, 4), 0, dtype=torch.bfloat16)),
+    Row("frobenius_norm.dim", lambda r: call(r.normal(3, 4), [0, 1])),
+    Row("linalg_matrix_norm", lambda r: call(r.normal(3, 4), 1)),
+    Row("linalg_matrix_norm", lambda r: call(r.normal(3, 4), 1, dtype=torch.float64)),
+    Row("linalg_matrix_norm.str_ord", lambda r: call(r.normal(3, 4))),
+    Row("linalg_matrix_norm.str_ord", lambda r: call(r.normal(3, 4), dtype=torch.float64)),
+    Row("linalg_vector_norm", lambda r: call(r.normal(3, 4))),
+    Row("linalg_vector_norm", lambda r: call(r.normal(3, 4), 1, [0], dtype=torch.float64)),
+    Row("log_softmax.int", lambda r: call(r.normal(3, 4), 1)),
+    Row("log_softmax.int", lambda r: call(r.normal(3, 4), 1, torch.float64)),
+    Row("logsumexp", lambda r: call(r.normal(3, 4), [1])),
+    Row("norm.Scalar", lambda r: call(r.normal(3, 4))),
+    Row("norm.Scalar", lambda r: call(r.normal(3, 4), 1)),
+    Row("norm.ScalarOpt_dim", lambda r: call(r.normal(3, 4), None, [1])),
+    Row("norm.ScalarOpt_dim", lambda r: call(r.normal(3, 4), 3, [0], True)),
+    Row("nuclear_norm", lambda r: call(r.normal(3, 4))),
+    Row("nuclear_norm.dim", lambda r: call(r.normal(2, 3, 4), [1, 2])),
+    Row("prod", lambda r: call(r.uniform(3, 4))),
+    Row("prod", lambda r: call(r.uniform(3, 4), dtype=torch.float64)),
+    Row("prod.dim_int", lambda r: call(r.uniform(3, 4), 1)),
+    Row("prod.dim_int", lambda r: call(r.uniform(3, 4), 1, True, dtype=torch.bfloat16)),
+    Row("renorm", lambda r: call(r.normal(3, 4), 2, 0, 1.0)),
+    Row("softmax.int", lambda r: call(r.normal(3, 4), 1)),
+    Row("softmax.int", lambda r: call(r.normal(3, 4), -1, torch.float16)),
+    Row("sum", lambda r: call(r.normal(3, 4))),
+    Row("sum", lambda r: call(r.normal(3, 4), dtype=torch.float16)),
+    Row("sum.dim_IntList", lambda r: call(r.normal(3, 4), [1])),
+    Row("sum.dim_IntList", lambda r: call(r.normal(3, 4), None, True, dtype=torch.int64)),
+    Row("trace", lambda r: call(r.normal(3, 4))),
+    Row("nanquantile", lambda r: call(r.normal(3, 5), Constant(r.uniform(2)), 1)),
+    Row("nanquantile.scalar", lambda r: call(r.normal(3, 5), 0.3, 1)),
+    Row("quantile", lambda r: call(r.normal(3, 5), Constant(r.uniform(2)), 0)),
+    Row("quantile.scalar", lambda r: call(r.normal(3, 5), 0.7, interpolation="higher")),
+)
+
+NORMS_AND_DISTANCES = (
+    Row("cdist", lambda r: call(r.normal(3, 4), r.normal(5, 4))),
+    Row("cdist", lambda r: call(r.normal(3, 4), r.normal(5, 4), 1.0)),
+    Row("cosine_similarity", lambda r: call(r.normal(3, 4), r.normal(3, 4))),
+    Row("dist", lambda r: call(r.normal(3, 4), r.normal(3, 4))),
+    Row("pdist", lambda r: call(r.normal(4, 3))),
+    Row("group_norm", lambda r: call(r.normal(2, 4, 3), 2, r.normal(4), r.normal(4))),
+    Row("group_norm", lambda r: call(r.normal(2, 4, 3), 2)),
+    Row("layer_norm", lambda r: call(r.normal(3, 4), [4], r.normal(4), r.normal(4))),
+    Row("layer_norm", lambda r: call(r.normal(3, 4), [4])),
+    Row("native_layer_norm", lambda r: call(r.normal(3, 4), [4], r.normal(4), r.normal(4), 1e-5)),
+    Row("native_layer_norm", lambda r: call(r.normal(3, 4), [4], None, None, 1e-5)),
+    Row("rms_norm", lambda r: call(r.normal(3, 4), [4], r.normal(4))),
+    Row("rms_norm", lambda r: call(r.normal(3, 4), [4], eps=1e-3)),
+)
+
+LOSSES = (
+    _loss("binary_cross_entropy"),
+    Row(
+        "binary_cross_entropy",
+        lambda r: call(r.uniform(3, 4), r.uniform(3, 4), Constant(r.uniform(4)), SUM),
+    ),
+    _loss("binary_cross_entropy_with_logits"),
+    Row(
+        "binary_cross_entropy_with_logits",
+        lambda r: call(
+            *(r.normal(3, 4), r.uniform(3, 4), Constant(r.uniform(4))),
+            pos_weight=Constant(r.uniform(4)),
+            reduction=NONE,
+        ),
+    ),
+    Row(
+        "cosine_embedding_loss",
+        lambda r: call(r.normal(3, 4), r.normal(3, 4), Constant(r.signs(3))),
+    ),
+    Row("cross_entropy_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3))),
+    Row(
+        "cross_entropy_loss",
+        lambda r: call(
+            r.normal(3, 4), r.integers(4, 3), Constant(r.uniform(4)), label_smoothing=0.1
+        ),
+    ),
+    Row("cross_entropy_loss", lambda r: call(r.normal(3, 4), torch.softmax(r.normal(3, 4), 1))),
+    Row("ctc_loss.IntList", lambda r: _ctc(r, as_tensor=False)),
+    Row("ctc_loss.Tensor", lambda r: _ctc(r, as_tensor=True)),
+    Row("hinge_embedding_loss", lambda r: call(r.normal(3, 4), Constant(r.signs(3, 4)))),
+    _loss("huber_loss"),
+    _loss("huber_loss", NONE, 0.3),
+    Row("kl_div", lambda r: call(r.normal(3, 4), r.uniform(3, 4))),
+    Row("kl_div", lambda r: call(r.normal(3, 4), r.normal(3, 4), SUM, log_target=True)),
+    _loss("l1_loss"),
+    Row(
+        "margin_ranking_loss",
+        lambda r: call(r.normal(3), r.normal(3), Constant(r.signs(3)), 0.1),
+    ),
+    _loss("mse_loss"),
+    _loss("mse_loss", NONE),
+    Row("multi_margin_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3))),
+    Row(
+        "multi_margin_loss",
+        lambda r: call(r.normal(3, 4), r.integers(4, 3), 2, 0.5, Constant(r.uniform(4))),
+    ),
+    Row("multilabel_margin_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3, 4))),
+    Row(
+        "multilabel_margin_loss_forward",
+        lambda r: call(r.normal(3, 4), r.integers(4, 3, 4), MEAN),
+        (0,),
+    ),
+    Row("nll_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3))),
+    Row("nll_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3), Constant(r.uniform(4)), SUM)),
+    Row("nll_loss2d", lambda r: call(r.normal(2, 4, 3, 3), r.integers(4, 2, 3, 3))),
+    Row(
+        "poisson_nll_loss",
+        lambda r: call(r.normal(3, 4), r.uniform(3, 4), True, False, 1e-8, MEAN),
+    ),
+    Row(
+        "poisson_nll_loss",
+        lambda r: call(r.uniform(3, 4), r.uniform(3, 4), False, True, 1e-8, NONE),
+    ),
+    _loss("smooth_l1_loss"),
+    Row("soft_margin_loss", lambda r: call(r.normal(3, 4), Constant(r.signs(3, 4)))),
+    Row("triplet_margin_loss", lambda r: call(r.normal(3, 4), r.normal(3, 4), r.normal(3, 4))),
+    Row(
+        "triplet_margin_loss",
+        lambda r: call(r.normal(3, 4), r.normal(3, 4), r.normal(3, 4), 2.0, 1.0, swap=True),
+    ),
+)
+
+IMAGES = (
+    _image("_upsample_bicubic2d_aa", 2, [4, 4], False),
+    _image("_upsample_bilinear2d_aa", 2, [4, 4], False),
+    _image("_upsample_nearest_exact1d", 1, [4]),
+    _image("_upsample_nearest_exact2d", 2, [4, 4]),
+    _image("_upsample_nearest_exact3d", 3, [4, 4, 4]),
+    _image("upsample_bicubic2d", 2, [9, 9], True),
+    _image("upsample_bilinear2d", 2, [9, 9], False),
+    _image("upsample_linear1d", 1, [9], False),
+    _image("upsample_nearest1d", 1, [9]),
+    _image("upsample_nearest2d", 2, [9, 9]),
+    _image("upsample_nearest3d", 3, [9, 9, 9]),
+    _image("upsample_trilinear3d", 3, [9, 9, 9], False),
+    _image("adaptive_avg_pool3d", 3, [2, 3, 4]),
+    _image("adaptive_max_pool3d", 3, [2, 3, 4], outputs=(0,)),
+    _image("avg_pool3d", 3, [2, 2, 2]),
+    _image("max_pool3d", 3, [2, 2, 2]),
+    Row(
+        "fractional_max_pool2d",
+        lambda r: call(r.normal(2, 3, 6, 6), [2, 2], [3, 3], Constant(r.uniform(2, 3, 2))),
+        (0,),
+    ),
+    Row(
+        "fractional_max_pool3d",
+        lambda r: call(r.normal(2, 3, 6, 6, 6), [2, 2, 2], [3, 3, 3], Constant(r.uniform(2, 3, 3))),
+        (0,),
+    ),
+    Row(
+        "max_unpool2d",
+        lambda r: call(r.normal(2, 3, 2, 2), _spread(2, 3, 2, 2, step=5), [4, 4]),
+    ),
+    Row(
+        "max_unpool3d",
+        lambda r: call(
+            *(r.normal(2, 3, 2, 2, 2), _spread(2, 3, 2, 2, 2, step=9)),
+            *([4, 4, 4], [2, 2, 2], [0, 0, 0]),
+        ),
+    ),
+    _image("reflection_pad1d", 1, [1, 2]),
+    _image("reflection_pad2d", 2, [1, 2, 2, 1]),
+    _image("replication_pad1d", 1, [1, 2]),
+    _image("replication_pad2d", 2, [1, 2, 2, 1]),
+    _image("replication_pad3d", 3, [1, 2, 2, 1, 1, 1]),
+    *(
+        Row(
+            op,
+            lambda r: call(
+                r.normal(2, 3, 6, 6), r.uniform(2, 4, 4, 2, low=-0.8), BILINEAR, ZEROS, False
+            ),
+        )
+        for op in ("_grid_sampler_2d_cpu_fallback", "grid_sampler", "grid_sampler_2d")
+    ),
+    Row(
+        "grid_sampler_3d",
+        lambda r: call(
+            *(r.normal(2, 3, 4, 4, 4), r.uniform(2, 3, 3, 3, 3, low=-0.8)),
+            *(BILINEAR, ZEROS, True),
+        ),
+    ),
+)
+
+FFT = (
+    _fft("fft_fft", 3, 8),
+    Row("fft_fft", lambda r: call(r.normal(3, 8), 6, 0, "ortho")),
+    _fft("fft_fft2", 3, 4, 8),
+    _fft("fft_fftn", 2, 4, 8),
+    _fft("fft_hfft", 3, 5),
+    _fft("fft_ifft", 3, 8),
+    _fft("fft_ifft2", 3, 4, 8),
+    _fft("fft_ifftn", 2, 4, 8),
+    _fft("fft_ihfft", 3, 8),
+    _fft("fft_irfft", 3, 5),
+    _fft("fft_irfft2", 3, 4, 5),
+    _fft("fft_irfftn", 2, 4, 5),
+    _fft("fft_rfft", 3, 8),
+    _fft("fft_rfft2", 3, 4, 8),
+    _fft("fft_rfftn", 2, 4, 8),
+    Row("stft", lambda r: call(r.normal(2, 32), 8, 4, 8, r.uniform(8), return_complex=True)),
+    Row("stft", lambda r: call(r.normal(32), 8, onesided=False, return_complex=True)),
+    Row(
+        "stft.center", lambda r: call(r.normal(2, 32), 8, window=r.uniform(8), return_complex=True)
+    ),
+)
+
+LINALG = (
+    _square("_lu_with_info"),
+    _square("geqrf", ()),
+    _square("inverse"),
+    _square("linalg_cond"),
+    _square("linalg_cond.p_str", p="nuc"),
+    Row("linalg_eig", lambda r: call(r.regular(4)), (0,)),
+    _square("linalg_eigvals"),
+    _square("linalg_inv"),
+    Row("linalg_inv_ex", lambda r: call(r.regular(4)), (0,)),
+    _square("linalg_matrix_rank", (), tol=0.1),
+    _square("linalg_matrix_rank.atol_rtol_float", (), atol=0.1),
+    Row(
+        "linalg_matrix_rank.atol_rtol_tensor",
+        lambda r: call(r.regular(4), atol=r.uniform(1), rtol=r.uniform(1)),
+        (),
+    ),
+    Row("linalg_matrix_rank.tol_tensor", lambda r: call(r.regular(4), r.uniform(1)), ()),
+    Row("linalg_qr", lambda r: call(r.normal(5, 3))),
+    Row("linalg_svd", lambda r: call(r.normal(5, 3), False)),
+    Row("linalg_svdvals", lambda r: call(r.normal(5, 3))),
+    Row("pinverse", lambda r: call(r.normal(5, 3))),
+    Row("qr", lambda r: call(r.normal(5, 3))),
+    Row("svd", lambda r: call(r.normal(5, 3))),
+    Row("cholesky", lambda r: call(r.symmetric(4))),
+    Row("cholesky", lambda r: call(r.symmetric(4), True)),
+    Row("cholesky_inverse", lambda r: call(r.lower(4))),
+    Row("cholesky_solve", lambda r: call(r.normal(4, 2), r.lower(4))),
+    Row("linalg_cholesky", lambda r: call(r.symmetric(4))),
+    Row("linalg_cholesky_ex", lambda r: call(r.symmetric(4), upper=True), (0,)),
+    Row("linalg_matrix_sqrth", lambda r: call(r.symmetric(4))),
+    Row("linalg_eigh", lambda r: call(r.symmetric(4))),
+    Row("linalg_eigvalsh", lambda r: call(r.symmetric(4), "U")),
+    Row("linalg_householder_product", lambda r: call(r.normal(5, 3), r.uniform(3))),
+    # Not the default driver: its pivots start from unset memory, so its last bits vary by the run.
+    Row("linalg_lstsq", lambda r: call(r.normal(5, 3), r.normal(5, 2), driver="gels"), (0,)),
+    Row("linalg_solve", lambda r: call(r.regular(4), r.normal(4, 2))),
+    Row("linalg_tensorinv", lambda r: call(r.regular(6).reshape(2, 3, 6))),
+    Row("linalg_tensorsolve", lambda r: call(r.regular(6).reshape(2, 3, 6), r.normal(2, 3))),
+    Row("lu_solve", lambda r: call(r.normal(4, 2), *_lu(r, 4))),
+    Row("orgqr", lambda r: call(r.normal(5, 3), r.uniform(3))),
+    Row("ormqr", lambda r: call(r.normal(5, 3), r.uniform(3), r.normal(5, 2))),
+    Row("triangular_solve", lambda r: call(r.normal(4, 2), r.lower(4), False), (0,)),
+)
+
+ROWS = (
+    *LOWER,
+    *WIDEST,
+    *POINTWISE,
+    *REDUCTIONS,
+    *NORMS_AND_DISTANCES,
+    *LOSSES,
+    *IMAGES,
+    *FFT,
+    *LINALG,
+)

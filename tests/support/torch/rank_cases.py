@@ -1,0 +1,293 @@
+"""Single cases for ranks: what `run_ranks` notes beside its table. Each returns what it saw."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from polymp.backends.torch import compat
+from polymp.backends.torch.scaler import distributed
+from polymp.errors import StuckError
+from polymp.torch import GradScaler
+from tests.support.torch.ranks import bits
+from tests.support.torch.run_ranks import INF, NAN, SETTINGS, WAYS, Plant, Run, go, local
+from tests.support.torch.sharded_models import CUTS, named, whole
+
+Notes = dict[Any, Any]
+LAST = Plant(INF, "a.weight", -1)
+
+
+def below_one(ways: tuple[str, ...] = ("sgd", "adamw, device", "adamw, fused")) -> Notes:
+    """A gradient on one rank that is finite when scaled, and Inf when not."""
+    notes = {}
+    for way in ways:
+        scaler = GradScaler("cpu", init_scale=2.0**-60, growth_interval=2, **WAYS[way].options)
+        history = (Plant(1e30, "a.weight", -1), None, None, Plant(1e30, "b.bias", 0))
+        notes["below one", way] = go(Run(CUTS["fsdp2"](), WAYS[way], scaler), history)
+    return notes
+
+
+def absent(ways: tuple[str, ...] = ("sgd", "adamw, device", "adamw, fused")) -> Notes:
+    """Ranks without gradients, of one parameter or of all, while others have them."""
+    notes = {}
+    for way in ways:
+        scaler = GradScaler("cpu", **SETTINGS, **WAYS[way].options)
+        run = Run(CUTS["fsdp2"](), WAYS[way], scaler)
+        every = list(named(run.cut.model))
+        # Whose gradients are gone, and what the others find.
+        for at, (ranks, names, plant) in enumerate(
+            (
+                ([], every, None),
+                ([0], every, LAST),
+                ([0], every, None),
+                ([0], ["b.weight"], None),
+                (range(dist.get_world_size()), every, None),
+                ([0], ["b.weight"], LAST),
+            )
+        ):
+            here = run.backward(at, plant)
+            if dist.get_rank() in ranks:
+                for name in names:
+                    named(run.cut.model)[name].grad = None
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
+            run.note(here)
+        notes["absent", way] = run.notes
+    return notes
+
+
+def pipeline() -> Notes:
+    """Every rank has other parameters, and only the last one a loss."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    params = [nn.Parameter(torch.full((2,), float(i))) for i in range(rank + 1)]
+    optimizer = torch.optim.SGD(params, lr=0.125)
+    scaler = GradScaler("cpu", **SETTINGS, process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))  # every stage has to have a scale
+    seen = []
+    # The loss on the last rank, and what the first rank's gradients are multiplied by.
+    for loss, factor in ((1.0, 1.0), (NAN, 1.0), (1.0, INF), (1.0, NAN), (1.0, 1.0)):
+        optimizer.zero_grad()
+        scale = torch.tensor(scaler.get_scale())
+        if rank == ranks - 1:
+            leaf = torch.tensor(loss, requires_grad=True)
+            (scale,) = torch.autograd.grad(scaler.scale(leaf), leaf)
+        for p in params:
+            p.grad = torch.ones(2) * scale * (factor if rank == 0 else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = scaler.step_skipped(optimizer).item()
+        seen.append((scaler.state_dict(), skipped, [p.tolist() for p in params]))
+    return {"pipeline": seen}
+
+
+def subgroup() -> Notes:
+    """A group of some ranks only does not settle what a loss was; the gradients are exchanged."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    scaler = GradScaler("cpu", **SETTINGS, process_group=pairs[rank // 2])
+    run = Run(CUTS["ddp"](), WAYS["sgd"], scaler, early=True)
+    return {"subgroup": go(run, (Plant("loss", "", 3), Plant("apart", "", 0), None))}
+
+
+def stuck() -> Notes:
+    """What each rank is told after three skips in a row, and that every rank raises."""
+    told: list[Any] = []
+    cut = CUTS["fsdp2"]()
+    scaler = GradScaler("cpu", stuck_after=3, on_stuck=told.append, named=cut.model)
+    go(Run(cut, WAYS["sgd"], scaler), [LAST] * 4)
+    cut = CUTS["fsdp2"]()
+    run = Run(cut, WAYS["sgd"], GradScaler("cpu", stuck_after=2, on_stuck="raise"))
+    said = ""
+    try:
+        go(run, [LAST] * 4)
+    except StuckError as error:
+        said = str(error)
+    return {"stuck": told, "raised": (len(run.notes), said)}
+
+
+def partial() -> Notes:
+    """Gradients whose ranks hold terms of a sum: each finite, the sum perhaps not."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    notes = {}
+    for way in ("sgd", "adamw, device", "adamw, fused"):
+        for size in (2.0, 3e38):
+            start = torch.full((3, 2), 1e-30)
+            w = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
+            x = distribute_tensor(torch.full((ranks, 3), size), mesh, [Shard(0)])
+            optimizer = WAYS[way].optimizer([w])
+            scaler = GradScaler("cpu", init_scale=1.0, **WAYS[way].options)
+            scaler.scale((x @ w).sum()).backward()
+            assert isinstance(w.grad, DTensor)
+            placed = str(w.grad.placements), bool(local(w.grad).isfinite().all())
+            scaler.step(optimizer)
+            scaler.update()
+            notes["partial", way, size] = (
+                *placed,
+                bits(whole(w)),
+                scaler.found_inf(optimizer).item(),
+                scaler.state_dict(),
+            )
+    return notes
+
+
+class Twice(torch.optim.SGD):
+    """Goes to another point, looks at the gradients there, comes back and uses them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.enable_grad():
+            loss = closure()
+        moves = [0.25 * p.grad for p in params]
+        for p, move in zip(params, moves, strict=True):
+            p.add_(move)
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(params, moves, strict=True):
+            p.sub_(move)
+        super().step()
+        return loss
+
+
+def closure() -> Notes:
+    """A step with a closure; in the second one its second evaluation overflows on one rank."""
+    cut = CUTS["fsdp2"]()
+    scaler = GradScaler("cpu", **SETTINGS)
+    run = Run(cut, WAYS["sgd"], scaler)
+    optimizer = Twice(cut.model.parameters(), lr=0.125, momentum=0.5)
+    seen = []
+    for at in range(3):
+        calls: list[int] = []
+
+        def evaluate(at: int = at, calls: list[int] = calls) -> torch.Tensor:
+            optimizer.zero_grad()
+            x, t = run.part(at)
+            loss = cut.model(x, t)
+            scaler.scale(loss).backward()
+            calls.append(at)
+            if at == 1 and len(calls) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                grad = named(cut.model)["a.weight"].grad
+                assert grad is not None
+                local(grad).fill_(NAN)
+            return loss
+
+        result = scaler.step(optimizer, evaluate)
+        scaler.update()
+        full = {name: bits(p) for name, p in cut.full().items()}
+        seen.append((result is None, len(calls), scaler.state_dict(), full))
+    return {"closure": seen}
+
+
+@contextmanager
+def without_agreement() -> Iterator[None]:
+    """The library as it would be if ranks did not talk."""
+    agree = distributed.agree
+    distributed.agree = lambda findings, groups: None
+    try:
+        yield
+    finally:
+        distributed.agree = agree
+
+
+def defects() -> Notes:
+    """The same plant with torch.amp's scaler, and with ours without its exchange."""
+    notes: Notes = {}
+    makers: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
+        "polymp": lambda: GradScaler("cpu", **SETTINGS),
+    }
+    cases = [("fsdp2", "sgd", LAST), ("fsdp1", "sgd", LAST), ("fsdp1", "adamw, fused", LAST)]
+    cases += [("fsdp2", "adamw, fused", LAST)]
+    if dist.get_world_size() == 4:
+        cases += [("fsdp2_and_tp", "sgd", LAST), ("fsdp2_and_tp", "adamw, fused", LAST)]
+    for cut, way, plant in cases:
+        for who, make in makers.items():
+            key = "defect", who, cut, way
+            notes[key] = go(Run(CUTS[cut](), WAYS[way], make()), [plant])
+        with without_agreement():
+            key = "defect", "mute", cut, way
+            notes[key] = go(Run(CUTS[cut](), WAYS[way], makers["polymp"]()), [plant])
+    try:
+        go(Run(CUTS["tp"](), WAYS["sgd"], makers["torch"]()), [None])
+    except RuntimeError as error:
+        notes["defect", "torch", "tp"] = str(error)
+    return notes
+
+
+def meshes() -> Notes:
+    """What `distributed` makes of meshes: equal ones, parts of one, one without this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    one, other = (init_device_mesh("cpu", (ranks,)) for _ in range(2))
+
+    def on(mesh: DeviceMesh) -> torch.Tensor:
+        return distribute_tensor(torch.ones(4), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+
+    notes: Notes = {"same": (one is other, len(compat.meshes([on(one), on(other), on(one)])))}
+    alone = DeviceMesh("cpu", [0])
+    circles = {
+        "one": distributed.circle([on(one), torch.ones(2), on(other)]),
+        "of one rank": distributed.circle([on(alone)]),
+        "plain": distributed.circle([torch.ones(2)]),
+        "given": distributed.circle([torch.ones(2)], dist.group.WORLD),
+        "given and one": distributed.circle([on(one)], dist.group.WORLD),
+    }
+    if ranks == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dp, tp = grid["dp"], grid["tp"]
+        half = dist.new_group([0, 1]), dist.new_group([2, 3])
+        mine = half[rank // 2]
+        circles |= {
+            "grid": distributed.circle([on(grid)]),
+            "dp, tp": distributed.circle([on(dp), on(tp), on(dp)]),
+            "tp, dp": distributed.circle([on(tp), on(dp)]),
+            "tp, grid": distributed.circle([on(tp), on(grid)]),
+            "dp, given": distributed.circle([on(dp)], mine),
+            "given first": distributed.circle([on(dp)], dp.get_group()),
+            "dp, one": distributed.circle([on(dp), on(one)]),
+        }
+    for name, circle in circles.items():
+        notes[name] = (
+            [dist.get_process_group_ranks(group) for group in circle.groups],
+            circle.everybody,
+        )
+    return {"meshes": notes}
+
+
+def groups_that_are_not() -> Notes:
+    """What is said of a bad `process_group`, and of a scaler that has one and is copied."""
+    group = dist.new_group([0])
+    said = []
+    for wrong in (group, "world"):
+        try:
+            GradScaler("cpu", process_group=wrong)
+            said.append("")
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    same = copy.deepcopy(scaler)._options.process_group is dist.group.WORLD
+    try:
+        pickle.dumps(scaler)
+    except TypeError as error:
+        said.append(str(error))
+    return {"groups": (said, same)}
+
+
+def all_cases() -> Notes:
+    cases = [below_one, absent, pipeline, stuck, partial, closure, defects, meshes]
+    cases += [groups_that_are_not]
+    if dist.get_world_size() == 4:
+        cases.append(subgroup)
+    notes: Notes = {}
+    for case in cases:
+        notes |= case()
+    return notes

@@ -1,0 +1,166 @@
+"""What autograd saves for backward, by format, on fake CUDA tensors.
+
+As a program, `python -m tests.support.torch.saved_formats`, this prints a line of JSON: for
+the example's model and its block, in regions of torch.autocast and of polymp's policies, the bytes
+of activations that are saved. It is a process of its own, because autograd on CUDA tensors without
+CUDA needs a device guard that stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polymp.torch import autocast
+from tests.support.examples import modules
+
+BF16, FP16 = torch.bfloat16, torch.float16
+POLICIES = ("torch.autocast", "torch-cuda", "amp", "lean")
+# Less than this is a statistic: a mean or a sum of exponentials for each row.
+ACTIVATION = 4096
+
+
+class Saved(NamedTuple):
+    """A storage that is saved for backward."""
+
+    format: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def saved(forward: Callable[[], Any], parameters: list[torch.Tensor]) -> list[Saved]:
+    """What a forward pass saves for backward, each storage once, without parameters and copies.
+
+    A copy of a parameter is a tensor of its shape, or of its transpose's, in another format.
+    """
+    own = {p.untyped_storage()._cdata for p in parameters}
+    weights = {tuple(shape) for p in parameters for shape in (p.shape, p.t().shape)}
+    found: dict[int, Saved] = {}
+    alive = []
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        alive.append(storage)  # or another would come to lie where it was
+        if storage._cdata not in own and tuple(tensor.shape) not in weights:
+            format = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(storage._cdata, Saved(format, tuple(tensor.shape), storage.nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        forward()
+    return list(found.values())
+
+
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> Any:
+    """Attention as models write it out: a softmax over masked scores, between two products."""
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return torch.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
+
+
+def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> Any:
+    """What scaled_dot_product_attention runs on a GPU; without one it would not choose it."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def region(device: str, low: torch.dtype, policy: str) -> AbstractContextManager[Any]:
+    if policy == "torch.autocast":
+        return torch.autocast(device, low)
+    return autocast(device, low, policy=policy)
+
+
+@contextmanager
+def attention(module: Any, how: Callable[..., Any] | None) -> Iterator[None]:
+    """The example's model with another attention."""
+    before = module.F.scaled_dot_product_attention
+    module.F.scaled_dot_product_attention = how or before
+    try:
+        yield
+    finally:
+        module.F.scaled_dot_product_attention = before
+
+
+def on_device(module: nn.Module, device: str) -> nn.Module:
+    """The module with parameters that lie on the device and have no values."""
+    for part in module.modules():
+        for name, p in part._parameters.items():
+            if p is not None:
+                part._parameters[name] = nn.Parameter(torch.empty(p.shape, device=device))
+    return module
+
+
+class Sizes(NamedTuple):
+    """Of the example, as it is without arguments."""
+
+    batch: int
+    context: int
+    width: int
+    layers: int
+    heads: int
+    alphabet: int = 100
+
+
+def sizes(job: Any) -> Sizes:
+    args = job.arguments(job.parser("train_torch.py", ""), [])
+    return Sizes(args.batch, args.context, args.width, args.layers, args.heads)
+
+
+def of_model(example: Any, device: str, low: torch.dtype, policy: str) -> list[Saved]:
+    """What the example's model and loss save."""
+    size = sizes(example.job)
+    model = on_device(example.Transformer(size.alphabet, *size[1:5]), device)
+    tokens = torch.zeros(size.batch, size.context + 1, dtype=torch.int64, device=device)
+    with region(device, low, policy):
+        return saved(lambda: example.loss_on(model, tokens), list(model.parameters()))
+
+
+def of_block(example: Any, device: str, low: torch.dtype, policy: str) -> list[Saved]:
+    """What a block of it saves where its input is low."""
+    size = sizes(example.job)
+    block = on_device(example.Block(size.width, size.heads), device)
+    x = torch.empty(size.batch, size.context, size.width, dtype=low, device=device)
+    x.requires_grad_()
+    with region(device, low, policy):
+        return saved(lambda: block(x), list(block.parameters()))
+
+
+def cuda_guard() -> None:
+    """Let autograd have CUDA tensors without CUDA: the guard of meta tensors, which does nothing.
+
+    torch does the same in a build for CUDA on a machine without: `_ensureCUDADeviceGuardSet`.
+    """
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *_: True
+    torch._C._ensureCUDADeviceGuardSet()
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    name = "_ZN3c104impl26device_guard_impl_registryE"  # by c10::DeviceType: CUDA 1, Meta 14
+    registry = (ctypes.c_void_p * 15).in_dll(ctypes.CDLL(str(library)), name)
+    registry[1] = registry[1] or registry[14]
+
+
+def main() -> None:
+    cuda_guard()
+    found = {}
+    with modules("job", "train_torch") as parts, FakeTensorMode():
+        example = parts.train_torch
+        for what, measure in (("model", of_model), ("block", of_block)):
+            for how in (written_out, fused):
+                for low in (BF16, FP16):
+                    for policy in POLICIES:
+                        with attention(example, how):
+                            key = f"{what} {how.__name__} {str(low)[6:]} {policy}"
+                            found[key] = measure(example, "cuda", low, policy)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""Training programs with a loss scaler, each a loop as users write them.
+
+A program takes `Amp`, the two classes under test, and returns a `Log`: after every iteration the
+scale, the growth count, what `step` returned, and every bit of parameters and gradients.
+`test_training_programs` compares the logs of polymp's and of torch's classes. What overflows here
+are gradients of finite losses: a loss that is not finite itself is among the differences.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Iterations whose gradient is spoiled, and how.
+NO_SPOILS: dict[int, float] = {}
+SPOILS = {1: float("inf"), 4: float("nan"), 5: 1e30}
+
+
+# What torch.amp's scaler saves; polymp's saves more.
+ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class Amp(NamedTuple):
+    autocast: Any
+    scaler: Any
+
+
+def entries(state: dict[str, Any]) -> dict[str, Any]:
+    """Torch's entries of a scaler's state, in torch's order; none of a disabled one's."""
+    return {key: state[key] for key in ENTRIES} if state else {}
+
+
+class _Spoil(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def spoiled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same values; in the backward pass their gradient is multiplied by the factor."""
+    made: torch.Tensor = _Spoil.apply(x, factor)
+    return made
+
+
+class Log(list[Any]):
+    def bits(self, *tensors: torch.Tensor | None) -> None:
+        for t in tensors:
+            if t is None:
+                self.append(None)
+                continue
+            t = t.detach()
+            dense = (t.to_dense() if t.is_sparse else t).reshape(-1)
+            bits = dense.view(torch.uint8).numpy().tobytes()
+            self.append((str(t.dtype), t.shape, t.is_sparse, bits))
+
+    def model(self, model: nn.Module) -> None:
+        for p in model.parameters():
+            self.bits(p, p.grad)
+
+    def scaler(self, scaler: Any) -> None:
+        state = entries(scaler.state_dict())
+        self.append((scaler.get_scale(), scaler._get_growth_tracker(), state))
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+
+
+def new_scaler(amp: Amp, **arguments: Any) -> Any:
+    return amp.scaler("cpu", **{"init_scale": 8.0, "growth_interval": 2, **arguments})
+
+
+def loss_of(amp: Amp, model: nn.Module, step: int, spoils: dict[int, float]) -> torch.Tensor:
+    with amp.autocast("cpu", dtype=FP16):
+        loss = model(data(step)).float().square().mean()
+    return spoiled(loss, spoils.get(step, 1.0))
+
+
+def plain(
+    amp: Amp,
+    make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+    spoils: dict[int, float] = SPOILS,
+    steps: int = 8,
+    **arguments: Any,
+) -> Log:
+    log, model = Log(), net()
+    optimizer, scaler = make(model.parameters()), new_scaler(amp, **arguments)
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(amp, model, step, spoils)).backward()
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.model(model)
+        log.append(sorted(vars(optimizer).keys() & {"grad_scale", "found_inf"}))
+    return log
+
+
+def sgd(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **arguments)
+
+
+def at_a_bound(amp: Amp, start: float, spoils: dict[int, float], make: Any, steps: int) -> Log:
+    """Without a region, gradients of 1: only the scale is out of the ordinary."""
+    log, weight = Log(), torch.ones(3, requires_grad=True)
+    optimizer, scaler = make([weight]), new_scaler(amp, init_scale=start)
+    for step in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(spoiled(weight, spoils.get(step, 1.0)).sum()).backward()
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.bits(weight, weight.grad)
+    return log
+
+
+def clipped(amp: Amp, make: Any, by_value: bool = False, spoils: dict[int, float] = SPOILS) -> Log:
+    """Gradients are clipped between `unscale_` and `step`."""
+    log, model = Log(), net()
+    optimizer, scaler = make(model.parameters()), new_scaler(amp)
+    for step in range(7):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(amp, model, step, spoils)).backward()
+        scaler.unscale_(optimizer)
+        if by_value:
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        else:
+            log.bits(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        log.model(model)
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.model(model)
+    return log
+
+
+def accumulated(amp: Amp, unscale: bool) -> Log:
+    """Three microbatches to a step; one in one of them is spoiled."""
+    log, model = Log(), net()
+    optimizer, scaler = sgd(model.parameters()), new_scaler(amp)
+    for step in range(18):
+        scaler.scale(loss_of(amp, model, step, {4: float("inf"), 12: 1e30}) / 3).backward()
+        if step % 3 == 2:
+            if unscale:
+                scaler.unscale_(optimizer)
+                log.bits(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            log.append(scaler.step(optimizer))
+            scaler.update()
+            log.model(model)
+            optimizer.zero_grad()
+        log.scaler(scaler)
+    return log
+
+
+def penalised(amp: Amp) -> Log:
+    """The norm of the gradient is part of the loss: scaled gradients, unscaled by hand."""
+    log, model = Log(), net()
+    optimizer, scaler = sgd(model.parameters()), new_scaler(amp)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(amp, model, step, NO_SPOILS)
+        scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+        gradients = [g * (1.0 / scaler.get_scale()) for g in scaled]
+        with amp.autocast("cpu", dtype=FP16):
+            loss = loss + torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        scaler.scale(spoiled(loss, float("inf") if step == 2 else 1.0)).backward()
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.model(model)
+    return log
+
+
+def several(amp: Amp, unscale: tuple[int, ...] = ()) -> Log:
+    """Two models, two losses, three optimizers, one of them fused; each skips for itself."""
+    log, first, second = Log(), net(1), net(2)
+    head = nn.Linear(2, 1)
+    optimizers = [
+        sgd(first.parameters()),
+        torch.optim.AdamW(second.parameters(), lr=0.01, fused=True),
+        torch.optim.Adam(head.parameters(), lr=0.01),
+    ]
+    scaler = new_scaler(amp)
+    for step in range(8):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with amp.autocast("cpu", dtype=FP16):
+            a, b = first(data(step)), second(data(step))
+            one = (2 * a + 3 * b).float().square().mean()
+            two = F.mse_loss(head(a.detach()).float(), torch.ones(5, 1))
+        one = spoiled(one, float("inf") if step == 2 else 1.0)
+        two = spoiled(two, float("nan") if step in (4, 5) else 1.0)
+        for loss in scaler.scale([one, two]):
+            loss.backward(retain_graph=True)
+        for at in unscale:
+            scaler.unscale_(optimizers[at])
+            log.model((first, second, head)[at])
+        log.append([scaler.step(optimizer) for optimizer in optimizers])
+        scaler.update()
+        log.scaler(scaler)
+        for model in (first, second, head):
+            log.model(model)
+    return log
+
+
+def sparse(amp: Amp, make: Any, dtype: torch.dtype = FP32) -> Log:
+    """Sparse gradients, with indices that come twice."""
+    log = Log()
+    torch.manual_seed(0)
+    table, bag = nn.Embedding(6, 3, sparse=True), nn.EmbeddingBag(5, 3, mode="sum", sparse=True)
+    tables = nn.ModuleList([table, bag]).to(dtype)
+    optimizer, scaler = make(tables.parameters()), new_scaler(amp)
+    for step in range(6):
+        optimizer.zero_grad()
+        with amp.autocast("cpu", dtype=FP16):
+            rows = table(torch.tensor([1, 3, 1, step])).sum(0) + bag(torch.tensor([[0, 2, 2]]))[0]
+            loss = rows.float().square().sum()
+        scaler.scale(spoiled(loss, float("inf") if step in (1, 4) else 1.0)).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        log.model(tables)
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.model(tables)
+    return log
+
+
+def coalesced_half(amp: Amp) -> Log:
+    """Entries of a float16 gradient that are finite one by one, and whose sum is not."""
+    log = Log()
+    for value in (100.0, 40000.0):
+        weight = nn.Parameter(torch.ones(3, 2, dtype=FP16))
+        indices, values = torch.tensor([[1, 1]]), torch.full((2, 2), value, dtype=FP16)
+        weight.grad = torch.sparse_coo_tensor(indices, values, (3, 2))
+        optimizer, scaler = sgd([weight]), new_scaler(amp)
+        scaler.scale(torch.ones(()))
+        found = scaler._check_inf_per_device(optimizer)
+        log.append({str(device): found_inf.item() for device, found_inf in found.items()})
+        log.bits(weight.grad)
+        scaler.update()
+        log.scaler(scaler)
+    return log
+
+
+def mixed_parameters(amp: Amp) -> Log:
+    """Parameters of several dtypes, one without elements, one without a gradient."""
+    log = Log()
+    made = torch.Generator().manual_seed(0)
+    parameters = nn.ParameterList(
+        [torch.randn(3, generator=made).to(d) for d in (FP32, BF16, torch.float64)]
+    )
+    parameters.extend([torch.zeros(0), torch.ones(2)])
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
+    scaler = new_scaler(amp)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = sum((p.float() ** 3).sum() for p in parameters[:4])
+        loss = loss + spoiled(parameters[2], float("inf") if step == 2 else 1.0).sum()
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.model(parameters)
+    return log
+
+
+def scheduled(amp: Amp) -> Log:
+    """A schedule that goes on only when the step was not skipped, seen by the scale."""
+    log, model = Log(), net()
+    optimizer, scaler = sgd(model.parameters()), new_scaler(amp)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(amp, model, step, SPOILS)).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if before <= scaler.get_scale():
+            schedule.step()
+        log.append(schedule.get_last_lr())
+        log.model(model)
+    return log
+
+
+def set_by_hand(amp: Amp) -> Log:
+    """Scale, factors and interval changed on the way."""
+    log, model = Log(), net()
+    optimizer, scaler = sgd(model.parameters()), new_scaler(amp, growth_interval=3)
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(amp, model, step, {7: float("inf"), 10: float("inf")})).backward()
+        log.append(scaler.step(optimizer))
+        match step:
+            case 1:
+                scaler.update(128.0)
+            case 3:
+                scaler.update(torch.tensor(32.0))
+            case _:
+                scaler.update()
+        if step == 5:
+            scaler.set_growth_factor(1.25)
+            scaler.set_backoff_factor(0.75)
+            scaler.set_growth_interval(4)
+        log.append((scaler.get_growth_factor(), scaler.get_backoff_factor()))
+        log.append((scaler.get_growth_interval(), scaler.is_enabled()))
+        log.scaler(scaler)
+        log.model(model)
+    return log
+
+
+def resumed(amp: Amp, at: int, before_first: bool = False) -> Log:
+    """Saved to a file in mid-training, and continued by new objects."""
+    log, model = Log(), net()
+    optimizer, scaler = sgd(model.parameters()), new_scaler(amp, growth_interval=3)
+    for step in range(9):
+        if step == at:
+            file = io.BytesIO()
+            torch.save([o.state_dict() for o in (model, optimizer, scaler)], file)
+            file.seek(0)
+            model, scaler = net(7), new_scaler(amp, init_scale=2.0, growth_interval=50)
+            optimizer = sgd(model.parameters())
+            if before_first:  # loaded into a scaler that has scaled already
+                scaler.scale(torch.ones(()))
+            saved = torch.load(file, weights_only=True)
+            for made, state in zip((model, optimizer, scaler), saved, strict=True):
+                made.load_state_dict(state)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(amp, model, step, {2: float("inf"), 6: float("nan")})).backward()
+        log.append(scaler.step(optimizer))
+        scaler.update()
+        log.scaler(scaler)
+        log.model(model)
+    return log
+
+
+def in_float16(amp: Amp) -> Log:
+    """Losses of every dtype, in nested iterables; the products' dtypes and bits."""
+    log, scaler = Log(), new_scaler(amp)
+    made = [torch.ones((), dtype=d) / 3 for d in (FP16, BF16, FP32, torch.float64)]
+    log.bits(*(scaler.scale(t) for t in made))
+    several = scaler.scale([made[0], (made[1], [made[2]]), iter(made)])
+    log.append((type(several).__name__, type(several[1]).__name__, type(several[2]).__name__))
+    log.bits(several[0], several[1][0], several[1][1][0], *several[2])
+    return log
+
+
+def fused(kind: str) -> Any:
+    return functools.partial(getattr(torch.optim, kind), lr=0.01, fused=True)
+
+
+PLAIN = {
+    "SGD": sgd,
+    "SGD, for-loop": functools.partial(sgd, foreach=False),
+    "Adam, foreach": functools.partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+    **{f"{kind}, fused": fused(kind) for kind in ("SGD", "Adam", "AdamW", "Adagrad")},
+}
+SPARSE = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "SparseAdam": functools.partial(torch.optim.SparseAdam, lr=0.1),
+}
+PROGRAMS: dict[str, Callable[[Amp], Log]] = {
+    **{f"plain {name}": functools.partial(plain, make=make) for name, make in PLAIN.items()},
+    "no overflow": functools.partial(plain, make=sgd, spoils=NO_SPOILS),
+    "only overflows": functools.partial(plain, make=sgd, spoils={n: 1e38 for n in range(8)}),
+    # Two growths, or two overflows, after which the scale is where polymp's would stay.
+    "up to the bound": functools.partial(
+        at_a_bound, start=2.0**124, spoils=NO_SPOILS, make=sgd, steps=5
+    ),
+    "up to the bound, fused": functools.partial(
+        at_a_bound, start=2.0**124, spoils=NO_SPOILS, make=fused("SGD"), steps=5
+    ),
+    "down to the bound": functools.partial(
+        at_a_bound, start=2.0**-124, spoils={0: float("nan"), 1: float("inf")}, make=sgd, steps=3
+    ),
+    "odd factors": functools.partial(plain, make=sgd, growth_factor=1.7, backoff_factor=0.3),
+    "disabled": functools.partial(plain, make=sgd, spoils=NO_SPOILS, enabled=False),
+    **{f"clipped {name}": functools.partial(clipped, make=make) for name, make in PLAIN.items()},
+    "clipped by value": functools.partial(clipped, make=sgd, by_value=True),
+    "accumulated": functools.partial(accumulated, unscale=False),
+    "accumulated and clipped": functools.partial(accumulated, unscale=True),
+    "gradient penalty": penalised,
+    "several": several,
+    "several, one unscaled": functools.partial(several, unscale=(1,)),
+    "several, all unscaled": functools.partial(several, unscale=(0, 1, 2)),
+    **{f"sparse {name}": functools.partial(sparse, make=make) for name, make in SPARSE.items()},
+    "sparse bfloat16": functools.partial(sparse, make=SPARSE["SGD"], dtype=BF16),
+    "coalesced half": coalesced_half,
+    "mixed parameters": mixed_parameters,
+    "scheduled": scheduled,
+    "set by hand": set_by_hand,
+    **{f"resumed at {at}": functools.partial(resumed, at=at) for at in (0, 1, 3, 5)},
+    "resumed by a scaler in use": functools.partial(resumed, at=4, before_first=True),
+    "every dtype": in_float16,
+}

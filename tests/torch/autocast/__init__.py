@@ -1,0 +1,1 @@
+"""Tests of autocast in the torch backend."""

@@ -1,0 +1,265 @@
+"""Regions around compiled functions, the guards between, graph breaks, and torch.export."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.exc import Unsupported
+
+from polymp import PolicyError, policy
+from polymp.torch import autocast
+from tests.support.torch.compiled import (
+    AS_OBJECT,
+    KEEPS_LINEAR,
+    KEEPS_RELU,
+    Count,
+    Decorated,
+    Net,
+    assert_same,
+    formats,
+    one_region,
+)
+from tests.support.torch.version_changes import VERSION
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+# --- around --------------------------------------------------------------------------------------
+
+Ambient = dict[str, Any] | None
+F16, B16, OFF = {"dtype": FP16}, {"dtype": BF16}, {"enabled": False}
+RELU32, LINEAR32 = {**F16, "policy": KEEPS_RELU}, {**F16, "policy": KEEPS_LINEAR}
+NAMED = {**F16, "policy": "torch-cpu"}
+ORDERS: dict[str, tuple[Ambient, ...]] = {
+    "formats": (F16, B16, F16, B16),
+    "formats, the other way": (B16, F16, B16, F16),
+    "on and off": (F16, None, F16, OFF),
+    "off and on": (None, F16, OFF, F16),
+    "policies": (RELU32, LINEAR32, RELU32, LINEAR32),
+    "policies, the other way": (LINEAR32, RELU32, LINEAR32, RELU32),
+    "none, then a policy": (F16, RELU32, F16, RELU32),
+    "a policy, then none": (RELU32, F16, RELU32, None),
+    "a policy of torch's rules": (F16, NAMED, RELU32, NAMED),
+    "one policy in two formats": ({**B16, "policy": AS_OBJECT}, {**F16, "policy": AS_OBJECT}),
+    "cache": ({**F16, "cache_enabled": False}, F16, {**F16, "cache_enabled": False}),
+}
+
+
+def around(function: Callable[[], Any], region: Ambient) -> Any:
+    if region is None:
+        return function()
+    with autocast("cpu", **region):
+        return function()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_graph_is_used_in_another_region(
+    order: str, count: Count, net: Net, x: torch.Tensor
+) -> None:
+    def function() -> Any:
+        return torch.relu(net.first(x)), net.second(x)
+
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for region in ORDERS[order]:
+            assert_same(around(compiled, region), around(function, region))
+    states: list[Ambient] = []
+    for region in ORDERS[order]:
+        if (region or OFF) not in states:
+            states.append(region or OFF)
+    assert count.graphs == len(states)
+
+
+def test_equal_policies_made_anew_share_a_graph(count: Count, net: Net, x: torch.Tensor) -> None:
+    compiled = torch.compile(lambda: torch.relu(net.first(x)), fullgraph=True, backend=count)
+    for _ in range(3):
+        with torch.no_grad(), autocast("cpu", dtype=FP16, policy=policy(KEEPS_RELU)):
+            assert compiled().dtype is FP32
+    assert count.graphs == 1
+
+
+def test_a_region_around_a_compiled_region(count: Count, net: Net, x: torch.Tensor) -> None:
+    compiled = torch.compile(one_region, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for region in (None, B16, RELU32, OFF):
+            result = around(lambda: compiled(net, x), region)
+            assert_same(result, around(lambda: one_region(net, x), region))
+
+
+def test_a_decorated_compiled_function(count: Count, net: Net, x: torch.Tensor) -> None:
+    compiled = torch.compile(net, fullgraph=True, backend=count)
+    for dtype in (BF16, FP16):
+        ours, eager = (autocast("cpu", dtype=dtype)(f) for f in (compiled, net))
+        assert_same([ours(x)], [eager(x)], net)
+    assert compiled(x).dtype is FP32
+
+
+def test_the_weights_of_a_compiled_model_may_change(
+    count: Count, net: Net, x: torch.Tensor
+) -> None:
+    compiled = torch.compile(net, fullgraph=True, backend=count)
+    with autocast("cpu", dtype=FP16):
+        first = compiled(x)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(2)
+        second = compiled(x)
+        assert torch.equal(second, net(x))
+    assert not torch.equal(first, second)
+    assert count.graphs == 1
+
+
+# --- graph breaks --------------------------------------------------------------------------------
+
+
+PLACES = ("before", "at its start", "in the middle", "at its end", "after")
+
+
+@pytest.mark.parametrize("at", PLACES)
+def test_a_graph_break_keeps_the_region(at: str, count: Count, net: Net, x: torch.Tensor) -> None:
+    def broken(x: torch.Tensor) -> Any:
+        if at == "before":
+            torch._dynamo.graph_break()
+        with autocast("cpu", dtype=FP16):
+            if at == "at its start":
+                torch._dynamo.graph_break()
+            a = net(x)
+            if at == "in the middle":
+                torch._dynamo.graph_break()
+            b = net(x)
+            if at == "at its end":
+                torch._dynamo.graph_break()
+        if at == "after":
+            torch._dynamo.graph_break()
+        return a, b, net(x)
+
+    compiled = torch.compile(broken, backend=count)
+    with torch.no_grad():
+        result, eager = compiled(x), broken(x)
+    assert torch.get_autocast_dtype("cpu") is BF16
+    assert formats(result) == [FP16, FP16, FP32]
+    assert_same(result, eager)
+
+
+MADE_OUTSIDE = {
+    "float16": lambda: autocast("cpu", dtype=FP16),
+    "disabled": lambda: autocast("cpu", enabled=False),
+    "policy": lambda: autocast("cpu", policy={"rules": {"linear": "fp32"}}),
+}
+
+
+@pytest.mark.parametrize("make", MADE_OUTSIDE.values(), ids=MADE_OUTSIDE)
+def test_a_region_made_outside(
+    make: Callable[[], Any], count: Count, net: Net, x: torch.Tensor
+) -> None:
+    """Before torch 2.14, dynamo enters only what it sees made, and torch's own class."""
+    region = make()
+
+    def function(x: torch.Tensor) -> Any:
+        with region:
+            y = net(x)
+        return y, net(x)
+
+    if VERSION < (2, 14):
+        with pytest.raises(Unsupported, match="does not know how to enter a `autocast`"):
+            torch.compile(function, fullgraph=True, backend=count)(x)
+        torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(function, fullgraph=VERSION >= (2, 14), backend=count)
+        for _ in range(2):
+            assert_same(compiled(x), function(x))
+
+
+@pytest.mark.skipif(VERSION < (2, 14), reason="before torch 2.14 there is a graph break")
+def test_a_region_from_outside_is_guarded(count: Count, net: Net, x: torch.Tensor) -> None:
+    """Another object with another format or policy is compiled anew, and the old graph kept."""
+
+    def function(x: torch.Tensor, region: Any) -> Any:
+        with region:
+            return net(x)
+
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    with torch.no_grad():
+        regions = [make() for make in MADE_OUTSIDE.values()]
+        for region in regions + regions:
+            assert_same([compiled(x, region)], [function(x, region)])
+    assert count.graphs == len(regions)
+
+
+# --- torch.export --------------------------------------------------------------------------------
+
+
+class Exported(Net):
+    """A region of float16, and the same outside it."""
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        with autocast("cpu", dtype=FP16):
+            a = super().forward(x)
+            with autocast("cpu", enabled=False):
+                b = super().forward(x)
+        return a, b, super().forward(x)
+
+
+def called(module: torch.nn.Module) -> list[tuple[Any, ...]]:
+    """Arguments of the regions in an exported program, at any depth."""
+    wrap = torch.ops.higher_order.wrap_with_autocast
+    return [
+        tuple(node.args[:3])
+        for part in module.modules()
+        if isinstance(part, torch.fx.GraphModule)
+        for node in part.graph.nodes
+        if node.op == "call_function" and node.target is wrap
+    ]
+
+
+class Ruled(Net):
+    """A region with a policy of its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        with autocast("cpu", policy="torch-cuda"):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_refuses_a_policy_that_it_would_lose(strict: bool, x: torch.Tensor) -> None:
+    with pytest.raises(PolicyError, match="cannot record policy 'torch-cuda'"):
+        torch.export.export(Ruled(), (x,), strict=strict)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("model", [Exported, Decorated])
+def test_tracing_before_autocast_keeps_the_region(model: type[nn.Module], x: torch.Tensor) -> None:
+    net = model()
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):  # the backend prints
+        result = torch.compile(net, backend="pre_dispatch_eager", fullgraph=True)(x)
+        eager = net(x)
+    torch._dynamo.reset()
+    if model is Decorated:
+        result, eager = [result], [eager]
+    assert formats(result) == formats(eager)
+    assert all(map(torch.equal, result, eager))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("model", [Exported, Decorated])
+def test_export_keeps_the_region(model: type[nn.Module], strict: bool, x: torch.Tensor) -> None:
+    net = model()
+    program = torch.export.export(net, (x,), strict=strict)
+    regions = called(program.graph_module)
+    assert ("cpu", FP16, True) in regions
+    result, eager = program.module()(x), net(x)
+    if model is Decorated:
+        result, eager = [result], [eager]
+    assert formats(result) == formats(eager)
+    assert all(map(torch.equal, result, eager))
+    with autocast("cpu", dtype=BF16):  # the program brings its own region
+        assert formats(result) == formats(eager)

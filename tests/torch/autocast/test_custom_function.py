@@ -1,0 +1,322 @@
+"""`custom_fwd` and `custom_bwd`: which formats and which state forward and backward see.
+
+The reports of the scenarios in `functions` under polymp's decorators must equal those under
+torch's, and wrong decorators must change them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import polymp.torch as ours
+from polymp.torch import autocast, custom_bwd, custom_fwd
+from tests.support.torch.functions import (
+    BF16,
+    FP16,
+    FP32,
+    NOTHING_TO_DO,
+    OFF,
+    PLACES,
+    POLYMP,
+    SCENARIOS,
+    TORCH,
+    Amp,
+    Report,
+    in_place,
+    leaves,
+    product,
+)
+from tests.support.torch.inside import inside
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_report_equals_torch_s(scenario: str) -> None:
+    report = SCENARIOS[scenario](POLYMP)
+    assert len(report) > 3
+    assert report == SCENARIOS[scenario](TORCH)
+
+
+# --- decorators that are wrong -------------------------------------------------------------------
+
+
+def nothing(function: Any = None, **_: Any) -> Any:
+    """A decorator that decorates nothing."""
+    return nothing if function is None else function
+
+
+def never_casts(*args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
+    return custom_fwd(*args, **kwargs)
+
+
+def ambient_dtype(function: Any = None, *, device_type: str) -> Any:
+    """`custom_bwd` that knows whether forward used autocast, but not in which format."""
+    if function is None:
+        return functools.partial(ambient_dtype, device_type=device_type)
+
+    def backward(ctx: Any, *args: Any) -> Any:
+        with autocast(device_type, enabled=ctx._fwd_used_autocast):
+            return function(ctx, *args)
+
+    return backward
+
+
+def always(enabled: bool) -> Any:
+    """`custom_bwd` that ignores what forward did."""
+
+    def decorator(function: Any = None, *, device_type: str) -> Any:
+        if function is None:
+            return functools.partial(decorator, device_type=device_type)
+        return autocast(device_type, dtype=FP16, enabled=enabled)(function)
+
+    return decorator
+
+
+MUTANTS = {
+    "both do nothing": Amp(autocast, nothing, nothing),
+    "custom_bwd does nothing": Amp(autocast, custom_fwd, nothing),
+    "cast_inputs is ignored": Amp(autocast, never_casts, custom_bwd),
+    "backward in the ambient format": Amp(autocast, custom_fwd, ambient_dtype),
+    "backward always on": Amp(autocast, custom_fwd, always(True)),
+    "backward always off": Amp(autocast, custom_fwd, always(False)),
+}
+
+
+def wrong_in(mutant: Amp) -> set[str]:
+    """The scenarios whose report a mutant changes, or in which it fails."""
+    wrong = set()
+    for name, scenario in SCENARIOS.items():
+        try:
+            same = scenario(mutant) == scenario(TORCH)
+        except Exception:
+            same = False
+        if not same:
+            wrong.add(name)
+    return wrong
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_wrong_decorators_are_seen(mutant: str) -> None:
+    assert wrong_in(MUTANTS[mutant])
+
+
+def test_doing_nothing_is_seen_wherever_there_is_something_to_do() -> None:
+    seen = wrong_in(MUTANTS["both do nothing"])
+    assert {
+        name for name, (f, b, c) in PLACES.items() if f != b or (c and f not in (None, OFF))
+    } <= seen
+    assert not seen & set(NOTHING_TO_DO)
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+
+def test_backward_reenters_the_region_of_forward() -> None:
+    report = in_place("fp16, back in bf16", POLYMP)
+    assert report[0] == ("forward", True, FP16, "torch.float32", "torch.float32", "torch.float16")
+    assert report[1] == ("backward", True, FP16, "torch.float16", "torch.float16", "torch.float16")
+    assert report[2] == ("after backward", True, BF16)
+
+
+def test_cast_inputs_runs_both_with_autocast_off() -> None:
+    report = in_place("cast to fp16 in bf16", POLYMP)
+    assert report[0] == ("forward", False, None, *["torch.float16"] * 3)
+    assert report[1] == ("backward", False, None, *["torch.float16"] * 3)
+
+
+def test_outside_a_region_cast_inputs_does_nothing() -> None:
+    report = in_place("cast to fp16, outside", POLYMP)
+    assert report[0] == ("forward", False, None, *["torch.float32"] * 3)
+
+
+def test_backward_keeps_the_policy_of_forward() -> None:
+    report = Report()
+    a, b = leaves()
+    with autocast("cpu", dtype=FP16, policy={"name": "none", "rules": {"mm": "fp32"}}):
+        y = product(POLYMP, report)(a, b)
+    with autocast("cpu", dtype=FP16):
+        y.sum().backward()
+    assert report[0] == ("forward", True, FP16, *["torch.float32"] * 3)
+    assert report[1] == ("backward", True, FP16, *["torch.float32"] * 3)
+
+
+# --- cast_inputs ---------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "first second")
+
+
+def received(fwd: Any, region: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the body of a decorated forward gets, called with a bare ctx."""
+
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    with region:
+        return fwd(device_type="cpu", cast_inputs=FP16)(forward)(SimpleNamespace(), *args, **kwargs)
+
+
+def test_only_floats_below_float64_are_cast() -> None:
+    dtypes = (FP32, BF16, FP16, torch.float64, torch.int32, torch.bool, torch.complex64)
+    tensors = [torch.ones(2).to(dtype) for dtype in dtypes]
+    expected = [FP16] * 3 + [torch.float64, torch.int32, torch.bool, torch.complex64]
+    for amp in (POLYMP, TORCH):
+        args, _ = received(amp.custom_fwd, amp.autocast("cpu", dtype=BF16), *tensors)
+        assert [t.dtype for t in args] == expected
+        same = [got is given for got, given in zip(args, tensors, strict=True)]
+        assert same == [False, False, True, True, True, True, True]
+        args, _ = received(amp.custom_fwd, amp.autocast("cpu", enabled=False), *tensors)
+        assert all(got is given for got, given in zip(args, tensors, strict=True))
+
+
+def dtypes_in(value: Any) -> Any:
+    """The value with dtypes for tensors, and every container's type beside its contents."""
+    match value:
+        case torch.Tensor():
+            return value.dtype
+        case dict():
+            pairs = [(dtypes_in(k), dtypes_in(v)) for k, v in value.items()]
+            return type(value).__name__, pairs
+        case list() | tuple():
+            return type(value).__name__, [dtypes_in(v) for v in value]
+        case _:
+            return value
+
+
+ONE = torch.ones(2)
+NESTED: dict[str, Any] = {
+    "list": [ONE, [ONE, "text", 5, None]],
+    "tuple": (ONE, (ONE.double(), b"bytes", 2.5)),
+    "dict": {"a": ONE, "b": {"c": [ONE]}, 3: True},
+    "tensor as key": {ONE: "value"},
+    "string": "text",
+    "nothing": None,
+    "empty": [(), {}, []],
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_inputs_are_cast_as_torch_casts_them(name: str) -> None:
+    results = []
+    for amp in (POLYMP, TORCH):
+        args, kwargs = received(
+            amp.custom_fwd, amp.autocast("cpu", dtype=BF16), NESTED[name], keyword=NESTED[name]
+        )
+        assert dtypes_in(args[0]) == dtypes_in(kwargs["keyword"])
+        results.append(dtypes_in(args[0]))
+    assert results[0] == results[1]
+
+
+def test_containers_that_torch_flattens_keep_their_type() -> None:
+    given = [OrderedDict(a=ONE), defaultdict(list, a=ONE), Pair(ONE, [ONE])]
+    args, _ = received(custom_fwd, autocast("cpu"), *given)
+    assert [type(arg) for arg in args] == [OrderedDict, defaultdict, Pair]
+    assert args[0]["a"].dtype is FP16
+    assert args[1]["a"].dtype is FP16
+    assert args[1].default_factory is list
+    assert args[2].second[0].dtype is FP16
+    with pytest.raises(TypeError):  # the reason why this is not compared with torch
+        received(torch.amp.custom_fwd, torch.autocast("cpu"), Pair(ONE, [ONE]))
+
+
+def test_arrays_pass_and_other_iterables_become_iterators() -> None:
+    array = np.ones(2, np.float32)
+    for amp in (POLYMP, TORCH):
+        args, _ = received(amp.custom_fwd, amp.autocast("cpu"), array, {ONE}, iter([ONE]))
+        assert args[0] is array
+        assert [t.dtype for t in args[1]] == [FP16]
+        assert [t.dtype for t in args[2]] == [FP16]
+
+
+def test_tensors_of_another_device_are_not_cast() -> None:
+    def forward(ctx: Any, *args: torch.Tensor) -> Any:
+        return [arg.dtype for arg in args], torch.is_autocast_enabled("cuda")
+
+    decorated = custom_fwd(forward, device_type="cuda", cast_inputs=BF16)
+    with FakeTensorMode():
+        both = torch.empty(2), torch.empty(2, device="cuda")
+        with inside("cuda", "float16"):
+            assert decorated(SimpleNamespace(), *both) == ([FP32, BF16], False)
+            assert torch.is_autocast_enabled("cuda")
+        with autocast("cpu"):
+            assert decorated(SimpleNamespace(), *both) == ([FP32, FP32], False)
+
+
+# --- ways to write it ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_plain_and_with_arguments_and_through_the_device_spellings() -> None:
+    def forward(ctx: Any) -> str:
+        """Its own words."""
+        return "ran"
+
+    def backward(ctx: Any) -> str:
+        return "ran back"
+
+    for decorate in (
+        lambda f: custom_fwd(f, device_type="cuda"),
+        custom_fwd(device_type="cuda"),
+        ours.cuda.custom_fwd,
+        ours.cuda.custom_fwd(cast_inputs=FP32),
+    ):
+        ctx = SimpleNamespace()
+        decorated = decorate(forward)
+        assert (decorated.__name__, decorated.__doc__) == ("forward", "Its own words.")
+        assert decorated(ctx) == "ran"
+        assert (ctx._dtype, ctx._fwd_used_autocast) == (FP16, False)  # torch's names
+        for back in (
+            lambda f: custom_bwd(f, device_type="cuda"),
+            custom_bwd(device_type="cuda"),
+            ours.cuda.custom_bwd,
+        ):
+            assert back(backward).__name__ == "backward"
+            assert back(backward)(ctx) == "ran back"
+
+
+@pytest.mark.parametrize("device", [None, 5, torch.device("cpu"), ONE])
+@pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
+def test_a_device_type_that_is_no_string(name: str, device: Any) -> None:
+    messages = []
+    for amp in (POLYMP, TORCH):
+        with pytest.raises(ValueError, match="Expected `device_type` of type `str`") as caught:
+            getattr(amp, name)(len, device_type=device)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("name", ["custom_fwd", "custom_bwd"])
+def test_a_device_type_is_required(name: str) -> None:
+    for amp in (POLYMP, TORCH):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
+            getattr(amp, name)(len)
+
+
+def test_an_unknown_device_type_fails_when_forward_runs() -> None:
+    for amp in (POLYMP, TORCH):
+        decorated = amp.custom_fwd(lambda ctx: None, device_type="abacus")
+        with pytest.raises(RuntimeError, match="device type at start of device string: abacus"):
+            decorated(SimpleNamespace())
+
+
+def test_an_exception_in_forward_and_backward_restores_the_region() -> None:
+    def fails(ctx: Any) -> None:
+        raise ArithmeticError("on purpose")
+
+    ctx = SimpleNamespace()
+    with autocast("cpu", dtype=BF16):
+        with pytest.raises(ArithmeticError):
+            custom_fwd(fails, device_type="cpu", cast_inputs=FP32)(ctx)
+        assert torch.is_autocast_enabled("cpu")
+        with pytest.raises(ArithmeticError):
+            custom_bwd(fails, device_type="cpu")(ctx)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is BF16

@@ -1,0 +1,152 @@
+"""`lean` in torch: what it saves for backward, which formats meet in attention, what it learns.
+
+On CUDA the tensors are fake: torch's own CUDA list is what lean is measured against.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from polymp.torch import autocast
+from tests import STRICT
+from tests.support.examples import ROOT, TINY, modules
+from tests.support.torch import saved_formats
+
+LOW = ("bfloat16", "float16")
+
+# Of torch.autocast's bytes, at most. Where attention is one kernel, there is less float32 to save:
+# all that it saves is low under torch.autocast, too.
+LIMITS = {"written_out": 0.75, "fused": 0.85}
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> dict[str, list[saved_formats.Saved]]:
+    """What is saved on CUDA, by what, attention, format and policy."""
+    child = subprocess.run(
+        [sys.executable, *STRICT, "-m", "tests.support.torch.saved_formats"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert child.returncode == 0, child.stderr
+    return {
+        key: [saved_formats.Saved(*one) for one in found]
+        for key, found in json.loads(child.stdout).items()
+    }
+
+
+def size(found: list[saved_formats.Saved]) -> int:
+    return sum(one.bytes for one in found)
+
+
+def in_float32(found: list[saved_formats.Saved]) -> list[saved_formats.Saved]:
+    """Activations among it that are float32; means and sums of rows are smaller."""
+    return [
+        one
+        for one in found
+        if one.format == "float32" and one.bytes >= saved_formats.ACTIVATION * 4
+    ]
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("attention", LIMITS)
+def test_the_example_saves_less_than_under_torch(on_cuda, attention, low):
+    theirs, cuda, lean = (
+        size(on_cuda[f"model {attention} {low} {policy}"])
+        for policy in ("torch.autocast", "torch-cuda", "lean")
+    )
+    assert cuda == theirs > 1_000_000
+    assert lean / theirs <= LIMITS[attention], f"{lean} of {theirs} bytes"
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("attention", LIMITS)
+def test_a_block_saves_no_float32_activation(on_cuda, attention, low):
+    """Where its input is low; under torch.autocast it does, so this can fail."""
+    assert in_float32(on_cuda[f"block {attention} {low} lean"]) == []
+    assert len(in_float32(on_cuda[f"block {attention} {low} torch.autocast"])) >= 2
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", [None, saved_formats.written_out], ids=["fused", "written out"])
+def test_a_block_saves_no_float32_activation_on_cpus(how, low):
+    with modules("job", "train_torch") as parts, saved_formats.attention(parts.train_torch, how):
+        lean = saved_formats.of_block(parts.train_torch, "cpu", low, "lean")
+        amp = saved_formats.of_block(parts.train_torch, "cpu", low, "amp")
+    assert in_float32(lean) == []
+    assert in_float32(amp) != []
+    assert size(lean) < size(amp)
+
+
+class Attention(nn.Module):
+    """Queries and keys are normalised, values are not; notes the formats in which they meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.norm_q, self.norm_k = nn.LayerNorm(8), nn.RMSNorm(8)
+        self.met: tuple[torch.dtype, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.norm_q(self.q(x)), self.norm_k(self.k(x)), self.v(x)
+        self.met = q.dtype, k.dtype, v.dtype
+        return torch.softmax(q @ k.transpose(-2, -1), -1) @ v
+
+
+# With float32 weights, torch says once that it cannot use its fused kernel of RMSNorm.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_queries_keys_and_values_have_one_format(low):
+    """Kernels such as flash-attention's refuse anything else, and so torch's list."""
+    model, x = Attention(), torch.randn(2, 4, 8)
+    with autocast("cpu", low, policy="lean"):
+        model(x)
+    assert model.met == (low, low, low)
+    with autocast("cpu", low, policy="torch-cuda"):
+        model(x)
+    assert model.met == (torch.float32, torch.float32, low)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small products on several threads mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def losses(parts: Any, policy: str | None, steps: int) -> tuple[float, float]:
+    """Held-out losses of the example, before and after, with attention written out."""
+    args = parts.job.arguments(
+        parts.job.parser("train_torch.py", ""), [*TINY, "--steps", str(steps), "--quiet"]
+    )
+    text = parts.job.read(None, args.context)
+    parts.train_torch.autocast = (
+        torch.autocast if policy is None else partial(autocast, policy=policy)
+    )
+    with saved_formats.attention(parts.train_torch, saved_formats.written_out):
+        run = parts.train_torch.train("bf16", text, args, torch.device("cpu"))
+    return run.held_out[0][1], run.loss
+
+
+def test_training_ends_within_half_a_percent_of_torchs(one_thread):
+    with modules("job", "train_torch") as parts:
+        before, theirs = losses(parts, None, 120)
+        _, amp = losses(parts, "amp", 120)
+        _, lean = losses(parts, "lean", 120)
+    assert theirs < 0.8 * before
+    assert lean != amp, "nothing of lean's own has run"
+    assert math.isclose(lean, theirs, rel_tol=0.005)
+    assert math.isclose(lean, amp, rel_tol=0.005)

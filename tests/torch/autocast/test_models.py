@@ -1,0 +1,79 @@
+"""Whole models under polymp and under torch.autocast: the same bits in outputs and gradients.
+
+`models` runs them, in a process of its own, so that torch's outcomes come from a torch that does
+not know polymp.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.torch.models import LOW, MODELS, STAGES, WAYS, WITH_GRADIENTS, Outcomes
+
+ROOT = Path(__file__).parents[3]
+ENGINES = tuple(stage for stage in STAGES if stage != "torch")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
+    path = tmp_path_factory.mktemp("models") / "outcomes"
+    command = [sys.executable, "-m", "tests.support.torch.models", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    loaded: dict[str, Outcomes] = pickle.loads(path.read_bytes())
+    return loaded
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Parts of an outcome that are not the same."""
+    return [part for part in ours.keys() | theirs.keys() if ours.get(part) != theirs.get(part)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("title", MODELS)
+def test_every_bit_is_torch_s(found: dict[str, Outcomes], title: str, engine: str) -> None:
+    different = {
+        key: parts
+        for key, theirs in found["torch"].items()
+        if key[0] == title and (parts := differences(found[engine][key], theirs))
+    }
+    assert different == {}
+
+
+# oneDNN has no float16 for this layer on most CPUs; polymp must fail in the same words.
+MAY_FAIL = ("LSTM", str(torch.float16))
+
+
+def test_the_models_run(found: dict[str, Outcomes]) -> None:
+    theirs = found["torch"]
+    assert len(theirs) == len(MODELS) * len(WAYS) * len(LOW)
+    assert {(key[0], key[2]) for key, seen in theirs.items() if "error" in seen} <= {MAY_FAIL}
+    ran = {key: seen for key, seen in theirs.items() if "error" not in seen}
+    low = {title for (title, _, dtype), seen in ran.items() if seen["outputs"][0][0] == dtype}
+    assert low >= {"RNN", "LSTM", "multi-head attention", "attention", "convnet", "sparse tables"}
+    gradients = [
+        g for (_, way, _), seen in ran.items() if way in WITH_GRADIENTS for g in seen["gradients"]
+    ]
+    assert None not in gradients
+    assert {sparse for _, _, sparse, _ in gradients} == {True, False}
+
+
+def test_a_difference_is_seen(found: dict[str, Outcomes]) -> None:
+    """The two formats, taken for each other, differ in every model and way."""
+    one, other = (str(low) for low in LOW)
+    native = found["native"]
+    for title in MODELS:
+        for way in WAYS:
+            outcomes = native[title, way, one], native[title, way, other]
+            if any("error" in seen for seen in outcomes):
+                continue
+            parts = differences(*outcomes)
+            assert "outputs" in parts
+            assert ("gradients" in parts) == (way in WITH_GRADIENTS)

@@ -1,0 +1,253 @@
+"""Every op that torch registers for autocast, in a polymp region and under torch's own autocast.
+
+`ops` has the calls, `run_ops` makes them, in one process for each device; here the outcomes are
+compared: formats, every bit of results and gradients, and exceptions.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.torch import ops, run_ops, torch_lists
+from tests.support.torch.outcomes import Outcome, Seen
+from tests.support.torch.run_ops import STAGES, Case, Record
+from tests.support.torch.version_changes import ASK_FOR_DRIVER
+
+ROOT = Path(__file__).parents[3]
+DEVICES = ("cpu", "cuda")
+ENGINES = tuple(stage for stage in STAGES if stage not in ("torch", "wrong"))
+OPS = [(device, op) for device in DEVICES for op in run_ops.registered(device) if run_ops.rows(op)]
+
+# Ops of which a row may raise under torch too, even on float32. The error is compared, and on CUDA
+# the formats in which the op was called.
+NEED_NO_RESULT = {
+    ("cpu", "mkldnn_rnn_layer"): "oneDNN has no 16-bit LSTM for some CPUs",
+    ("cuda", "_cudnn_rnn"): "asks for a GPU where it casts weights",
+    ("cuda", "_thnn_fused_gru_cell"): "asks for a CUDA build of torch",
+    ("cuda", "gru_cell"): "asks for a CUDA build of torch",
+    ("cuda", "lstm_cell"): "torch's fake kernel fails without biases",
+    ("cuda", "cudnn_convolution"): "asks for a CUDA build of torch",
+    ("cuda", "cudnn_convolution_transpose"): "asks for a CUDA build of torch",
+    ("cuda", "grid_sampler"): "asks for a CUDA build of torch",
+    ("cuda", "multi_margin_loss"): "asks for a CUDA build of torch",
+    ("cuda", "binary_cross_entropy"): "forbidden: the error is its result",
+    **{("cuda", op): "asks for a driver" for op in ASK_FOR_DRIVER},
+}
+# What raises before the op is called: a CPU build of torch, or one for CUDA without a driver.
+ASKS_FOR_GPU = re.compile("unsafe|driver")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `run_ops` wrote for one device, by stage and op."""
+
+    registered: tuple[str, ...]
+    stages: dict[str, dict[str, Record]]
+
+    def pairs(self, stage: str, op: str) -> Iterator[tuple[Case, Outcome, Outcome]]:
+        """Case, torch's outcome and the stage's."""
+        theirs = self.stages["torch"][op]
+        for case, outcome in self.stages[stage][op].items():
+            yield case, theirs[case], outcome
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Run]]:
+    """The run of a device; both devices are run at once, when first asked for."""
+    where = tmp_path_factory.mktemp("ops")
+    started: dict[str, Future[Run]] = {}
+
+    def run(device: str) -> Run:
+        path = where / device
+        command = [sys.executable, "-m", "tests.support.torch.run_ops", device, str(path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
+        registered, records = pickle.loads(path.read_bytes())
+        stages: dict[str, dict[str, Record]] = {stage: defaultdict(dict) for stage in STAGES}
+        for stage, record in records.items():
+            for case, outcome in record.items():
+                stages[stage][case.op][case] = outcome
+        return Run(tuple(registered), stages)
+
+    with ThreadPoolExecutor(len(DEVICES)) as pool:
+
+        def load(device: str) -> Run:
+            if not started:
+                started.update({each: pool.submit(run, each) for each in DEVICES})
+            return started[device].result()
+
+        yield load
+
+
+def differences(theirs: Outcome, ours: Outcome) -> list[str]:
+    """What differs, in words; empty if every format, bit and word is the same."""
+    found = [
+        f"{name} {getattr(ours, name)!r}, torch {getattr(theirs, name)!r}"
+        for name in ("error", "calls")
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    for name in ("outputs", "gradients"):
+        left, right = getattr(ours, name), getattr(theirs, name)
+        if len(left) != len(right):
+            found.append(f"{len(left)} {name}, torch {len(right)}")
+        elif left != right:
+            unlike = [at for at in range(len(left)) if left[at] != right[at]]
+            found += [f"{name}[{at}] {_unlike(left[at], right[at])}" for at in unlike]
+    return found
+
+
+def _unlike(ours: Any, theirs: Any) -> str:
+    if not (isinstance(ours, Seen) and isinstance(theirs, Seen)):
+        return f"{ours!r}, torch {theirs!r}"
+    words = [
+        f"{field.name} {getattr(ours, field.name)}, torch {getattr(theirs, field.name)}"
+        for field in fields(Seen)
+        if field.name != "bits" and getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
+    if not words:
+        gap = (values(ours) - values(theirs)).abs().max()
+        words = [f"bits differ, values by up to {gap:g}"]
+    return ", ".join(words)
+
+
+def values(seen: Seen) -> torch.Tensor:
+    dtype = getattr(torch, seen.dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    if not seen.bits:
+        return torch.zeros(0, dtype=wide)
+    return torch.frombuffer(bytearray(seen.bits), dtype=dtype).to(wide)
+
+
+def report(found: list[tuple[Case, list[str]]], most: int = 12) -> str:
+    lines = [
+        f"{case.op}, row {case.row}, {case.way}, region {case.low}: {'; '.join(words)}"
+        for case, words in found[:most]
+    ]
+    return "\n".join([f"{len(found)} calls differ", *lines])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("device", "op"), OPS)
+def test_op_does_what_it_does_under_torch(
+    load: Callable[[str], Run], device: str, op: str, engine: str
+) -> None:
+    pairs = list(load(device).pairs(engine, op))
+    assert len(pairs) >= 2 * len(run_ops.rows(op)), "a row was not run in both region formats"
+    found = [(case, differences(theirs, ours)) for case, theirs, ours in pairs]
+    unlike = [(case, words) for case, words in found if words]
+    assert not unlike, report(unlike)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_torchs_own_lists_do_what_they_do_under_torch(
+    load: Callable[[str], Run], device: str, engine: str
+) -> None:
+    run = load(device)
+    titles = run.stages["torch"].keys() - set(run.registered)
+    found = [
+        (case, differences(theirs, ours))
+        for title in sorted(titles)
+        for case, theirs, ours in run.pairs(engine, title)
+    ]
+    assert len(found) == 2 * len(torch_lists.listed(device)) > 100, "lists left out"
+    unlike = [(case, words) for case, words in found if words]
+    assert not unlike, report(unlike)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_registered_op_is_forgotten(
+    load: Callable[[str], Run], device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load(device)
+    excused = {op: why for op, why in ops.EXCUSED[device].items() if op in run.registered}
+    tested = {op for op in run.registered if run.stages["torch"][op]}
+    calls = [pair for op in tested for pair in run.pairs("python", op)]
+    raising = sum(bool(theirs.error) for _, theirs, _ in calls)
+    with capsys.disabled():
+        print(
+            f"\nautocast ops of {device}, torch {torch.__version__}: {len(run.registered)} "
+            f"registered, {len(tested)} tested, {len(excused)} excused; {len(calls)} calls on "
+            f"each engine, {raising} of which raise under torch too"
+        )
+        for op, reason in sorted(excused.items()):
+            print(f"  {op} excused: {reason}")
+    assert not tested & excused.keys(), "tested and excused"
+    missing = set(run.registered) - tested - excused.keys()
+    assert not missing, "no row in tests/support/torch/ops.py"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_have_results_and_gradients_to_compare(
+    load: Callable[[str], Run], device: str
+) -> None:
+    run = load(device)
+    empty = []
+    for op in run.registered:
+        for at, row in enumerate(run_ops.rows(op)):
+            outcome = run.stages["torch"][op][Case(op, at, "all float32", "bfloat16")]
+            wants_gradients = device == "cpu" and row.outputs != ()
+            if (device, op) not in NEED_NO_RESULT or outcome.outputs:
+                empty += [f"{op}, row {at}: {word}" for word in _lacks(outcome, wants_gradients)]
+            elif device == "cuda" and not outcome.calls and not ASKS_FOR_GPU.search(outcome.error):
+                empty.append(f"{op}, row {at}: no result, and not called: {outcome}")
+    assert not empty, "\n".join(empty)
+
+
+def _lacks(outcome: Outcome, wants_gradients: bool) -> Iterator[str]:
+    tensors = [one for one in outcome.outputs + outcome.gradients if isinstance(one, Seen)]
+    if outcome.error or not outcome.outputs:
+        yield f"no result: {outcome.error}"
+    elif not all(values(one).isfinite().all() for one in tensors):
+        yield "not finite"
+    elif wants_gradients and not any(
+        isinstance(one, Seen) and values(one).any() for one in outcome.gradients
+    ):
+        yield "no gradient that is not zero"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_wrong_rule_for_any_op_is_noticed(load: Callable[[str], Run], device: str) -> None:
+    run = load(device)
+    unnoticed = [
+        op
+        for op in run.registered
+        if op not in ops.EXCUSED[device]
+        and not any(differences(theirs, ours) for _, theirs, ours in run.pairs("wrong", op))
+    ]
+    assert not unnoticed
+
+
+SEEN = Seen("float32", (1,), (1,), True, False, "torch.strided", b"\0\0\x80\x3f")
+OUTCOME = Outcome((SEEN,), (SEEN, None), "RuntimeError: no", ("aten::mm(float16, float16)",))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(OUTCOME, outputs=(replace(SEEN, bits=b"\1\0\x80\x3f"),)),
+        replace(OUTCOME, outputs=(replace(SEEN, dtype="float64"),)),
+        replace(OUTCOME, outputs=(replace(SEEN, requires_grad=False),)),
+        replace(OUTCOME, outputs=()),
+        replace(OUTCOME, gradients=(replace(SEEN, bits=b"\0\0\x80\xbf"), None)),
+        replace(OUTCOME, gradients=(SEEN, SEEN)),
+        replace(OUTCOME, error="RuntimeError: yes"),
+        replace(OUTCOME, error=""),
+        replace(OUTCOME, calls=("aten::mm(float16, float32)",)),
+    ],
+)
+def test_any_change_of_an_outcome_is_noticed(other: Outcome) -> None:
+    assert differences(OUTCOME, OUTCOME) == []
+    assert len(differences(OUTCOME, other)) == 1

@@ -1,0 +1,352 @@
+"""Policies in regions: both engines do what `Policy.decide` says, and only where they must."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import polymp
+from polymp.backends.torch.autocast import kernels, torch_table
+from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.rules import policy_files
+from polymp.rules.vocabulary import vocabulary
+from polymp.torch import autocast, checkpoint
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Programs that show in one dtype which rule an op ran by.
+SHOW = {
+    "mm": lambda low: torch.mm(X, X.t()),
+    "exp": lambda low: X.to(low).exp(),
+    "softmax": lambda low: torch.softmax(X.to(low), -1),
+    "add": lambda low: X.to(low) + X.to(low),
+    "layer_norm": lambda low: torch.layer_norm(X.to(low), (4,)),
+}
+
+
+@pytest.mark.parametrize("op", SHOW)
+@pytest.mark.parametrize("rule", ["lower", "fp32", "fp32_keep", "widest", "keep", None])
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_a_rule_is_what_runs(op, rule, low):
+    policy = {"rules": {} if rule is None else {op: rule}}
+    given = FP32 if op == "mm" else low
+    expected = {"lower": low, "fp32": FP32, "fp32_keep": given, "keep": given, None: given}
+    expected["widest"] = torch.promote_types(low, given)
+    with autocast("cpu", low, policy=policy):
+        inside = SHOW[op](low)
+    assert inside.dtype is expected[rule]
+    assert torch.get_autocast_dtype("cpu") is BF16, "the region leaked"
+
+
+@pytest.mark.parametrize("low", [BF16, FP16])
+def test_fp32_keep_computes_in_float32(low):
+    x = (X * 9).to(low)
+    with autocast("cpu", low, policy={"rules": {"exp": "fp32_keep"}}):
+        kept = x.exp()
+    assert torch.equal(kept, x.float().exp().to(low))
+
+
+def test_the_cuda_table_on_a_cpu():
+    with autocast("cpu", policy="torch-cuda"):
+        assert torch.softmax(X.to(BF16), -1).dtype is FP32
+        assert torch.softmax(X.to(BF16), -1, dtype=BF16).dtype is BF16, "explicit dtypes count"
+        assert X.to(BF16).sum().dtype is FP32
+        assert X.to(BF16).norm().dtype is FP32
+        assert torch.nn.functional.layer_norm(X, (4,)).dtype is FP32
+        assert torch.addcmul(X.to(BF16), X, X).dtype is FP32
+        assert torch.cat([X, X.to(BF16)]).dtype is FP32
+        assert (X @ X.t()).dtype is BF16
+        with pytest.raises(ForbiddenOpError) as error:
+            torch.nn.functional.binary_cross_entropy(X.abs(), X.abs())
+    assert str(error.value) == (
+        "policy 'torch-cuda' forbids 'binary_cross_entropy', called here with (float32, float32). "
+        "Use binary_cross_entropy_with_logits, or give it another rule in the policy."
+    )
+
+
+def test_rows_for_one_format_one_overload_and_a_class():
+    by_format = {"rules": {"softmax": {"float16": "fp32", "bfloat16": "keep"}}}
+    by_overload = {"rules": {"sum": "fp32", "aten:sum.dim_IntList": "keep"}}
+    by_class = {"rules": {"class:reduction": "fp32", "sum": "keep", "neg": "lower"}}
+    for low in (FP16, BF16):
+        x = X.to(low)
+        with autocast("cpu", low, policy=by_format):
+            assert torch.softmax(x, -1).dtype is (FP32 if low is FP16 else BF16)
+        with autocast("cpu", low, policy=by_overload):
+            assert (x.sum().dtype, x.sum(-1).dtype) == (FP32, low)
+        with autocast("cpu", low, policy=by_class):
+            assert (x.prod().dtype, x.sum().dtype, X.neg().dtype) == (FP32, low, low)
+
+
+def test_mixed_halves():
+    halves = [X.to(BF16), X.to(FP16)]
+    cat = {"rules": {"cat": "widest"}}
+    with autocast("cpu", BF16, policy=cat):
+        assert torch.cat(halves).dtype is FP32
+    refuses = pytest.raises(RuntimeError, match=r"^Unexpected floating ScalarType")
+    with autocast("cpu", BF16, policy=cat | {"halves": "raise"}), refuses:
+        torch.cat(halves)
+    with torch.autocast("cpu", BF16), refuses:
+        torch.cat(halves)
+
+
+def test_regions_with_other_policies_nest():
+    fp32 = {"rules": {"linear": "fp32"}}
+    linear = torch.nn.Linear(4, 4)
+    with autocast("cpu"):
+        assert linear(X).dtype is BF16
+        with autocast("cpu", policy=fp32):
+            assert linear(X.to(BF16)).dtype is FP32
+            with autocast("cpu", FP16, policy={"rules": {"linear": "lower"}}):
+                assert linear(X).dtype is FP16
+            with autocast("cpu"):
+                assert linear(X).dtype is BF16, "no policy means torch's own table"
+            assert linear(X.to(BF16)).dtype is FP32
+        assert linear(X).dtype is BF16
+    assert linear(X).dtype is FP32
+
+
+def test_an_op_left_out_still_lets_ops_inside_it_autocast():
+    """Without its row, matmul is transparent: the mm inside it has a row."""
+    with autocast("cpu", policy={"rules": {"mm": "lower"}}):
+        assert torch.matmul(X, X.t()).dtype is BF16
+    with autocast("cpu", policy={"rules": {"mm": "lower", "matmul": "keep"}}):
+        assert torch.matmul(X, X.t()).dtype is FP32
+
+
+def test_a_policy_that_is_torchs_own_installs_nothing(tmp_path):
+    """In a fresh process, as a user's file under another name."""
+    code = (
+        "from polymp.rules.policy import Policy\n"
+        "from polymp.rules.row import Row, Rule\n"
+        "from polymp.rules import policy_files\n"
+        "from polymp.torch import autocast\n"
+        "from pathlib import Path\n"
+        "from polymp.backends.torch.autocast import kernels\n"
+        "own = policy_files.to_toml(policy_files.load('torch-cpu')).replace('torch-cpu', 'mine')\n"
+        "Path('mine.toml').write_text(own)\n"
+        "with autocast('cpu', policy='mine.toml') as region: pass\n"
+        "assert policy_files.load('mine.toml').name == 'mine'\n"
+        "with autocast('cpu'): pass\n"
+        "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
+        "other = policy_files.load('mine.toml').override(parts=['linear'], rules={'exp': 'keep'})\n"
+        "with autocast('cpu', policy=other): pass\n"
+        "assert kernels.installed('cpu') == ('exp', 'linear'), kernels.installed('cpu')\n"
+        "low = {'float16': 'fp32', 'bfloat16': 'lower'}\n"
+        "with autocast('cpu', policy=other.override(rules={'mm': low})): pass\n"
+        "assert kernels.installed('cpu') == ('exp', 'linear', 'mm'), kernels.installed('cpu')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_numbers_go_through_an_op_without_a_rule():
+    """x + 1 reaches a kernel as (tensor, number), in a region that has no rule for add."""
+    with autocast("cpu", policy={"rules": {"add": "widest"}}):
+        assert torch.equal(X + 1, X.add(torch.ones(3, 4)))
+    with autocast("cpu"):
+        assert (X.to(BF16) + 1).dtype is BF16
+        assert (X.to(BF16) + 1.5).dtype is BF16
+        assert ((X > 0) + 1).dtype is torch.int64
+
+
+def test_gradients_pass_through_our_casts():
+    w = torch.randn(4, 4, requires_grad=True)
+    with autocast("cpu", policy={"rules": {"mm": "lower", "exp": "fp32_keep"}}):
+        loss = torch.mm(X, w).exp().float().sum()
+    loss.backward()
+    expected = torch.randn(0)
+    v = w.detach().clone().requires_grad_()
+    low = torch.mm(X.to(BF16), v.to(BF16)).float().exp().to(BF16).float().sum()
+    (expected,) = torch.autograd.grad(low, v)
+    assert torch.equal(w.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"aten:log_sofmax.int": "fp32"},
+            "policy 'p' has a rule for 'log_sofmax.int', which is no op of torch; did you mean "
+            "log_softmax.int, logsumexp.",
+        ),
+        (
+            {"aten:softmax": "fp32"},
+            "policy 'p' has a rule for 'softmax', which is no op of torch; its overloads are "
+            + ", ".join(f"softmax.{o}" for o in torch.ops.aten.softmax.overloads())
+            + ".",
+        ),
+        (
+            {"aten:nonsense": "fp32"},
+            "policy 'p' has a rule for 'nonsense', which is no op of torch.",
+        ),
+        (
+            {"aten:randperm": "fp32"},
+            "policy 'p' has a rule for 'randperm', which takes no tensor; its overloads are "
+            + ", ".join(
+                "randperm" if o == "default" else f"randperm.{o}"
+                for o in torch.ops.aten.randperm.overloads()
+            )
+            + ".",
+        ),
+        (
+            {"cbrt": "fp32"},
+            "policy 'p' has a rule for 'cbrt', which torch lacks. " + vocabulary().ops["cbrt"].note,
+        ),
+        (
+            {"exp": {"rule": "fp32", "apply": "dtype_argument"}},
+            "policy 'p' applies fp32 to 'exp' by its dtype argument, which it does not have: "
+            "aten::exp(Tensor self) -> Tensor",
+        ),
+        (
+            {"exp": {"rule": "fp32", "apply": "append_dtype"}},
+            "policy 'p' applies fp32 to 'exp' by an appended dtype, "
+            "which only norm.Scalar, norm.ScalarOpt_dim can have.",
+        ),
+    ],
+)
+def test_what_torch_cannot_honour_is_refused_when_the_region_is_made(rule, message):
+    before = kernels.installed("cpu")
+    with pytest.raises(PolicyError) as error:
+        autocast("cpu", policy={"name": "p", "rules": {"mm": "keep"} | rule})
+    assert str(error.value) == message
+    assert kernels.installed("cpu") == before, "half of the policy was installed"
+
+
+def test_the_python_engine_covers_the_whole_table():
+    with kernels.all_python("cpu"):
+        assert set(kernels.installed("cpu")) >= torch_table.kernels("cpu")
+        with autocast("cpu"):
+            assert (X @ X.t()).dtype is BF16
+
+
+def test_an_unknown_policy_names_the_nearest():
+    with pytest.raises(PolicyError, match="Did you mean torch-cuda"):
+        autocast("cpu", policy="torch-kuda")
+    with pytest.raises(PolicyError, match="is not one of"):
+        autocast("cpu", policy={"rules": {"mm": "low"}})
+    assert "torch-cuda" in policy_files.shipped()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_under_the_policy(reentrant):
+    seen = []
+
+    def block(x):
+        h = torch.softmax(x @ x.t(), -1)
+        seen.append(h.dtype)
+        return h
+
+    x = X.clone().requires_grad_()
+    with autocast("cpu", policy="torch-cuda"):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+    y.sum().backward()
+    again = X.clone().requires_grad_()
+    with autocast("cpu", policy="torch-cuda"):
+        torch.softmax(again @ again.t(), -1).sum().backward()
+    assert set(seen) == {FP32}  # without reentry, recomputing stops before it notes a second
+    assert torch.equal(x.grad, again.grad)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_checkpoint_leaves_the_casts_of_the_forward_alone():
+    """A weight used before and inside it is cast once, as without checkpointing."""
+    w = torch.eye(4).requires_grad_()
+    seen = []
+
+    def block(x):
+        y = torch.mm(x, w)
+        seen.append(y.grad_fn.next_functions[1][0])
+        return y
+
+    with autocast("cpu"):
+        first = torch.mm(X, w).grad_fn.next_functions[1][0]
+        checkpoint(block, X.clone().requires_grad_(), use_reentrant=False)
+    assert seen == [first]
+
+
+I64 = torch.tensor([2, 0])
+EVERY = torch.tensor([[0, 1, 2], [1, 2, 0]])
+MASK = torch.tensor([[True, False, True], [False, True, True], [False, False, True]])
+
+
+def _set(into, by):
+    into[MASK] = by.flatten()[:5]
+    return into
+
+
+# By name, a call with what is written into, and what is written: [3, 3] and [2, 3].
+WRITES = {
+    "b[mask] = y": _set,
+    "masked_scatter": lambda a, b: a.masked_scatter(MASK, b),
+    "masked_scatter_": lambda a, b: a.masked_scatter_(MASK, b),
+    "index_put_": lambda a, b: a.index_put_((I64,), b),
+    "index_copy": lambda a, b: a.index_copy(0, I64, b),
+    "index_copy_": lambda a, b: a.index_copy_(0, I64, b),
+    "index_add": lambda a, b: a.index_add(0, I64, b, alpha=2),
+    "index_add_": lambda a, b: a.index_add_(0, I64, b),
+    "scatter": lambda a, b: a.scatter(0, EVERY, b),
+    "scatter_": lambda a, b: a.scatter_(0, EVERY, b),
+    "scatter_add_": lambda a, b: a.scatter_add_(0, EVERY, b),
+    "scatter_reduce": lambda a, b: a.scatter_reduce(0, EVERY, b, "amax"),
+    "scatter_reduce_": lambda a, b: a.scatter_reduce_(0, EVERY, b, "amax"),
+    "put": lambda a, b: a.put(I64, b[0, :2]),
+    "put_": lambda a, b: a.put_(I64, b[0, :2]),
+}
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+@pytest.mark.parametrize(("into", "by"), [(FP32, BF16), (BF16, FP32), (torch.float64, BF16)])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_a_tensor_takes_its_format(name, into, by, policy):
+    whole, part = torch.randn(3, 3).to(into), torch.randn(2, 3).to(by)
+    expected = WRITES[name](whole.clone(), part.to(into))
+    with pytest.raises((RuntimeError, IndexError)):
+        WRITES[name](whole.clone(), part)
+    with polymp.recording() as record, autocast("cpu", BF16, policy=policy):
+        made = WRITES[name](given := whole.clone(), part)
+    assert made.dtype is into
+    assert torch.equal(made, expected)
+    assert (made is given) == name.endswith(("_", "= y"))
+    assert {row.rule for row in record.rows()} == {"first"}
+
+
+@pytest.mark.parametrize("policy", [None, "torch-cuda"])
+@pytest.mark.parametrize("name", ["b[mask] = y", "masked_scatter", "scatter_"])
+def test_torchs_own_tables_refuse_it_as_torch_does(name, policy):
+    with autocast("cpu", BF16, policy="amp"):
+        pass  # which puts kernels on the ops
+    with autocast("cpu", BF16, policy=policy), pytest.raises((RuntimeError, IndexError)):
+        WRITES[name](torch.zeros(3, 3), torch.ones(2, 3, dtype=BF16))
+
+
+def test_gradients_go_into_what_was_written():
+    part = torch.randn(2, 3, dtype=BF16, requires_grad=True)
+    whole = torch.zeros(3, 3)
+    with autocast("cpu", BF16, policy="lean"):
+        whole[I64] = part
+        (whole * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert torch.equal(part.grad.float(), torch.arange(9.0).view(3, 3)[I64])
+
+
+@pytest.mark.parametrize("amp_first", [True, False])
+def test_a_weight_that_is_written_so_is_cast_anew(amp_first):
+    w = torch.nn.Parameter(torch.ones(3, 3))
+    policies = ["amp", None] if amp_first else [None, "amp"]
+    for policy in policies:
+        with torch.no_grad(), autocast("cpu", BF16, policy=policy):
+            before = torch.mm(w, w)
+            w.index_put_((I64,), torch.full((2, 3), 3.0))
+            assert not torch.equal(torch.mm(w, w), before)
+            w.fill_(1)
+
+
+def test_a_row_for_an_op_in_place_says_first():
+    autocast("cpu", policy={"rules": {"aten:index_put_": "first"}})
+    for rule in ("lower", "widest"):
+        with pytest.raises(PolicyError, match="which writes into an argument"):
+            autocast("cpu", policy={"rules": {"aten:index_put_": rule}})

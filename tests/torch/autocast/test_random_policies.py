@@ -1,0 +1,72 @@
+"""Random policies and random programs in torch: what ran is what `Policy.decide` says.
+
+The programs, and how a run is judged, are `tests.support.random_policies`; a process of its own
+runs them: `run_random_policies`. Each call is judged bit for bit against casts made by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.random_policies import WRONG
+
+POLICIES = 500
+COMPILED = 30  # half of them with AOT autograd; a compilation costs as much as 20 eager programs
+PAIRS = 12  # under A, B, A and under B, A, B
+
+
+@cache
+def ran(what: str, count: int) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.torch.run_random_policies", what, str(count)],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    print(f"\n{what}: { {key: value for key, value in found.items() if key not in ('wrong',)} }")
+    return found
+
+
+def test_what_ran_is_what_the_policies_decide() -> None:
+    found = ran("eager", POLICIES)
+    assert found["wrong"] == []
+    assert sum(found["seen"].values()) == POLICIES
+    assert found["seen"]["list"] > POLICIES / 2
+    assert {"ForbiddenOpError", "PolicyError"} <= found["seen"].keys()
+
+
+def test_what_was_recorded_is_what_the_policies_decide() -> None:
+    assert ran("eager", POLICIES)["recorded"] == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_decision_made_otherwise_is_noticed(name: str) -> None:
+    assert ran("eager", POLICIES)["noticed"][name] > 20
+
+
+def test_the_values_of_another_policy_are_noticed() -> None:
+    """A graph that is used under a policy it was not made for."""
+    assert ran("eager", POLICIES)["stale"] > 200
+
+
+def test_compiled_programs_do_what_the_policies_decide() -> None:
+    """As one graph, which a second call uses again."""
+    found = ran("compiled", COMPILED)
+    assert found["wrong"] == []
+    assert found["seen"].keys() == {"list, 1 graphs"}
+    assert found["seen"]["list, 1 graphs"] > COMPILED / 2
+
+
+def test_a_graph_made_under_one_policy_is_not_used_under_another() -> None:
+    """One compiled model under A, B and A again, and B, A, B: two graphs each, right each time."""
+    found = ran("reused", PAIRS)
+    assert found["wrong"] == []
+    assert found["graphs"] == {"2": PAIRS}
+    assert found["differ"] >= PAIRS / 4

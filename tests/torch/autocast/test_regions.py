@@ -1,0 +1,326 @@
+"""Regions: nested, disabled, left by exceptions, in every grad mode, of two devices at once.
+
+The expectation is torch.autocast's own outcome where torch is right, and written out where it is
+not. Every test must leave torch's autocast state as it found it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polymp import policy
+from polymp.torch import autocast
+from tests.support.torch.inside import inside
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = (BF16, FP16)
+
+
+def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
+    return torch.mm(x.to(dtype), w.to(dtype))
+
+
+# --- nested and disabled --------------------------------------------------------------------------
+
+OFF: dict[str, Any] = {"enabled": False}
+NESTS: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({"dtype": BF16}, {"dtype": FP16}, {"dtype": BF16}),
+    ({"dtype": FP16}, {}, {"dtype": BF16}, {}),
+    ({"dtype": BF16}, OFF, {"dtype": FP16}),
+    (OFF, {"dtype": FP16}, OFF, OFF, {"dtype": BF16}),
+    ({"dtype": FP16}, {"dtype": FP16, "enabled": False}, {}),
+    ({"dtype": BF16}, {"cache_enabled": False}, {"dtype": FP16, "cache_enabled": True}),
+)
+
+
+def walk(
+    enter: Callable[..., Any], nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
+) -> list[Any]:
+    """Go into the nest and out again: at each step the state, a product, and its gradient."""
+    seen: list[Any] = []
+
+    def look() -> None:
+        y = torch.mm(x, w)
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), w)
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), y.dtype))
+        seen.append((y.detach().float().tolist(), gradient.tolist()))
+
+    with contextlib.ExitStack() as stack:
+        for arguments in nest:
+            stack.enter_context(enter("cpu", **arguments))
+            look()
+        while stack._exit_callbacks:  # type: ignore[attr-defined]
+            _, leave = stack._exit_callbacks.pop()  # type: ignore[attr-defined]
+            leave(None, None, None)
+            look()
+    return seen
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(_short(a) for a in n))
+def test_every_depth_runs_in_its_own_region(
+    nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
+) -> None:
+    def uncached(device: str, **arguments: Any) -> Any:
+        return torch.autocast(device, **{**arguments, "cache_enabled": False})
+
+    assert walk(autocast, nest, x, w) == walk(uncached, nest, x, w)
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(_short(a) for a in n))
+def test_a_walk_through_wrong_regions_is_seen(
+    nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
+) -> None:
+    def always_on(device: str, enabled: bool = True, **arguments: Any) -> Any:
+        return autocast(device, **arguments)
+
+    def one_format(device: str, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
+        return autocast(device, dtype=BF16, **arguments)
+
+    right = walk(autocast, nest, x, w)
+    formats = {arguments.get("dtype") for arguments in nest}
+    assert (walk(always_on, nest, x, w) != right) == any("enabled" in a for a in nest)
+    assert (walk(one_format, nest, x, w) != right) == (FP16 in formats)
+
+
+def _short(arguments: dict[str, Any]) -> str:
+    dtype = str(arguments.get("dtype", "inherit")).removeprefix("torch.")
+    return dtype if arguments.get("enabled", True) else f"off({dtype})"
+
+
+def test_depths_by_hand(x: torch.Tensor, w: torch.Tensor) -> None:
+    with autocast("cpu", dtype=BF16):
+        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
+        with autocast("cpu", dtype=FP16):
+            assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+            with autocast("cpu", enabled=False):
+                assert torch.equal(torch.mm(x, w), mm(x, w, FP32))
+            assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
+    assert torch.equal(torch.mm(x, w), mm(x, w, FP32))
+
+
+def test_no_cast_outlives_the_outermost_region(x: torch.Tensor, w: torch.Tensor) -> None:
+    region = autocast("cpu", dtype=FP16)
+    for _ in range(3):
+        with region, autocast("cpu", dtype=FP16):
+            assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+        with torch.no_grad():  # outside, where nobody watches
+            w.mul_(2)
+
+
+def test_one_object_is_its_own_subregion(x: torch.Tensor, w: torch.Tensor) -> None:
+    region = autocast("cpu", dtype=FP16)
+    with region, region:
+        with autocast("cpu", enabled=False), region:
+            assert torch.mm(x, w).dtype is FP16
+        with region:
+            assert torch.mm(x, w).dtype is FP16
+    assert torch.mm(x, w).dtype is FP32
+
+
+def test_recursion_through_a_decorated_function(x: torch.Tensor, w: torch.Tensor) -> None:
+    seen = []
+
+    @autocast("cpu", dtype=FP16)
+    def down(depth: int) -> None:
+        seen.append(torch.mm(x, w).dtype)
+        if depth:
+            with autocast("cpu", enabled=False):
+                down(depth - 1)
+                seen.append(torch.mm(x, w).dtype)
+
+    down(3)
+    assert seen == [FP16] * 4 + [FP32] * 3
+    assert torch.mm(x, w).dtype is FP32
+
+
+def test_regions_left_out_of_order(x: torch.Tensor, w: torch.Tensor) -> None:
+    first, second = autocast("cpu", dtype=FP16), autocast("cpu", dtype=BF16)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    inside_second = torch.mm(x, w).dtype
+    second.__exit__(None, None, None)
+    assert inside_second is BF16
+    assert torch.mm(x, w).dtype is FP32
+
+
+# --- exceptions -----------------------------------------------------------------------------------
+
+ERRORS = (ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_exception_passes_and_restores_every_depth(
+    kind: type[BaseException], x: torch.Tensor, w: torch.Tensor
+) -> None:
+    error, seen = kind("on purpose"), []
+
+    def fail() -> None:
+        with autocast("cpu", dtype=BF16):
+            try:
+                with autocast("cpu", dtype=FP16), autocast("cpu", enabled=False):
+                    raise error
+            finally:
+                seen.append(torch.mm(x, w).dtype)
+
+    with pytest.raises(kind) as caught:
+        fail()
+    assert caught.value is error
+    assert seen == [BF16]
+    assert torch.mm(x, w).dtype is FP32
+
+
+def test_an_exception_in_decorated_recursion(x: torch.Tensor, w: torch.Tensor) -> None:
+    seen = []
+
+    @autocast("cpu", dtype=FP16)
+    def down(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("at the bottom")
+        try:
+            with autocast("cpu", dtype=BF16):
+                down(depth - 1)
+        finally:
+            seen.append(torch.mm(x, w).dtype)
+
+    with pytest.raises(ValueError, match="at the bottom"):
+        down(3)
+    assert seen == [FP16] * 3
+    assert torch.mm(x, w).dtype is FP32
+
+
+def test_an_error_of_an_op_and_one_of_a_region_leave_the_outer_in_force(
+    x: torch.Tensor, w: torch.Tensor
+) -> None:
+    with autocast("cpu", dtype=FP16):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            torch.mm(x, x)
+        with pytest.raises(RuntimeError), autocast("abacus"):
+            pass
+        assert torch.mm(x, w).dtype is FP16
+    assert torch.mm(x, w).dtype is FP32
+
+
+def test_an_exception_in_backward(x: torch.Tensor, w: torch.Tensor) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            with autocast("cpu", dtype=BF16):
+                raise ArithmeticError("in backward")
+
+    with autocast("cpu", dtype=FP16):
+        y = Fails.apply(torch.mm(x, w)).sum()
+        with pytest.raises(ArithmeticError, match="in backward"):
+            y.backward()
+        assert torch.mm(x, w).dtype is FP16
+
+
+# --- grad modes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_forward_without_gradients_then_one_with_them(
+    mode: Any, dtype: torch.dtype, x: torch.Tensor, w: torch.Tensor
+) -> None:
+    with autocast("cpu", dtype=dtype):
+        with mode():
+            first = torch.mm(x, w)
+        second = torch.mm(x, w)
+    (gradient,) = torch.autograd.grad(second.float().sum(), w)
+    by_hand = torch.autograd.grad(mm(x, w, dtype).float().sum(), w)[0]
+    assert first.is_inference() == (mode is torch.inference_mode)
+    assert first.requires_grad == (mode is torch.enable_grad)
+    assert torch.equal(first, second)
+    assert torch.equal(gradient, by_hand)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_region_entered_in_one_grad_mode_and_used_in_another(
+    mode: Any, x: torch.Tensor, w: torch.Tensor
+) -> None:
+    with mode():
+        region = autocast("cpu", dtype=FP16)
+        with region:
+            y = torch.mm(x, w)
+            with torch.inference_mode(False), torch.enable_grad():
+                z = torch.mm(x, w)
+    assert torch.equal(y, mm(x, w, FP16))
+    assert not y.requires_grad
+    (gradient,) = torch.autograd.grad(z.float().sum(), w)
+    assert torch.equal(gradient, torch.autograd.grad(mm(x, w, FP16).float().sum(), w)[0])
+
+
+# --- two devices ----------------------------------------------------------------------------------
+
+
+def two_devices() -> dict[str, torch.dtype]:
+    """Formats of a product on each device, of softmax (a rule on CUDA only), of a mix of both."""
+    on_cpu, on_cuda = torch.empty(4, 4), torch.empty(4, 4, device="cuda")
+    return {
+        "cpu mm": torch.mm(on_cpu, on_cpu).dtype,
+        "cuda mm": torch.mm(on_cuda, on_cuda).dtype,
+        "cpu softmax": torch.softmax(on_cpu.half(), -1).dtype,
+        "cuda softmax": torch.softmax(on_cuda.half(), -1).dtype,
+        "both": torch.mul(on_cuda, torch.tensor(2.0)).dtype,
+    }
+
+
+OUTSIDE = {"cpu mm": FP32, "cuda mm": FP32, "cpu softmax": FP16, "cuda softmax": FP16, "both": FP32}
+ONLY_CPU = OUTSIDE | {"cpu mm": BF16}
+ONLY_CUDA = OUTSIDE | {"cuda mm": FP16, "cuda softmax": FP32}
+AT_ONCE = ONLY_CUDA | {"cpu mm": BF16}
+
+
+def test_cpu_and_cuda_regions_at_once() -> None:
+    with FakeTensorMode():
+        with inside("cuda", "float16"):
+            assert two_devices() == ONLY_CUDA
+            with autocast("cpu", dtype=BF16):
+                assert two_devices() == AT_ONCE
+                with autocast("cpu", enabled=False):
+                    assert two_devices() == ONLY_CUDA
+                with inside("cuda", enabled=False):
+                    assert two_devices() == ONLY_CPU
+                with inside("cuda", "bfloat16"), autocast("cpu", dtype=FP16):
+                    swapped = {"cpu mm": FP16, "cuda mm": BF16, "cuda softmax": FP32}
+                    assert two_devices() == OUTSIDE | swapped
+                assert two_devices() == AT_ONCE
+            assert two_devices() == ONLY_CUDA
+        assert two_devices() == OUTSIDE
+
+
+def test_regions_of_two_devices_left_crosswise() -> None:
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
+        region = autocast("cpu", dtype=BF16)
+        region.__enter__()
+        stack.enter_context(inside("cuda", "float16"))
+        assert two_devices() == AT_ONCE
+        region.__exit__(None, None, None)
+        assert two_devices() == ONLY_CUDA
+
+
+def test_policies_of_two_devices_at_once() -> None:
+    on_cuda = policy({"name": "cuda", "rules": {"mm": "fp32"}})
+    on_cpu = policy({"name": "cpu", "rules": {"softmax": "fp32"}})
+    with FakeTensorMode(), inside("cuda", "float16", policy=on_cuda):
+        assert two_devices() == OUTSIDE
+        with autocast("cpu", dtype=BF16, policy=on_cpu):
+            assert two_devices() == OUTSIDE | {"cpu softmax": FP32}
+            with inside("cuda", "float16"):
+                assert two_devices() == ONLY_CUDA | {"cpu softmax": FP32}
+        assert two_devices() == OUTSIDE

@@ -1,0 +1,244 @@
+"""Regions together with torch's own tools: its checkpoints, torch.jit, and its autocast class."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polymp.torch
+from polymp.torch import autocast
+from tests.torch.autocast.test_threads import in_thread
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = (BF16, FP16)
+OFF: dict[str, Any] = {"enabled": False}
+
+
+def _short(arguments: dict[str, Any]) -> str:
+    dtype = str(arguments.get("dtype", "inherit")).removeprefix("torch.")
+    return dtype if arguments.get("enabled", True) else f"off({dtype})"
+
+
+def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
+    return torch.mm(x.to(dtype), w.to(dtype))
+
+
+# --- torch.utils.checkpoint -----------------------------------------------------------------------
+
+KEEPS_TANH = {"name": "keeps_tanh", "rules": {"linear": "lower", "tanh": "fp32"}}
+
+
+def checkpointed(
+    amp: Any, kind: bool | None, where: str, checkpoint: Any = checkpoint, **arguments: Any
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """Formats seen by the block, and loss and gradients.
+
+    `kind` is `use_reentrant`, or None for no checkpoint; `where` is the place of the backward: "in"
+    the region, "outside", in "another", in a "thread".
+    """
+    torch.manual_seed(0)
+    first, second, x = nn.Linear(8, 8), nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    seen: list[Any] = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(first(t))
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), h.dtype))
+        with amp("cpu", enabled=False):
+            h = h * torch.mm(t, t.mT).sum()
+        return second(h)
+
+    with contextlib.ExitStack() as stack:
+        with amp("cpu", **arguments) as _:
+            y = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
+            loss = y.float().square().sum()
+            if where == "in":
+                loss.backward()
+        if where == "another":
+            other = BF16 if arguments.get("dtype") is FP16 else FP16
+            stack.enter_context(amp("cpu", dtype=other))
+        if where == "thread":
+            in_thread(loss.backward)
+        elif where != "in":
+            loss.backward()
+    leaves = [x, *first.parameters(), *second.parameters()]
+    return seen, [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+PLACES = ("in", "outside", "another", "thread")
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("arguments", [{"dtype": BF16}, {"dtype": FP16}, OFF], ids=_short)
+def test_checkpoint_recomputes_in_the_region(
+    arguments: dict[str, Any], reentrant: bool, where: str
+) -> None:
+    seen, ours = checkpointed(autocast, reentrant, where, **arguments)
+    _, plain = checkpointed(torch.autocast, None, where, **arguments)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_gradients_of_another_region_are_seen() -> None:
+    runs = [checkpointed(autocast, None, "outside", **a)[1] for a in ({"dtype": FP16}, OFF)]
+    assert not any(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", [checkpoint, polymp.torch.checkpoint], ids=["torch's", "ours"])
+def test_checkpoint_recomputes_under_the_policy(how: Any, reentrant: bool, where: str) -> None:
+    given = {"dtype": FP16, "policy": KEEPS_TANH}
+    seen, ours = checkpointed(autocast, reentrant, where, how, **given)
+    _, plain = checkpointed(autocast, None, where, **given)
+    assert seen == [(True, FP16, FP32)] * 2
+    assert all(map(torch.equal, ours, plain))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_without_the_policy_around_backward(reentrant: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(torch.mm(t, t.mT))
+        seen.append(h.dtype)
+        return h * h
+
+    with autocast("cpu", dtype=FP16):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
+        y.sum().backward()
+    assert seen == [FP16, FP16]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_checkpoints_keep_the_policy(reentrant: bool) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(torch.mm(t, t.mT))
+        seen.append(h.dtype)
+        return h * h
+
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, t, use_reentrant=reentrant) + 1
+
+    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
+        y = checkpoint(outer, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert len(seen) >= 2
+    assert set(seen) == {FP32}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_functions_under_vmap_are_recomputed_as_they_ran(reentrant: bool) -> None:
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    seen: list[torch.dtype] = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        h = torch.vmap(layer)(t)
+        seen.append(h.dtype)
+        return h * h
+
+    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert set(seen) == {FP16}
+
+
+# --- torch.autocast in the same program -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [autocast, torch.autocast], ids=["ours outside", "torch outside"])
+@pytest.mark.parametrize("given", [{"dtype": BF16}, {"dtype": FP16}, {}, OFF], ids=_short)
+def test_regions_of_ours_and_of_torch_nest(
+    outer: Any, given: dict[str, Any], x: torch.Tensor, w: torch.Tensor
+) -> None:
+    inner = torch.autocast if outer is autocast else autocast
+    at = FP32 if given == OFF else given.get("dtype", FP16)
+    with outer("cpu", dtype=FP16, cache_enabled=False):
+        assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+        with inner("cpu", **given):
+            assert torch.equal(torch.mm(x, w), mm(x, w, at))
+            with outer("cpu", dtype=FP16):
+                assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+            assert torch.equal(torch.mm(x, w), mm(x, w, at))
+        assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+    assert torch.equal(torch.mm(x, w), mm(x, w, FP32))
+
+
+def test_our_region_in_one_of_torch_keeps_no_foreign_casts(
+    x: torch.Tensor, w: torch.Tensor
+) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
+        with autocast("cpu", dtype=FP16):
+            assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
+
+
+# --- torch.jit ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _jit_is_deprecated() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit")
+        yield
+
+
+@pytest.mark.usefixtures("_jit_is_deprecated")
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("place", ["around", "inside", "decorated"])
+def test_a_jit_trace_holds_the_casts(
+    place: str, dtype: torch.dtype, x: torch.Tensor, w: torch.Tensor
+) -> None:
+    weight = w.detach()
+
+    def trace(amp: Any) -> Any:
+        def plain(t: torch.Tensor) -> torch.Tensor:
+            return torch.mm(t, weight).relu()
+
+        def opens(t: torch.Tensor) -> torch.Tensor:
+            with amp("cpu", dtype=dtype, cache_enabled=False):
+                return plain(t)
+
+        if place == "around":
+            with amp("cpu", dtype=dtype, cache_enabled=False):
+                return torch.jit.trace(plain, (x,))
+        decorated = amp("cpu", dtype=dtype, cache_enabled=False)(plain)
+        return torch.jit.trace(opens if place == "inside" else decorated, (x,))
+
+    ours, theirs = trace(autocast), trace(torch.autocast)
+    assert torch.equal(ours(x), theirs(x))
+    assert torch.equal(ours(x), mm(x, weight, dtype).relu())
+    kinds = [[node.kind() for node in traced.graph.nodes()] for traced in (ours, theirs)]
+    assert kinds[0] == kinds[1]
+
+
+def doubled(t: torch.Tensor) -> torch.Tensor:
+    return t + t
+
+
+@pytest.mark.usefixtures("_jit_is_deprecated")
+def test_script_refuses_a_decorated_function_in_torch_s_words() -> None:
+    messages = []
+    for amp in (autocast, torch.autocast):
+        with pytest.raises(RuntimeError) as caught:
+            torch.jit.script(amp("cpu")(doubled))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert "@autocast() decorator is not supported in script mode" in messages[0]

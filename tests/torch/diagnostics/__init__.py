@@ -1,0 +1,1 @@
+"""Tests of explain, audit and locate in the torch backend."""

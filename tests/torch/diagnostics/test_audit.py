@@ -1,0 +1,519 @@
+"""`audit`: not a bit of a run is changed, and what it says is what hooks by hand see."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polymp.torch
+from polymp.backends.torch.diagnostics import audit as module
+from polymp.backends.torch.diagnostics import measure
+from polymp.torch import autocast
+from tests.support.audits import magnitudes
+from tests.support.torch.audit_trainings import FORMATS, OPTIMIZERS, Training, same
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+audit = polymp.torch.audit
+FACTORS = (1.0, 1.0, 1e6, 1.0)  # the third overflows in float16
+
+
+def trained(audited: bool, *what: Any) -> tuple[list[torch.Tensor], Any]:
+    """What a training leaves, its losses among it; and its audit."""
+    training, found = Training(*what), None
+    if not audited:
+        losses = [training.step(factor) for factor in FACTORS]
+    else:
+        with audit(training.model, training.scaler) as found:
+            losses = [training.step(factor) for factor in FACTORS]
+    return [*losses, *training.state()], found
+
+
+CASES = [
+    ("mlp", "fp32", "plain", 1), ("mlp", "bf16", "foreach", 1),
+    ("mlp", "fp16, torch's scaler", "fused", 1), ("mlp", "fp16", "foreach", 3),
+    ("convolution", "fp32", "foreach", 1), ("convolution", "bf16", "fused", 1),
+    ("convolution", "fp16", "plain", 2), ("convolution", "fp16, torch's scaler", "foreach", 1),
+    ("transformer", "bf16", "plain", 1), ("transformer", "fp16", "fused", 1),
+    ("checkpointed", "bf16", "fused", 1), ("checkpointed", "fp16", "foreach", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CASES, ids=lambda what: "-".join(map(str, what)))
+def test_a_training_under_audit_is_the_same_to_the_last_bit(what: tuple[Any, ...]) -> None:
+    plain, _ = trained(False, *what)
+    watched, found = trained(True, *what)
+    assert same(plain, watched)
+    assert found.steps == len(FACTORS) * what[3]
+    assert [g.module for g in found.gradients]
+    assert {it[0] for it in CASES} >= {what[0]}
+    if what[1].startswith("fp16"):
+        assert found.fault is not None, "the third step overflows"
+        assert found.fault.kind == "overflow"
+
+
+def test_the_cases_cover_all_formats_and_optimizers() -> None:
+    assert {it[1] for it in CASES} == {*FORMATS}
+    assert {it[2] for it in CASES} == {*OPTIMIZERS}
+
+
+def test_an_audit_that_disturbs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = trained(False, "convolution", "bf16")
+
+    def draws(t: torch.Tensor) -> Any:
+        torch.rand(1)
+        return torch.aminmax(t)
+
+    monkeypatch.setattr(module, "range_of", lambda t: measure.Range(*draws(t)))
+    assert not same(plain, trained(True, "convolution", "bf16")[0])
+
+
+def test_gradients_of_gradients_are_the_same() -> None:
+    def run(audited: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+
+        def penalised() -> list[torch.Tensor]:
+            with autocast("cpu", torch.bfloat16):
+                y = net(x).float().sum()
+            (g,) = torch.autograd.grad(y, x, create_graph=True)
+            g.square().sum().backward()
+            return [y, g, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+        if not audited:
+            return penalised()
+        with audit(net) as found:
+            made = penalised()
+        assert found.steps == 2
+        return made
+
+    assert same(run(False), run(True))
+
+
+# What it says
+
+
+def largest(t: torch.Tensor) -> float:
+    finite = t.detach().abs().float()
+    return float(finite[finite.isfinite()].max())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_the_numbers_are_those_that_hooks_see(model: str, format: str) -> None:
+    training = Training(model, format)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def see(name: str) -> Any:
+        return lambda _, __, out: seen.setdefault(name, []).append(out.detach().clone())
+
+    for name, part in training.model.named_modules():
+        if not list(part.children()):
+            part.register_forward_hook(see(name))
+    with audit(training.model, training.scaler) as found:
+        for factor in (1.0, 0.5):
+            training.step(factor)
+    rows = {r.module: r.magnitudes for r in found.results if r.direction == "forward"}
+    assert len(seen) >= 3
+    for name, outs in seen.items():
+        exact = magnitudes(torch.cat([t.float().flatten() for t in outs]).numpy())
+        said = rows[name]
+        assert (said.bins, said.values, said.largest) == (exact.bins, exact.values, exact.largest)
+        assert (said.inf, said.nan) == (exact.inf, exact.nan)
+
+
+@pytest.mark.parametrize(
+    ("values", "inf", "nan"),
+    [([1.0, -3.0], False, False), ([1.0, math.inf], True, False), ([-math.inf, 2.0], True, False),
+     ([math.nan, 5.0], False, True), ([math.nan, math.inf, 7.0], True, True)],
+)  # fmt: skip
+def test_inf_and_nan_are_told_apart(values: list[float], inf: bool, nan: bool) -> None:
+    with audit() as found:
+        torch.tensor(values) * 1.0
+    (row,) = found.results
+    assert (row.magnitudes.inf, row.magnitudes.nan) == (inf, nan)
+    assert row.magnitudes.largest == max(abs(x) for x in values if math.isfinite(x))
+
+
+@pytest.mark.parametrize("kind", ["polymp", "torch"])
+def test_gradients_are_those_of_parameters_without_the_scale(kind: str) -> None:
+    """Measured before they are unscaled; powers of two, so that both are exact."""
+    plain, scaled = Training(format="fp32"), Training(format="fp32")
+    scaled.scaler = {"polymp": polymp.torch.GradScaler, "torch": torch.amp.GradScaler}[kind](
+        "cpu", 2.0**16
+    )
+    with audit(plain.model) as without:
+        plain.step()
+    with audit(scaled.model, scaled.scaler) as with_scale:
+        scaled.step()
+    assert (without.scale, with_scale.scale) == (1.0, 2.0**16)
+    named = dict(plain.model.named_parameters())
+    assert [g.module for g in without.gradients] == [*reversed(named)] or {
+        g.module for g in without.gradients
+    } == {*named}
+    for g, h in zip(without.gradients, with_scale.gradients, strict=True):
+        grad = named[g.module].grad
+        assert grad is not None
+        exact = magnitudes(grad.numpy())
+        assert (g.magnitudes.bins, g.magnitudes.largest) == (exact.bins, exact.largest)
+        assert (h.module, h.magnitudes) == (g.module, g.magnitudes)
+    for one, two in zip(without.results, with_scale.results, strict=False):
+        if one.direction == two.direction == "forward" and one.op == two.op == "linear":
+            assert one.magnitudes == two.magnitudes
+
+
+def test_each_backward_pass_has_its_own_scale() -> None:
+    training = Training(format="fp16")
+    with audit(training.model, training.scaler) as found:
+        for _ in range(3):
+            training.step()
+    assert (found.steps, found.scale) == (3, 2.0**11), "it grew after two"
+    again = Training(format="fp16")
+    exact: dict[str, float] = {}
+    for _ in range(3):
+        scale = again.scaler.get_scale()
+        again.scaler.scale(again.loss(again.x)).backward()
+        for name, p in again.model.named_parameters():
+            exact[name] = max(exact.get(name, 0.0), largest(p.grad) / scale)
+        again.scaler.step(again.optimizer)
+        again.scaler.update()
+        again.optimizer.zero_grad()
+    assert {g.module: g.magnitudes.largest for g in found.gradients} == exact
+
+
+def test_a_scale_of_zero_is_survived() -> None:
+    training = Training(format="fp32")
+    training.scaler = torch.amp.GradScaler("cpu", 0.0)
+    with audit(training.model, training.scaler) as found:
+        training.scaler.scale(training.loss(training.x)).backward()
+    assert found.gradients[0].magnitudes.largest == 0.0
+
+
+def test_without_a_model_ops_are_named_by_the_outermost_module_that_runs() -> None:
+    training = Training("mlp", "bf16")
+    with audit() as found:
+        training.step()
+    assert found.gradients == []
+    assert {"0", "1", "2"} <= {r.module for r in found.results}
+
+
+def test_several_models_and_gradient_passes_without_a_scaler_count_as_steps() -> None:
+    net = nn.Linear(2, 2)
+    with audit(net) as found:
+        pass
+    assert (found.steps, found.results, found.fault) == (0, [], None)
+    with audit(net) as found:
+        net(torch.ones(1, 2)).sum().backward()
+        net(torch.ones(1, 2)).sum().backward()
+    assert found.steps == 2
+    (weight,) = (g for g in found.gradients if g.module == "weight")
+    assert weight.magnitudes.values == 2 * 4
+    assert weight.magnitudes.largest == 2.0, "accumulated in the second"
+
+
+def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway() -> None:
+    x = torch.tensor([0.0, 1e-3, 300.0, 1.0]).half()
+    with audit() as found:
+        x * x
+    (row,) = found.results
+    assert (row.magnitudes.burst, row.magnitudes.vanished) == (0.25, 0.0)
+    with audit() as found:
+        (x * 1e-2).mul(1e-3)
+    assert found.results[-1].magnitudes.vanished in (0.0, 0.25)
+    small = torch.tensor([0.0, 1e-6, 1e-6, 1.0]).half()
+    with audit() as found:
+        small * small
+    assert found.results[0].magnitudes.vanished == 0.5
+    with audit() as found:
+        x / torch.zeros(4).half()
+    assert found.results[0].magnitudes.burst == 0.0, "Inf in float32, too"
+
+
+# What it is given
+
+
+def test_an_error_in_the_block_still_fills_it() -> None:
+    found = None
+
+    def breaks() -> None:
+        nonlocal found
+        with audit() as found:
+            torch.ones(2) * 3
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        breaks()
+    assert found is not None
+    assert [r.magnitudes.largest for r in found.results] == [3.0]
+
+
+def test_a_model_that_is_none_is_refused_before_anything_is_watched() -> None:
+    with pytest.raises(TypeError, match=r"audit\(model\) needs a torch.nn.Module, got 'net'."):
+        with audit("net"):  # type: ignore[arg-type]
+            raise AssertionError("entered")
+
+
+@pytest.mark.parametrize("low", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_measured(low: torch.dtype) -> None:
+    net = nn.Linear(2, 2)
+    net.kept = nn.Parameter(torch.full((2, 2), 3.0).to(low), requires_grad=False)
+    with audit(net) as found:
+        net(torch.ones(1, 2)) * net.kept.to(torch.float32)
+    assert found.results[-1].op == "mul"
+    with audit() as found:
+        made = torch.full((3,), 3.0).to(low)
+        torch.full((3,), math.nan).to(low).to(torch.float32) * made.to(torch.float32)
+    assert found.fault is not None
+
+
+def test_float64_beyond_float32_is_finite() -> None:
+    with audit() as found:
+        torch.full((2,), 1e300, dtype=torch.float64) * 2
+    assert found.fault is None
+    (row,) = found.results
+    assert (row.run, row.magnitudes.largest, row.magnitudes.inf) == ("float64", 2e300, False)
+    model = Training(format="fp32").model.double()
+    with audit(model) as found:
+        model(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
+    assert {r.run for r in found.results} == {"float64"}
+    assert len(found.gradients) == 4
+
+
+def test_what_has_no_numbers_to_measure_is_passed_over() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with audit() as found:
+        torch.ones(0, 3) * 2
+        torch.ones(2, dtype=torch.complex64) * 2
+        torch.ones(2, dtype=torch.int32) * 2
+        torch.ones(3, device="meta") * 2
+        torch.eye(3).to_sparse() * 2
+        with FakeTensorMode():
+            torch.ones(3) * 2
+    assert found.results == []
+    table = nn.Embedding(5, 3, sparse=True)
+    with audit(table) as found:
+        table(torch.tensor([1, 2])).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    assert found.gradients == []
+    assert found.fault is None
+
+
+def test_numbers_without_dimensions_and_without_gradients() -> None:
+    with torch.inference_mode(), audit() as found:
+        torch.tensor(-3.0) * 2
+    assert found.results[0].magnitudes.largest == 6.0
+    with audit() as found, torch.no_grad():
+        torch.ones(2, requires_grad=True) * 4
+    assert found.results[0].magnitudes.largest == 4.0
+
+
+def test_of_large_tensors_extremes_are_of_all_values_and_shares_of_a_sample() -> None:
+    x = torch.ones(3 * measure.SAMPLE + 1)
+    x[1] = 1e5  # not in the sample
+    with audit() as found:
+        x * 1
+    said = found.results[0].magnitudes
+    assert (said.values, said.largest) == (x.numel(), 1e5)
+    assert measure.SAMPLE / 2 < said.counted <= measure.SAMPLE
+    assert said.shares("float16").overflow == 0
+
+
+def test_another_thread_is_not_watched_nor_does_its_optimizer_blind_the_watch() -> None:
+    stepping, seen = threading.Event(), threading.Event()
+    weight = nn.Parameter(torch.ones(2))
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            stepping.set()
+            assert seen.wait(10)
+            weight.data.mul_(7)
+
+    optimizer = Slow([weight])
+    thread = threading.Thread(target=optimizer.step)
+    with audit() as found:
+        thread.start()
+        assert stepping.wait(10)
+        torch.ones(2) * 3
+        seen.set()
+        thread.join()
+        torch.ones(2) * 5
+    assert [r.magnitudes.largest for r in found.results] == [3.0, 5.0]
+
+
+# Where the first value that is not finite comes from
+
+
+def bad(net: nn.Module, *batches: torch.Tensor) -> Any:
+    with audit(net) as found:
+        for batch in batches:
+            net(batch).relu().sum()
+    return found.fault
+
+
+def test_a_bad_batch_is_found_in_memory_that_was_used_before() -> None:
+    """Storages are made where others were: what wrote there long ago made none of the batch."""
+    net = nn.Linear(300, 300)
+    for _ in range(3):
+        with audit(net) as found:
+            for at in range(6):
+                batch = np.ones((2, 300), np.float32)
+                batch[0] = math.nan if at == 5 else 1.0
+                net(torch.from_numpy(batch)).relu().sum()
+        assert found.fault is not None
+        assert found.fault.kind == "input"
+        assert "an argument (float32 2x300)" in found.fault.why
+
+
+def test_a_part_of_a_tensor_is_looked_at_by_itself() -> None:
+    x = torch.ones(4, 3)
+    x[3, 1] = math.nan
+    fault = bad(nn.Linear(3, 3), *x.chunk(2))
+    assert fault.kind == "input"
+    assert bad(nn.Linear(3, 3), *x[:3].split(1)) is None
+
+
+def test_a_bad_parameter_is_called_by_its_name() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        net[1].bias[2] = math.inf
+    fault = bad(net, torch.ones(1, 3))
+    assert (fault.kind, fault.module) == ("input", "1")
+    assert fault.why.startswith("1.bias is not finite")
+
+
+# What it leaves, and what it waits for
+
+
+def hooks() -> int:
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    handle.remove()
+    return len(handle.hooks_dict_ref())  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_behind() -> None:
+    training = Training("transformer")
+    before = hooks()
+    with audit(training.model, training.scaler) as found:
+        assert hooks() == before + 1
+        training.step()
+    assert hooks() == before
+    assert torch._C._len_torch_dispatch_stack() == 0
+    for p in training.model.parameters():
+        assert not p._post_accumulate_grad_hooks
+        assert not p._backward_hooks
+    for part in training.model.modules():
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+    count = len(found.results)
+    training.step()
+    assert len(found.results) == count, "what runs afterwards is not watched"
+
+
+def test_tensors_of_the_run_are_let_go() -> None:
+    net = nn.Linear(4, 4)
+    with audit(net) as found:
+        x, seen = torch.ones(2, 4), []
+        y = net(x)
+        seen = [weakref.ref(x), weakref.ref(y)]
+        y.sum().backward()
+        del x, y
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    assert not [t for r in (*found.results, *found.gradients) for t in r if torch.is_tensor(t)]
+    inside = weakref.ref(net)
+    del net
+    gc.collect()
+    assert inside() is None
+
+
+class Waits(TorchDispatchMode):
+    """Notes what the host reads: the op for it, and the methods that lead there."""
+
+    METHODS = ("item", "tolist", "__bool__", "__float__", "numpy", "cpu")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.read: list[str] = []
+        self.patch = patch
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "bincount"):
+            self.read.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+    def watch(self) -> None:
+        for name in self.METHODS:
+            given = getattr(torch.Tensor, name)
+
+            def noted(t: Any, *args: Any, name: str = name, given: Any = given) -> Any:
+                self.read.append(name)
+                return given(t, *args)
+
+            self.patch.setattr(torch.Tensor, name, noted)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp16"])
+def test_nothing_is_read_before_the_block_ends(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training("transformer", format, "fused")
+    training.step()  # the scaler's first step makes things
+    waits = Waits(monkeypatch)
+    with waits:
+        with audit(training.model, training.scaler):
+            waits.watch()
+            training.step()
+            training.step()
+            monkeypatch.undo()
+            during = [*waits.read]
+        assert during == []
+        waits.watch()
+        assert float(torch.ones(1)) == 1.0
+    assert {"__float__", "aten._local_scalar_dense.default"} <= {*waits.read}, "it can tell"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_is_not_waited_for() -> None:
+    training = Training("transformer", "fp32")
+    training.model.cuda()
+    training.x = training.x.cuda()
+    scaler = polymp.torch.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(training.model.parameters(), fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast("cuda", torch.float16):
+            loss = training.model(training.x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    with audit(training.model, scaler) as found:
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert found.steps == 2
+    assert len(found.gradients) == len([*training.model.parameters()])
+
+
+def test_the_line_of_the_users_code_is_named() -> None:
+    with audit() as found:
+        torch.ones(2) * 3
+        line = sys._getframe().f_lineno - 1
+    assert found.results[0].source == f"test_audit.py:{line}"

@@ -1,0 +1,478 @@
+"""`explain`: its counts against counts by hand, its rows against the policy's own answers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import polymp
+from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.report import Report
+from polymp.errors import PolicyError
+from polymp.rules.row import LOW, Rule
+from polymp.torch import autocast, explain, scoped
+from tests.support import examples
+from tests.support import random_policies as programs
+from tests.support.torch.models import MODELS, seen
+from tests.support.torch.run_random_policies import MINE, Place, arguments, mine, ran
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+BF16, FP16 = torch.bfloat16, torch.float16
+SHIPPED = ("amp", "lean", "matmul", "torch-cuda", "torch-cpu")
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies from one float format to another, and their bytes: all that runs, however."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            (x, *_) = args
+            if x.is_floating_point() and out.is_floating_point() and x.dtype is not out.dtype:
+                self.count += 1
+                self.bytes += x.numel() * (x.element_size() + out.element_size())
+        return out
+
+
+def step(module: nn.Module, inputs: Any, low: torch.dtype, policy: str | None = None) -> None:
+    with autocast("cpu", low, policy=policy):
+        outputs = module(*inputs)
+    sum(t.float().square().mean() for t in tree_leaves(outputs)).backward()
+
+
+def made(title: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return MODELS[title]()
+
+
+COUNTED = [
+    ("LSTM", BF16, None),
+    ("GRU", BF16, "amp"),
+    ("cells", FP16, "lean"),
+    ("multi-head attention", BF16, "amp"),
+    ("transformer", FP16, "amp"),
+    ("convnet", BF16, "matmul"),
+    ("convnet, channels last", FP16, "torch-cuda"),
+    ("spectral", BF16, "amp"),
+    ("complex", FP16, None),
+    ("sparse tables", BF16, "lean"),
+    ("attention", FP16, "torch-cuda"),
+    ("language model", BF16, "matmul"),
+    ("speech", BF16, None),
+    ("solver", FP16, "lean"),
+]
+
+
+@pytest.mark.parametrize(("title", "low", "policy"), COUNTED)
+def test_casts_and_their_bytes_are_those_that_run(
+    title: str, low: torch.dtype, policy: str | None
+) -> None:
+    module, inputs = made(title)
+    with Casts() as found:
+        step(copy.deepcopy(module), inputs, low, policy)
+    with explain() as report:
+        step(module, inputs, low, policy)
+    assert found.count > 3
+    assert (report.casts, report.cast_bytes) == (found.count, found.bytes)
+
+
+def test_a_count_that_misses_the_backward_pass_is_noticed() -> None:
+    module, inputs = made("language model")
+    with explain() as report:
+        step(module, inputs, BF16)
+    forward = [call.casts for call in report if call.direction == FORWARD]
+    assert sum(forward) < report.casts
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
+    with programs.vocabulary_put_back():
+        polymp.register_op(MINE, "fp32", torch=mine)
+        yield
+
+
+@pytest.mark.usefixtures("registered")
+@settings(max_examples=15)
+@given(st.integers(0, 10_000))
+def test_random_programs_under_random_policies(seed: int) -> None:
+    """Casts as counted; the rows are those that were decided, and the policy's for the module."""
+    policy, low, model = programs.policy(seed), LOW[seed % 2], Place(programs.program(seed))
+    values = arguments(seed)
+    with Casts() as counted:
+        found = ran(model, policy, low, values, True, model)
+    with explain(model=model) as report:
+        again = ran(model, policy, low, values, True, model)
+    if isinstance(found, Exception):
+        assert type(again) is type(found)
+        return
+    assert all(map(torch.equal, again, found))
+    assert (report.casts, report.cast_bytes) == (counted.count, counted.bytes)
+    calls = [(path, call.op) for path, call in programs.calls(programs.program(seed))]
+    for call in report:
+        if (call.module, call.op) in calls:
+            assert call.row == said(policy, call)
+    assert {(c.module, c.op) for c in report} >= {
+        (path, op) for path, op in calls if said_of(policy, op, low, path) is not None
+    }
+
+
+def said_of(policy: polymp.Policy, op: str, low: str, module: str, spelling: str = "") -> Any:
+    """The policy's row for an op in a module; a row that says "parts" leaves it to its parts.
+
+    torch.amp, and so a policy, knows no op that writes into its first argument.
+    """
+    if spelling.partition(".")[0].endswith("_"):
+        return None
+    row = policy.at(module).winner(op, low, spelling)
+    return None if row is None or row.rule is Rule.PARTS else row
+
+
+def said(policy: polymp.Policy, call: Any) -> Any:
+    return said_of(policy, call.op, call.region, call.module, call.spelling)
+
+
+@pytest.mark.parametrize("policy", SHIPPED)
+@pytest.mark.parametrize("title", ["attention", "convnet", "speech"])
+def test_rows_are_those_of_the_policy(title: str, policy: str) -> None:
+    module, inputs = made(title)
+    table = polymp.policy(policy)
+    report = explain(module, *inputs, dtype="float16", policy=policy)
+    assert (report.low, report.policy) == ("float16", policy)
+    ruled = [call for call in report if call.row is not None]
+    assert len(ruled) > 2
+    for call in report:
+        assert call.region == "float16"
+        assert call.row == said(table, call), call
+        if call.row is not None and ":" not in call.row.of:
+            assert call.row == table.why(call.op, "float16").row
+        assert call.rule == ("no row" if call.row is None else str(call.row.rule))
+    assert report.rows() == {call.row for call in ruled}
+
+
+class Two(nn.Module):
+    """One layer in two places, and twice in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+        self.second = nn.Sequential(self.first[0], nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        return self.second[0](x).exp()
+
+
+def test_rows_of_scopes_are_those_of_the_module(x: torch.Tensor) -> None:
+    model = Two()
+    policy = polymp.policy("amp").override(
+        scopes={"first": {"softmax": "keep"}, "first.0": {"linear": "fp32"}}
+    )
+    with scoped(model, policy), explain(model=model) as report, autocast("cpu", FP16):
+        model(x)
+    for call in report:
+        assert call.row == said(policy, call), call
+    assert report.of("softmax")[0].row.scope == "first"
+    linears = report.of("linear")
+    assert {call.rule for call in linears} == {"fp32"}
+    assert {call.module for call in linears} == {"first.0"}, "a module has its first path"
+    assert sum(call.times for call in linears) == 3
+
+
+def two(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in shapes]
+
+
+LINEAR = (2 * 4 * 8 * 16, lambda: (nn.Linear(8, 16), torch.randn(4, 8)))
+FLOPS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "linear": LINEAR,
+    "matmul": (2 * 3 * 4 * 8 * 5, lambda: (torch.matmul, *two((3, 4, 8), (3, 8, 5)))),
+    "bmm": (2 * 3 * 4 * 8 * 5, lambda: (torch.bmm, *two((3, 4, 8), (3, 8, 5)))),
+    "conv2d": (
+        2 * (2 * 6 * 4 * 4) * (4 // 2) * 9,  # a result is made of 2 of 4 channels, 3 x 3 each
+        lambda: (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(2, 4, 8, 8)),
+    ),
+    "scaled_dot_product_attention": (
+        2 * (2 * 3 * 5 * 7 * 8) * 2,
+        lambda: (F.scaled_dot_product_attention, *two((2, 3, 5, 8), *[(2, 3, 7, 8)] * 2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("region", [False, True], ids=["no region", "region"])
+@pytest.mark.parametrize("op", FLOPS)
+def test_flops_are_those_of_the_formulas(op: str, region: bool) -> None:
+    flops, build = FLOPS[op]
+    fn, *inputs = build()
+    inputs = [t.requires_grad_() for t in inputs]
+    with explain() as report, autocast("cpu", BF16, enabled=region):
+        fn(*inputs).sum().backward()
+    forward = [call for call in report if call.flops and call.direction == FORWARD]
+    (backward,) = {call.run for call in report if call.flops and call.direction == BACKWARD}
+    assert [call.flops for call in forward] == [flops]
+    assert forward[0].run == backward == ("bfloat16" if region else "float32")
+    later = sum(call.flops for call in report if call.direction == BACKWARD)
+    # Attention saves no scores: its backward makes them again, five products for two.
+    assert later == flops * (2.5 if "attention" in op else 2)
+    assert report.flops == {backward: flops + later}
+
+
+@pytest.mark.parametrize("title", ["convnet", "attention", "language model", "cells"])
+@pytest.mark.parametrize("region", [False, True], ids=["no region", "region"])
+def test_what_is_kept_is_what_is_saved(title: str, region: bool) -> None:
+    module, inputs = made(title)
+    saved: dict[int, tuple[torch.Tensor, int]] = {}
+    own = {t.untyped_storage().data_ptr() for t in module.parameters()}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        at = t.untyped_storage().data_ptr()
+        if t.dtype is torch.float32 and at not in own:
+            saved[at] = t.detach(), t.untyped_storage().nbytes()  # which keeps it
+        return t
+
+    def run() -> Any:
+        with autocast("cpu", BF16, enabled=region):
+            return module(*inputs)
+
+    module.eval()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        outputs = run()
+    with explain() as report:
+        outputs = run()
+    del outputs
+    assert report.kept == sum(size for _, size in saved.values()) > 0
+
+
+def everything(module: nn.Module, run: Callable[[], Any]) -> Any:
+    torch.manual_seed(3)
+    outputs = run()
+    found = [seen(t) for t in tree_leaves(outputs)]
+    gradients = [seen(p.grad) for p in module.parameters()]
+    return found, gradients, torch.get_rng_state().tolist(), [seen(b) for b in module.buffers()]
+
+
+EXAMPLE = "transformer of the example"
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize(
+    ("title", "low"), [(EXAMPLE, BF16), (EXAMPLE, FP16), *((title, BF16) for title in MODELS)]
+)
+def test_results_are_bit_identical(title: str, low: torch.dtype) -> None:
+    if title in MODELS:
+        module, inputs = made(title)
+    else:
+        with examples.modules("train_torch") as found:
+            module = found.train_torch.Transformer(50, 16, 16, 2, 2)
+        inputs = (torch.randint(50, (2, 16)),)
+
+    def run(module: nn.Module) -> Any:
+        with autocast("cpu", low):
+            outputs = F.dropout(tree_leaves(module(*inputs))[0], 0.3)
+        outputs.float().square().mean().backward()
+        return outputs
+
+    def outcome(context: Any) -> Any:
+        twin = copy.deepcopy(module)
+        with context:
+            try:
+                return everything(twin, lambda: run(twin))
+            except RuntimeError as error:  # a kernel that this machine lacks
+                return str(error)
+
+    report = explain()
+    explained, plain = outcome(report), outcome(nullcontext())
+    assert (explained == plain) == (title not in OTHER_STEPS)
+    assert explained == outcome(Nothing())
+
+
+# Of these, torch takes other steps wherever a dispatch mode is, whatever that does.
+OTHER_STEPS = {"solver"}
+
+
+class Nothing(TorchDispatchMode):
+    """Does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_frozen_model_and_held_casts_spare_casts() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+
+    def casts(run: Callable[[], Any]) -> Report:
+        with explain(model=model) as report, autocast("cpu", BF16):
+            run()
+        return report
+
+    twice = casts(lambda: (model(x), model(x)))
+    assert twice.saved == {"cached": 4}, "two weights and two biases, the second time"
+    with polymp.torch.hold_casts(model) as hold, torch.no_grad():
+        first, held = casts(lambda: model(x)), casts(lambda: model(x))
+        assert (hold.made, hold.saved) == (4, 4), "as without explain"
+    assert (first.casts, first.saved) == (5, {})
+    assert (held.casts, held.saved) == (1, {"held": 4}), "the one is of the input"
+    with polymp.torch.freeze(model.requires_grad_(False), (x,), dtype=BF16):
+        frozen = casts(lambda: model(x))
+    assert (frozen.casts, frozen.saved) == (1, {}), "the weights are low already"
+    assert frozen.of("linear")[0].inputs == ("float32", "bfloat16", "bfloat16")
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_op_of_the_user_s_own_has_its_row_and_its_casts() -> None:
+    with explain() as report, autocast("cpu", BF16):
+        low = torch.randn(8, 8).to(BF16)
+        mine(low, low)
+    (call,) = report.of(MINE)
+    assert (call.rule, call.inputs, call.run) == ("fp32", (("bfloat16",) * 2), "float32")
+    assert call.casts == 2
+    assert call.outputs == ("float32",)
+
+
+# --- on tensors of CUDA ---------------------------------------------------------------------------
+
+
+def test_a_policy_of_cuda_on_a_machine_without(x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.LayerNorm(8))
+    before = {name: (t, t.device.type) for name, t in model.state_dict(keep_vars=True).items()}
+    report = polymp.explain(model, x, dtype="float16", device="cuda")
+    table = polymp.policy("torch-cuda")
+    assert report.policy == "torch-cuda"
+    assert [call.op for call in report] == ["linear", "softmax", "layer_norm"]
+    for call in report:
+        assert call.row == said(table, call)
+        assert call.row is not None
+    assert [call.run for call in report] == ["float16", "float32", "float32"]
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is t and t.device.type == kind for name, (t, kind) in before.items())
+    on_cpu = polymp.explain(model, x, dtype="float16")
+    assert on_cpu.of("softmax")[0].run == "float16", "on a CPU, torch leaves it as it is"
+
+
+def test_a_region_of_cuda_inside_of_the_user_s_code(x: torch.Tensor, w: torch.Tensor) -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with autocast("cuda", dtype=BF16, policy="lean"):
+            return torch.softmax(x @ w, -1)
+
+    report = explain(run, x, w.detach(), device="cuda")
+    assert (report.low, report.policy) == ("bfloat16", "lean")
+    assert [call.op for call in report] == ["matmul", "softmax"]
+
+
+def test_tensors_that_hide_from_a_device(x: torch.Tensor, w: torch.Tensor) -> None:
+    def hides(x: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    with pytest.raises(ValueError, match="are not on fake tensors") as found:
+        explain(hides, x, device="cuda", dtype="float16")
+    assert str(found.value) == (
+        "explain(hides, device='cuda'): the call reads tensors that are not among its arguments, "
+        "and they are not on fake tensors. Give the module, or a function with its modules and "
+        "tensors as arguments."
+    )
+
+
+# --- what cannot be explained ---------------------------------------------------------------------
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(TypeError) as found:
+        explain(3)
+    assert str(found.value) == (
+        "explain(fn, *args) needs a module or a function, got 3. Give "
+        "the function and its arguments, not what it returned."
+    )
+
+
+def test_a_dtype_that_is_none(x: torch.Tensor) -> None:
+    with pytest.raises(TypeError) as found:
+        explain(nn.Linear(8, 8), x, dtype="half precision")
+    assert str(found.value) == (
+        "explain(dtype='half precision'): use 'bfloat16' or 'float16'."
+    )  # fmt: skip
+
+
+def test_a_context_manager_takes_no_region() -> None:
+    with pytest.raises(TypeError) as found:
+        explain(dtype="float16")
+    assert str(found.value) == (
+        "explain() without a function is a context manager: open the region inside it. "
+        "Got args=(), dtype='float16', policy=None, device=None, {}."
+    )
+
+
+def test_what_no_framework_is_known_of() -> None:
+    with pytest.raises(TypeError) as found:
+        polymp.explain(len, [])
+    assert str(found.value) == (
+        "polymp.explain(len, ...) finds no tensor, array or module that says "
+        "which framework this is for. Call polymp.torch.explain or polymp.jax.explain."
+    )
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).relu())
+
+
+HEAD = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}}, name="head")
+
+
+def formats_by_op(report: Any) -> list[tuple[str, str, str]]:
+    return [(call.module, call.op, call.run) for call in report]
+
+
+@pytest.mark.parametrize("before", [None, {"rules": {"all": "fp32"}}], ids=["plain", "scoped"])
+def test_the_policy_asked_for_holds_in_the_model(before: Any) -> None:
+    model, x = Headed(), torch.ones(1, 4)
+    kinds = [type(module) for module in model.modules()]
+    if before is not None:
+        scoped(model, before)
+        kinds = [type(module) for module in model.modules()]
+    own = formats_by_op(explain(model, x, dtype="bfloat16"))
+    low = [("body", "linear", "bfloat16"), ("", "relu", "bfloat16"), ("head", "linear", "bfloat16")]
+    high = [(module, op, "float32") for module, op, _ in low]
+    assert own == (low if before is None else high)
+    assert formats_by_op(explain(model, x, dtype="bfloat16", policy="amp")) == low
+    matmul = explain(model, x, dtype="bfloat16", policy="matmul")
+    assert formats_by_op(matmul) == [low[0], high[1], low[2]]
+    assert matmul.policy == "matmul"
+    for call in (model, lambda model, x: model(x)):
+        given = (x,) if call is model else (model, x)
+        named = explain(call, *given, dtype="bfloat16", policy=HEAD)
+        assert formats_by_op(named) == [low[0], low[1], high[2]]
+    assert formats_by_op(explain(model, x, dtype="bfloat16")) == own, "scopes are as they were"
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_scopes_are_as_they_were_after_an_error() -> None:
+    model = Headed()
+    scoped(model, {"rules": {"all": "fp32"}})
+    with pytest.raises(RuntimeError):
+        explain(model, torch.ones(1, 3), dtype="bfloat16", policy="amp")
+    with autocast("cpu", BF16):
+        assert model(torch.ones(1, 4)).dtype is torch.float32
+
+
+def test_a_policy_with_paths_needs_a_module() -> None:
+    with pytest.raises(PolicyError, match="has rules for modules"):
+        explain(torch.relu, torch.ones(2), dtype="bfloat16", policy=HEAD)

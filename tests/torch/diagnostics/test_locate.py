@@ -1,0 +1,307 @@
+"""`locate`: the op that is named, what it was given, and all that is put back."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polymp.torch
+from polymp.backends.torch.diagnostics import locate as module
+from polymp.diagnostics.audit_records import Operand
+from polymp.torch import autocast
+from tests.support.torch.audit_trainings import OPTIMIZERS, Training, same
+from tests.support.torch.ranks import launch
+from tests.support.torch.sharded_models import cuts
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+locate = polymp.torch.locate
+
+
+def operand(t: torch.Tensor, name: str = "") -> Operand:
+    """What is in a tensor, counted by hand."""
+    sizes = [abs(x) for x in t.detach().double().flatten().tolist()]
+    finite = [x for x in sizes if math.isfinite(x)]
+    return Operand(
+        str(t.dtype).removeprefix("torch."),
+        tuple(t.shape),
+        min((x for x in finite if x), default=0.0),
+        max(finite, default=0.0),
+        sum(x == 0 for x in sizes) / len(sizes),
+        sum(map(math.isinf, sizes)) / len(sizes),
+        sum(map(math.isnan, sizes)) / len(sizes),
+        name,
+    )
+
+
+def gradients(training: Training) -> list[Any]:
+    return [p.grad for p in training.model.parameters()]
+
+
+CASES = [
+    ("mlp", "fp16", "fused", 1), ("mlp", "fp16, torch's scaler", "foreach", 2),
+    ("convolution", "fp16", "plain", 1), ("convolution", "bf16", "fused", 1),
+    ("checkpointed", "fp32", "foreach", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("started", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("what", CASES, ids=lambda what: "-".join(map(str, what)))
+def test_all_that_a_step_writes_is_put_back(what: tuple[Any, ...], started: bool) -> None:
+    """The state is that of before, and the run goes on as if nobody had looked."""
+    replayed, plain = Training(*what), Training(*what)
+    for training in (replayed, plain) if started else ():
+        torch.manual_seed(2)
+        training.step()
+    before, grads = replayed.state(), gradients(replayed)
+    for factor in (1.0, 1e6):
+        found = locate(replayed.step, factor, model=replayed.model)
+        assert (found is None) == (factor == 1.0 or not what[1].startswith("fp16"))
+        assert same(replayed.state(), before)
+        assert all(a is b for a, b in zip(gradients(replayed), grads, strict=True))
+    assert len(replayed.optimizer.state) == len(plain.optimizer.state)
+    after = []
+    for training in (replayed, plain):
+        torch.manual_seed(1)
+        after.append([training.step(), training.step(), *training.state()])
+    assert same(*after)
+
+
+def test_a_replay_that_puts_nothing_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def nothing() -> Any:
+        yield
+
+    monkeypatch.setattr(module, "_put_back", nothing)
+    training = Training("convolution", "bf16")
+    before = training.state()
+    locate(training.step, model=training.model)
+    assert not same(training.state(), before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_raises_after_its_optimizer_is_put_back_too(optimizer: str) -> None:
+    training = Training("mlp", "fp32", optimizer)
+    before = training.state()
+
+    def step() -> None:
+        training.step()
+        raise ValueError("after all that")
+
+    with pytest.raises(ValueError, match="after all that"):
+        locate(step, model=training.model)
+    assert same(training.state(), before)
+
+
+def test_a_step_that_raises_for_a_value_it_made_is_explained() -> None:
+    """Code that checks its loss raises; the fault is what it should have said."""
+
+    def step(x: torch.Tensor) -> None:
+        loss = (x * 1e3).sum()
+        if not loss.isfinite():
+            raise FloatingPointError("loss is not finite")
+
+    assert locate(step, torch.ones(2)) is None
+    found = locate(step, torch.full((2,), 1e3).half())
+    assert found is not None
+    assert (found.op, found.kind) == ("mul", "overflow")
+
+
+def test_nothing_is_found_in_a_healthy_step_nor_in_a_mask() -> None:
+    training = Training("transformer", "fp16")
+    assert locate(training.step, model=training.model) is None
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(x < 0, -math.inf).softmax(-1)
+
+    assert locate(masked, torch.randn(3, 4)) is None
+    fault = locate(masked, -torch.ones(3, 4))
+    assert fault is not None, "rows that are masked as a whole are NaN"
+    assert (fault.op, fault.kind) == ("softmax", "operation")
+    assert fault.why.startswith("its result is NaN, of infinities that the program gave")
+
+
+def test_the_fault_of_an_overflow_in_full() -> None:
+    net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
+    with torch.no_grad():
+        net[0].weight.fill_(3e3)
+    x = torch.tensor([[30.0, 0.0, -1.0, 2.0], [0.5, 0.0, 0.0, 0.0]])
+
+    def step() -> torch.Tensor:
+        with autocast("cpu", torch.float16):
+            return net(x)  # type: ignore[no-any-return]
+
+    fault = locate(step, model=net)
+    assert fault is not None
+    assert (fault.op, fault.module, fault.direction) == ("linear", "0", "forward")
+    assert (fault.kind, fault.run, fault.region) == ("overflow", "float16", "float16")
+    assert str(fault.row).startswith("class:matmul = lower") or "linear" in str(fault.row)
+    assert fault.found == "Inf"
+    assert fault.inputs == (operand(x.half()), operand(net[0].weight.half().t()))
+
+
+def test_what_an_op_was_given_is_exact() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 7), torch.randn(5, 7)
+    x[0, :3] = torch.tensor([0.0, 1e38, 1e-40])
+    y[0, 1:3] = torch.tensor([1e38, 3.0])
+    fault = locate(lambda: x * y)
+    assert fault is not None
+    assert fault.kind == "operation"
+    name = "an argument (float32 5x7)"
+    for found, exact in zip(fault.inputs, (operand(x, name), operand(y, name)), strict=True):
+        assert found[:4] == exact[:4]
+        assert found[4:7] == pytest.approx(exact[4:7])
+        assert found.name == name
+
+
+def test_the_share_of_what_is_bad_in_an_input() -> None:
+    x = torch.ones(10, 10)
+    x[0, :3], x[1, :2] = math.nan, math.inf
+    fault = locate(lambda x: (x * 2).sum(), x)
+    assert fault is not None
+    assert (fault.kind, fault.op) == ("input", "mul")
+    (given,) = fault.inputs
+    assert (given.nan, given.inf, given.largest) == pytest.approx((0.03, 0.02, 1.0))
+
+
+def test_the_backward_op_that_breaks_is_named_with_its_line() -> None:
+    def step(x: torch.Tensor) -> None:
+        x.sqrt().sum().backward()  # 1 / (2 * sqrt(0))
+
+    fault = locate(step, torch.zeros(2, requires_grad=True))
+    assert fault is not None
+    assert (fault.op, fault.direction, fault.kind) == ("sqrt", "backward", "operation")
+    assert fault.source == f"test_locate.py:{step.__code__.co_firstlineno + 1}"
+
+
+def test_a_number_that_its_format_makes_zero() -> None:
+    x = torch.zeros(3).half()
+    fault = locate(lambda: 1 / (x + 1e-9))
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("add", "number")
+    assert fault.found.startswith("Inf, of reciprocal")
+    assert locate(lambda: 1 / (x + 1e-3)) is None
+
+
+def test_the_callers_graph_is_as_it_was() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = (x * 2).exp()
+    node, version = y.grad_fn, y._version
+    x.grad = kept = torch.full((3,), 5.0)
+
+    def step() -> torch.Tensor:
+        (y * 3e38).sum().backward(retain_graph=True)
+        return y
+
+    assert locate(step) is not None
+    assert y.grad_fn is node
+    assert y._version == version
+    assert x.grad is kept
+    assert torch.equal(x.grad, torch.full((3,), 5.0))
+    y.sum().backward()
+    assert torch.equal(x.grad, 5 + 2 * y.detach()), "its graph can still run"
+
+
+def test_memory_is_put_back_whatever_view_of_it_was_written() -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    before = whole.clone()
+    counter = torch.zeros((), dtype=torch.int64)
+
+    def step() -> torch.Tensor:
+        whole[1].mul_(3)
+        whole.t()[2].zero_()
+        counter.add_(1)
+        return whole * 3e38
+
+    assert locate(step) is not None
+    assert torch.equal(whole, before)
+    assert counter == 0
+
+
+def test_random_numbers_are_those_of_the_step() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    seen: list[torch.Tensor] = []
+    locate(lambda: seen.append(torch.rand(4) * 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(seen[0], torch.rand(4) * 2)
+
+
+def test_a_model_is_found_among_the_arguments() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    x = torch.full((1, 2), math.nan)
+    for fault in (locate(net, x), locate(lambda m, x: m(x), net, x), locate(lambda: net(x))):
+        assert fault is not None
+        assert (fault.module, fault.kind) == ("0", "input")
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"locate\(step_fn, \*args\) needs a function, got 3."):
+        locate(3)  # type: ignore[arg-type]
+
+
+def test_the_line_is_that_of_the_users_code() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        found = x.log()
+        return found + 1
+
+    fault = locate(step, torch.zeros(1))
+    line = sys._getframe().f_lineno - 4
+    assert fault is not None
+    assert fault.source == f"test_locate.py:{line}"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return launch("tests.support.torch.located_ranks", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", list(cuts(2)))
+def test_a_step_that_talks_is_replayed_by_all_ranks(ranks: list[Any], name: str) -> None:
+    for notes in ranks:
+        found = notes[name]
+        assert found["good"] is None
+        assert found["again"] is None
+        assert found["bad"] is not None
+        assert (found["bad"].op, found["bad"].kind) == ("addmm", "operation")
+        assert found["put back"]
+        assert found["goes on"]
+
+
+@pytest.mark.parametrize("name", list(cuts(2)))
+def test_a_step_that_talks_is_not_replayed_by_one_rank(ranks: list[Any], name: str) -> None:
+    message = ranks[0][name]["alone"]
+    assert re.fullmatch(
+        r"locate\(\) replays a step that talks to other ranks \(.+\), and 1 of 2 ranks called it "
+        r"within 1 seconds. Call it on every rank: let them agree first, for example by an "
+        r"all_reduce of loss.isfinite\(\). Or replay what one rank can do alone, for example the "
+        r"forward pass of model.module.",
+        message,
+    )
+
+
+def test_dtensors_that_are_written_are_put_back(ranks: list[Any]) -> None:
+    for notes in ranks:
+        fine, fault = notes["written"]["faults"]
+        assert fine is None
+        assert fault is not None
+        assert fault.op == "add"
+        assert torch.equal(notes["written"]["w"], torch.ones(2))
+
+
+def test_numbers_that_another_rank_spoiled_are_said_to_be_received(ranks: list[Any]) -> None:
+    here, there = (notes["received"] for notes in ranks)
+    assert (here.op, here.kind) == ("div", "operation")
+    assert (there.op, there.kind) == ("mul", "input")
+    assert there.why == "what other ranks sent (float32 2) is not finite before any op runs"
+
+
+def test_what_does_not_talk_is_replayed_by_one_rank(ranks: list[Any]) -> None:
+    assert ranks[0]["silent"] is not None

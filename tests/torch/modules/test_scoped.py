@@ -1,0 +1,715 @@
+"""Rules by module path: what holds in which module, and that it goes wherever the model goes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrizations, parametrize
+
+import polymp
+from polymp import PolicyError
+from polymp.backends.torch.autocast import cast_cache, regions
+from polymp.errors import PolicyWarning
+from polymp.torch import autocast, checkpoint, scoped
+from tests.support.torch.compiled import Count
+from tests.support.torch.inside import inside
+from tests.support.torch.scoped_model import HEAD, Model, seeded
+from tests.torch.autocast.test_threads import in_threads
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+# The policy has paths that a part of its model, or another model, does not have.
+A_PART = pytest.mark.filterwarnings("ignore::polymp.errors.PolicyWarning")
+
+ROOT = Path(__file__).parents[3]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAST = polymp.policy("torch-cpu").override(name="last", scopes={"blocks.1": {"linear": "fp32"}})
+
+
+def run(model: nn.Module, x: torch.Tensor, region: Any) -> list[torch.Tensor]:
+    """The result and the gradients of all parameters."""
+    with region:
+        y = model(x)
+    gradients = torch.autograd.grad(y.float().square().sum(), list(model.parameters()))
+    return [y.detach(), *gradients]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    dtypes = [t.dtype for t in one] == [t.dtype for t in other]
+    return dtypes and all(map(torch.equal, one, other))
+
+
+REGIONS = {"polymp": autocast, "torch": torch.autocast}
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_head_in_float32_is_the_head_by_hand(x: torch.Tensor, kind: str, dtype: Any) -> None:
+    by_hand = run(seeded(lambda: Model(by_hand=True)), x, torch.autocast("cpu", dtype))
+    model = seeded(Model)
+    low = run(model, x, REGIONS[kind]("cpu", dtype))
+    assert not same(low, by_hand), "the oracle cannot tell"
+    assert low[0].dtype is dtype
+    with scoped(model, HEAD):
+        assert same(run(model, x, REGIONS[kind]("cpu", dtype)), by_hand)
+    assert same(run(model, x, REGIONS[kind]("cpu", dtype)), low)
+
+
+class Probe(nn.Module):
+    """Notes which policy holds where it runs, before and after it calls what it holds."""
+
+    def __init__(self, notes: list[Any], **children: nn.Module) -> None:
+        super().__init__()
+        self.notes = notes
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def note(self) -> None:
+        found = regions.in_force("cpu")
+        self.notes.append((found.policy, found.enabled, found.format, found.cache))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note()
+        for child in self.children():
+            for one in child if isinstance(child, nn.ModuleList) else [child]:
+                x = one(x)
+                self.note()
+        return x
+
+
+def tree(notes: list[Any]) -> nn.Module:
+    leaf = functools.partial(Probe, notes)
+    blocks = nn.ModuleList(Probe(notes, attn=leaf(), mlp=leaf()) for _ in range(2))
+    return Probe(notes, embed=leaf(), blocks=blocks, head=leaf())
+
+
+PATHS = ["", "embed", "", "blocks.0", "blocks.0.attn", "blocks.0", "blocks.0.mlp", "blocks.0", ""]
+PATHS += [path.replace("0", "1") for path in PATHS[3:]] + ["head", ""]
+PATTERNS = ("embed", "*.attn", "blocks.1", "blocks", "bl*.0.mlp", "*", "head")
+AROUND = {
+    "polymp": lambda: autocast("cpu", FP16, cache_enabled=False),
+    "policy": lambda: autocast("cpu", FP16, policy="lean"),
+    "torch": lambda: torch.autocast("cpu", BF16),
+    "disabled": lambda: autocast("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "patterns", [*itertools.combinations(PATTERNS, 1), *itertools.combinations(PATTERNS, 2)]
+)
+def test_what_holds_in_a_module_is_the_policy_at_its_path(
+    x: torch.Tensor, around: str, patterns: tuple[str, ...]
+) -> None:
+    rules = ("keep", "fp32")
+    rows = {pattern: {"exp": rule} for pattern, rule in zip(patterns, rules, strict=False)}
+    policy = polymp.policy("amp").override(scopes=rows)
+    notes: list[Any] = []
+    model = tree(notes)
+    with AROUND[around]():
+        here = regions.in_force("cpu")
+        with scoped(model, policy):
+            model(x)
+        expected = (here.enabled, here.format, here.cache)
+        assert notes == [(policy.at(path), *expected) for path in PATHS]
+        assert len({note[0] for note in notes}) > 1 or "*" in patterns, "all the same"
+        del notes[:]
+        model(x)
+        assert {note[0] for note in notes} == {here.policy}, "removed"
+
+
+def test_outside_of_regions_nothing_changes(x: torch.Tensor) -> None:
+    model = seeded(Model)
+    plain = run(model, x, torch.autocast("cpu", enabled=False))
+    scoped(model, HEAD.override(lower=["class:activation"]))
+    assert same(run(model, x, torch.autocast("cpu", enabled=False)), plain)
+    assert same(run(model, x, torch.enable_grad()), plain)
+
+
+class Regional(nn.Module):
+    """Opens regions in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(8, 8)
+        self.other = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> list[torch.dtype]:
+        own = {"rules": {"linear": "keep", "addmm": "keep", "exp": "lower"}}
+        seen = []
+        for region in (autocast("cpu", BF16), torch.autocast("cpu", BF16)):
+            with region:
+                seen += [self.lm_head(x).dtype, self.other(x).dtype, x.to(BF16).exp().dtype]
+        with autocast("cpu", FP16, policy=own):
+            seen += [x.exp().dtype, self.lm_head(x).dtype, x.exp().dtype]
+            with autocast("cpu", BF16):
+                seen += [x.to(BF16).exp().dtype]
+        return seen
+
+
+def test_regions_inside_of_a_scoped_module(x: torch.Tensor) -> None:
+    """One without a policy has the module's; one with a policy has its own up to the next call."""
+    model = Regional()
+    lean = {"linear": "fp32", "exp": "fp32"}
+    scoped(model, {"rules": {"linear": "lower", "exp": "fp32"}, "scopes": {"lm_head": lean}})
+    expected = [FP32, BF16, FP32] * 2 + [FP16, FP32, FP16] + [FP32]
+    assert model(x) == expected
+    with torch.autocast("cpu", FP16):
+        assert model(x) == expected
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", REGIONS)
+def test_an_error_leaves_the_scopes(x: torch.Tensor, kind: str, error: Any) -> None:
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error("stop")
+
+    model, bystander = Model(), nn.Linear(8, 8)
+    model.lm_head = Raises()
+    scoped(model, HEAD.override(fp32=["class:matmul", "linear"]))
+    with REGIONS[kind]("cpu", BF16):
+        before = regions.code_in_force()
+        with pytest.raises(error, match="stop"):
+            model(x)
+        assert regions.code_in_force() == before
+        assert bystander(x).dtype is BF16
+
+
+def test_a_hook_that_raises_before_the_module_runs(x: torch.Tensor) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("refused")
+
+    model = Model()
+    scoped(model, HEAD)
+    model.lm_head.register_forward_pre_hook(refuse)
+    with torch.autocast("cpu", BF16):
+        before = regions.code_in_force()
+        with pytest.raises(ValueError, match="refused"):
+            model(x)
+        assert regions.code_in_force() == before
+
+
+class Keeps(nn.Module):
+    """Counts the casts that our own kernels keep in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> int:
+        self.norm(x)
+        return len(cast_cache._mine.thread.casts)
+
+
+def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tensor) -> None:
+    model = Keeps()
+    scoped(model, {"rules": {"layer_norm": "lower"}})
+    with torch.autocast("cpu", BF16):
+        assert model(x) == 2, "weight and bias"
+    assert cast_cache._mine.thread.casts == {}
+
+
+def test_the_classes_are_their_own_again() -> None:
+    model = Model()
+    classes = [type(m) for m in model.modules()]
+    attributes = [set(m.__dict__) for m in model.modules()]
+    keys = list(model.state_dict())
+    handle = scoped(model, HEAD)
+    assert repr(handle) == "Scoping('head', 6 modules)"
+    assert list(model.state_dict()) == keys
+    for module, cls in zip(model.modules(), classes, strict=True):
+        assert isinstance(module, cls)
+        assert repr(type(module)) == repr(cls)
+        assert type(module) is not cls
+    handle.remove()
+    handle.remove()
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+def test_patterns_that_match_nothing_are_named() -> None:
+    scopes = {name: {"linear": "keep"} for name in ("*.lm_haed", "bdoy.2", "xyz")}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        handle = scoped(Model(), HEAD.override(scopes=scopes))
+    assert handle.unmatched == ("*.lm_haed", "bdoy.2", "xyz")
+    (warning,) = seen
+    assert warning.category is PolicyWarning
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "scoped(): policy 'head*' has rules for paths that no module of Model has. "
+        "'*.lm_haed': did you mean '*.lm_head'? "
+        "'bdoy.2': did you mean 'body.2' or 'body.1' or 'body.0'? "
+        "'xyz': [name for name, _ in model.named_modules()] lists the paths."
+    )
+
+
+@pytest.mark.parametrize("bound_before", [True, False])
+def test_a_call_that_was_bound_before_goes_along(x: torch.Tensor, bound_before: bool) -> None:
+    linear = nn.Linear(8, 8)
+    call = linear.__call__
+    handle = scoped(linear, {"rules": {"linear": "fp32"}})
+    call = call if bound_before else linear.__call__
+    inner = linear._call_impl
+    with autocast("cpu", BF16):
+        assert call(x).dtype is FP32
+        handle.remove()
+        assert call(x).dtype is BF16
+        assert inner(x).dtype is BF16
+
+
+def test_a_module_with_two_paths_has_the_first(x: torch.Tensor) -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.GELU(), shared)
+    for path, expected in (("0", FP32), ("2", BF16)):
+        rows = {path: {"linear": "fp32"}}
+        warned = pytest.warns(PolicyWarning, match="'2': that module goes by its first path, '0'.")
+        with nullcontext() if path == "0" else warned:
+            handle = scoped(model, {"rules": {"linear": "lower"}, "scopes": rows})
+        with handle:
+            assert handle.unmatched == (() if path == "0" else ("2",))
+            with autocast("cpu", BF16):
+                assert model(x).dtype is expected
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.wide = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int) -> list[torch.dtype]:
+        seen = [self.wide(x).dtype, self.linear(x).dtype]
+        return seen + (self(x, depth - 1) if depth else []) + [self.linear(x).dtype]
+
+
+def test_a_recursive_module(x: torch.Tensor) -> None:
+    model = Recursive()
+    policy = {"rules": {"linear": "lower"}, "scopes": {"wide": {"linear": "fp32"}}}
+    scoped(model, policy)
+    with autocast("cpu", BF16):
+        assert model(x, 2) == [FP32, BF16] * 3 + [BF16] * 3
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "not a module": (
+        lambda: scoped(len, HEAD),
+        TypeError,
+        "scoped() takes a torch.nn.Module and a policy, not <built-in function len>.",
+    ),
+    "no policy": (
+        lambda: scoped(nn.Linear(2, 2), None),
+        PolicyError,
+        "a policy is a Policy, a name, the path of a TOML file or a dict, not None.",
+    ),
+    "the handle called": (
+        lambda: scoped(nn.Linear(2, 2), HEAD)(torch.ones(2)),
+        TypeError,
+        "scoped() changes the model in place and returns a handle with remove(). "
+        "Write scoped(model, policy), and call the model itself.",
+    ),
+    "lazy": (
+        lambda: scoped(nn.Sequential(nn.LazyLinear(2)), HEAD),
+        TypeError,
+        "scoped(): LazyLinear at '0' is lazy, and changes its class in its first call. "
+        "Call the model once before scoped().",
+    ),
+    "traced": (
+        lambda: scoped(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())), HEAD),
+        TypeError,
+        "scoped(): Sequential is traced, and makes itself a class of its own. "
+        "Call scoped() on the model that it was traced from.",
+    ),
+    "a region with scopes": (
+        lambda: autocast("cpu", policy=HEAD),
+        PolicyError,
+        "policy 'head' has rules for modules (*.lm_head), whose paths a region does not see. "
+        "Give it to polymp.torch.scoped(model, policy), and to the region, for what runs outside "
+        "of the model, policy.at('') or none.",
+    ),
+}
+
+
+@A_PART
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(case: str) -> None:
+    function, kind, text = WRONG[case]
+    with pytest.raises(kind) as error:
+        function()
+    assert str(error.value) == text
+
+
+@A_PART
+@pytest.mark.parametrize("part", ["", "body", "lm_head"])
+def test_a_part_of_a_model_is_scoped_once(part: str) -> None:
+    model = Model()
+    scoped(model.get_submodule(part), HEAD)
+    classes = [type(m) for m in model.modules()]
+    for target in (model, model.get_submodule(part)):
+        with pytest.raises(PolicyError, match=r"is scoped already, by policy 'head'"):
+            scoped(target, "lean")
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_a_module_that_compiles_itself_is_refused() -> None:
+    model = Model()
+    model.lm_head.compile(backend="eager")
+    with pytest.raises(TypeError, match=r"Linear at 'lm_head' is compiled by its own compile\(\)"):
+        scoped(model, HEAD)
+    assert type(model) is Model
+
+
+def copies(model: nn.Module, handle: Any) -> dict[str, tuple[nn.Module, Any]]:
+    return {
+        "deepcopy": copy.deepcopy((model, handle)),
+        "pickle": pickle.loads(pickle.dumps((model, handle))),
+    }
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_copies_are_scoped(x: torch.Tensor, kind: str) -> None:
+    model = seeded(Model)
+    handle = scoped(model, HEAD)
+    expected = run(model, x, autocast("cpu", BF16))
+    twin, of_twin = copies(model, handle)[kind]
+    handle.remove()
+    assert run(model, x, autocast("cpu", BF16))[0].dtype is BF16
+    assert same(run(twin, x, autocast("cpu", BF16)), expected)
+    of_twin.remove()
+    assert run(twin, x, autocast("cpu", BF16))[0].dtype is BF16
+    assert type(twin.lm_head) is nn.Linear
+
+
+def test_a_pickle_in_a_fresh_process(x: torch.Tensor, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    scoped(model, {"rules": {"linear": "lower"}, "scopes": {"1": {"linear": "fp32"}}})
+    torch.save((model, x), tmp_path / "model")
+    code = (
+        "import sys, torch\n"
+        "model, x = torch.load(sys.argv[1], weights_only=False)\n"
+        "with torch.autocast('cpu', torch.bfloat16): y = model(x)\n"
+        "assert y.dtype is torch.float32, y.dtype\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class CopiesItself(nn.Linear):
+    """Makes its copies by hand, as some do."""
+
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        made = CopiesItself(self.in_features, self.out_features)
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+def test_a_module_that_copies_itself_keeps_its_scope(x: torch.Tensor) -> None:
+    linear = CopiesItself(8, 8)
+    scoped(linear, {"rules": {"linear": "fp32"}})
+    twin = copy.deepcopy(nn.Sequential(linear))
+    with autocast("cpu", BF16):
+        assert twin(x).dtype is FP32
+        assert torch.equal(twin(x), linear(x))
+
+
+def test_a_class_on_top_is_left_in_place(x: torch.Tensor) -> None:
+    """torch's parametrizations change the class, too."""
+    linear = nn.Linear(8, 8)
+    handle = scoped(linear, {"rules": {"linear": "fp32"}})
+    parametrizations.weight_norm(linear)
+    with autocast("cpu", BF16):
+        assert linear(x).dtype is FP32
+        handle.remove()
+        assert linear(x).dtype is BF16
+    parametrize.remove_parametrizations(linear, "weight")
+    with autocast("cpu", BF16):
+        assert linear(x).dtype is BF16
+        with scoped(linear, {"rules": {"linear": "fp32"}}):
+            assert linear(x).dtype is FP32
+
+
+@A_PART
+def test_a_class_that_counts_its_subclasses_does_not_hear_of_ours() -> None:
+    heard = []
+
+    class Counts(nn.Linear):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            heard.append(cls)
+
+    model = Counts(2, 2)
+    with scoped(model, HEAD):
+        assert type(model) is not Counts
+        assert isinstance(model, Counts)
+    assert heard == []
+
+
+def test_threads_have_scopes_of_their_own(x: torch.Tensor) -> None:
+    model = seeded(Model)
+    regions_of = [autocast("cpu", BF16), autocast("cpu", FP16), autocast("cpu", enabled=False)]
+    scoped(model, HEAD)
+    expected = [run(model, x, region) for region in regions_of]
+    work = [lambda r=region: [run(model, x, r) for _ in range(8)] for region in regions_of]
+    for runs, right in zip(in_threads(work), expected, strict=True):
+        assert all(same(one, right) for one in runs)
+
+
+def test_replicas_of_data_parallel(x: torch.Tensor) -> None:
+    """As torch.nn.parallel.replicate makes them, which needs GPUs."""
+    model = seeded(Model)
+    scoped(model, HEAD)
+    twin = model._replicate_for_data_parallel()
+    for name, child in model._modules.items():
+        assert child is not None
+        twin._modules[name] = child._replicate_for_data_parallel()
+    twin.lm_head.weight = nn.Parameter(torch.zeros(5, 8))
+    twin.lm_head.bias = model.lm_head.bias
+    with torch.autocast("cpu", BF16):
+        assert in_threads([lambda: nn.DataParallel(twin)(x).dtype])[0] is FP32
+    with autocast("cpu", BF16):
+        assert torch.equal(twin(x), model.lm_head.bias.expand(4, 5))
+
+
+def test_on_another_device() -> None:
+    on_cuda = polymp.policy("torch-cuda").override(scopes={"1": {"linear": "fp32"}})
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Linear(8, 8, device="meta") for _ in range(2)))
+        for linear in model:
+            linear.weight = nn.Parameter(torch.ones(8, 8, device="cuda"), requires_grad=False)
+            linear.bias = None
+        x = torch.ones(4, 8, device="cuda")
+        scoped(model, on_cuda)
+        with inside("cuda", "float16"):
+            assert (model[:1](x).dtype, model(x).dtype) == (FP16, FP32)
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are computed again, or not."""
+
+    def __init__(self, how: Callable[..., torch.Tensor] | None) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.how is None else self.how(block, x)
+        return x
+
+
+@pytest.mark.parametrize("around", ["polymp", "torch"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("own", [True, False], ids=["polymp's", "torch's"])
+def test_recomputation_runs_under_the_same_policies(
+    x: torch.Tensor, around: str, reentrant: bool, own: bool
+) -> None:
+    """A module carries its policy into torch's own checkpoint, too."""
+    x = x.requires_grad_()
+    how = checkpoint if own else torch.utils.checkpoint.checkpoint
+    how = functools.partial(how, use_reentrant=reentrant)
+    plain, again = (seeded(lambda h=h: Checkpointed(h)) for h in (None, how))
+    policy = LAST.override(fp32=["gelu"])
+    without = run(plain, x, REGIONS[around]("cpu", FP16))
+    for model in (plain, again):
+        scoped(model, policy)
+    expected = run(plain, x, REGIONS[around]("cpu", FP16))
+    assert not same(expected, without), "the oracle cannot tell"
+    with REGIONS[around]("cpu", FP16):
+        y = again(x)
+    y.float().square().sum().backward()
+    assert same([y.detach(), *(p.grad for p in again.parameters())], expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("own", [True, False], ids=["polymp's", "torch's"])
+def test_a_function_is_recomputed_in_its_scope(x: torch.Tensor, reentrant: bool, own: bool) -> None:
+    how = checkpoint if own else torch.utils.checkpoint.checkpoint
+    seen = []
+
+    class Inner(nn.Module):
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.ones(1, dtype=BF16).exp().dtype)
+            return x.square()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return how(self.inner, x, use_reentrant=reentrant)
+
+    model = Inner()
+    scoped(model, {"rules": {"exp": "fp32"}})
+    with torch.autocast("cpu", BF16):
+        y = model(x.requires_grad_())
+    y.sum().backward()
+    assert seen == [FP32, FP32]
+
+
+def test_with_the_tools_of_torch_func(x: torch.Tensor) -> None:
+    model = seeded(Model)
+    scoped(model, HEAD)
+    parameters = dict(model.named_parameters())
+
+    def call(one: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (one,))
+
+    with autocast("cpu", BF16):
+        assert torch.equal(call(x), model(x))
+        batched = torch.vmap(call)(x)
+        assert batched.dtype is FP32
+        torch.testing.assert_close(batched, model(x), rtol=2e-2, atol=2e-2)
+
+
+# Else torch.compile traces the backward in the region around the call, and float32 goes low there.
+EAGER_BACKWARD = torch._functorch.config.patch(backward_pass_autocast="off")
+
+
+@A_PART
+@pytest.mark.parametrize("kind", REGIONS)
+@EAGER_BACKWARD
+def test_compiled_it_is_eager(x: torch.Tensor, count: Count, kind: str) -> None:
+    model = seeded(Model)
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    plain = run(model, x, REGIONS[kind]("cpu", BF16))
+    assert same(run(compiled, x, REGIONS[kind]("cpu", BF16)), plain)
+    for times, policy in enumerate((HEAD, LAST.override(fp32=["linear"]), HEAD), start=1):
+        with scoped(model, policy):  # after it was compiled without, and with another
+            eager = run(model, x, REGIONS[kind]("cpu", BF16))
+            assert not same(eager, plain)
+            for _ in range(2):
+                assert same(run(compiled, x, REGIONS[kind]("cpu", BF16)), eager)
+            assert count.graphs == 1 + min(times, 2), "one graph for each policy"
+    assert same(run(compiled, x, REGIONS[kind]("cpu", BF16)), plain)
+    assert count.graphs == 3
+
+
+def test_compiled_from_outside(x: torch.Tensor, count: Count) -> None:
+    """The graph holds the region as well; each policy its own, whatever came first."""
+    model = seeded(Model)
+
+    @torch.compile(backend=count, fullgraph=True)
+    def compiled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with autocast("cpu", FP16):
+            y = model(x)
+        return y, model(x)
+
+    head = scoped(model, HEAD)
+    assert [y.dtype for y in compiled(x)] == [FP32, FP32]
+    head.remove()
+    assert [y.dtype for y in compiled(x)] == [FP16, FP32]
+    with scoped(model, HEAD):
+        assert [y.dtype for y in compiled(x)] == [FP32, FP32]
+    assert count.graphs == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_with_a_break_in_the_graph(x: torch.Tensor, count: Count) -> None:
+    class Breaks(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.body(x)
+            torch._dynamo.graph_break()
+            return self.lm_head(h)
+
+    model = seeded(Breaks)
+    scoped(model, HEAD)
+    compiled = torch.compile(model, backend=count)
+    outer = torch.compile(lambda x: model(x) * 2, backend=count)
+    for kind in REGIONS.values():
+        with kind("cpu", BF16):
+            eager = model(x)
+            assert eager.dtype is FP32
+            assert torch.equal(compiled(x), eager)
+            assert torch.equal(outer(x), eager * 2)
+    assert count.graphs > 2
+
+
+def test_compiled_with_regions_inside(x: torch.Tensor, count: Count) -> None:
+    model = Regional()
+    lean = {"linear": "fp32", "exp": "fp32"}
+    scoped(model, {"rules": {"linear": "lower", "exp": "fp32"}, "scopes": {"lm_head": lean}})
+    compiled = torch.compile(lambda x: (x + 1, model(x)), backend=count, fullgraph=True)
+    assert compiled(x)[1] == model(x)
+    with torch.autocast("cpu", FP16):
+        assert compiled(x)[1] == model(x)
+
+
+def test_a_trace_that_fails_leaves_the_scopes(x: torch.Tensor, count: Count) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with autocast("cpu", BF16):
+                y = x.exp()
+                torch._dynamo.graph_break()
+            return y
+
+    model = nn.Sequential(Fails())
+    scoped(model, {"rules": {"exp": "lower"}})
+    before = regions.code_in_force()
+    compiled = torch.compile(lambda x: model(x), backend=count, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(x)
+    assert regions.code_in_force() == before
+
+
+def test_compiled_checkpoints(x: torch.Tensor, count: Count) -> None:
+    how = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    again, plain = (seeded(lambda h=h: Checkpointed(h)) for h in (how, None))
+    low = run(torch.compile(plain, backend="aot_eager"), x, autocast("cpu", FP16))
+    scoped(again, LAST)
+    scoped(plain, LAST)
+    expected = run(torch.compile(plain, backend="aot_eager"), x, autocast("cpu", FP16))
+    assert not same(expected, low)
+    compiled = torch.compile(again, backend=count, fullgraph=True)
+    assert same(run(compiled, x, autocast("cpu", FP16)), expected)
+
+
+def test_export_is_refused(x: torch.Tensor) -> None:
+    model = Model()
+    handle = scoped(model, HEAD)
+    text = r"torch.export cannot record the scopes of policy 'head'\."
+    for strict in (False, True):
+        with pytest.raises(Exception, match=text):
+            torch.export.export(model, (x,), strict=strict)
+    handle.remove()
+    program = torch.export.export(model, (x,))
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.torch.scoped_model"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path)],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)[-3000:]
+    notes = [pickle.loads((tmp_path / f"notes{rank}").read_bytes()) for rank in range(2)]
+    assert notes[0] == notes[1]
+    scoped_first, scoped_after, by_hand = notes[0]
+    assert scoped_first == scoped_after == by_hand
+    assert {dtype for dtype, _ in by_hand} == {"torch.float32"}
+    assert by_hand[0] != by_hand[1]

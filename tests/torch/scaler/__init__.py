@@ -1,0 +1,1 @@
+"""Tests of the loss scaler in the torch backend."""

@@ -1,0 +1,458 @@
+"""One `GradScaler` in training steps that torch.compile makes graphs of.
+
+torch's own optimizers, in the parts of a step that dynamo can have in one graph: the forward with
+`scale`, and `unscale_`, `step` and `update`; or all of it, where dynamo is told to trace gradients.
+The twin is the scaler in eager code.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn, optim
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from polymp.errors import ScalerWarning, StuckError
+from polymp.scaling.gradient_report import GradientReport
+from polymp.torch import GradScaler, autocast
+from tests.support.torch.version_changes import VERSION
+
+# torch's own modules, which dynamo imports.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
+    pytest.mark.skipif(VERSION < (2, 12), reason="dynamo of torch 2.11 traces no scaler"),
+]
+
+STEPS = 24
+IN_LOSS, IN_GRADIENT = (0, 9, 17), (4, 5, 17, 22)
+Make = Callable[[Any], optim.Optimizer]
+
+# Every optimizer of torch that dynamo can trace. SGD's momentum is there from the second step on.
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "SGD, momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
+    "SGD, nesterov, foreach": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "Adam": optim.Adam,
+    "Adam, capturable": partial(optim.Adam, capturable=True),
+    "AdamW, foreach": partial(optim.AdamW, foreach=True),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adamax": optim.Adamax,
+    "Adagrad": optim.Adagrad,
+    "Adadelta": optim.Adadelta,
+    "ASGD": optim.ASGD,
+    "RMSprop": partial(optim.RMSprop, momentum=0.9),
+    "Rprop": optim.Rprop,
+    "Adafactor": optim.Adafactor,
+    "Muon": optim.Muon,
+}
+# Those whose step does the same arithmetic in compiled code; others count steps in tensors there.
+SAME_BITS = ("SGD", "SGD, momentum", "SGD, nesterov, foreach", "Muon")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it says that record_function is ignored
+    yield
+    logger.setLevel(level)
+    torch._dynamo.reset()
+
+
+class History(NamedTuple):
+    states: list[Any]
+    weights: list[torch.Tensor]
+    graphs: list[int]
+
+
+class Part:
+    """The parts of a training step, over one scaler."""
+
+    def __init__(self, make: Make, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
+        )
+        self.weights = list(self.net.parameters())
+        self.optimizer = make(self.weights)
+        self.scaler = GradScaler("cpu", 16.0, growth_interval=3, **options)
+        self.x = torch.randn(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", dtype=torch.float16):
+            loss = self.net(x).float().square().mean()
+        return self.scaler.scale(loss)
+
+    def update(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def spoiled(self, step: int) -> torch.Tensor:
+        return self.x * (float("inf") if step in IN_LOSS else 1.0)
+
+    def overflow(self, step: int) -> None:
+        if step in IN_GRADIENT:
+            grad = self.weights[0].grad
+            assert grad is not None
+            grad[0, 0] = float("nan") if step % 2 else float("inf")
+
+
+def run(
+    make: Make,
+    backend: Any = None,
+    *,
+    compiled: Callable[[int], bool] = lambda step: True,
+    steps: int = STEPS,
+    **options: Any,
+) -> History:
+    """Both parts compiled in the steps that `compiled` says; none without a backend."""
+    part = Part(make, **options)
+    count = CompileCounterWithBackend(backend)
+    forward, update = (
+        torch.compile(f, backend=count, fullgraph=True) if backend else f
+        for f in (part.forward, part.update)
+    )
+    states, graphs = [], []
+    for step in range(steps):
+        part.optimizer.zero_grad()
+        now = compiled(step)
+        (forward if now else part.forward)(part.spoiled(step)).backward()
+        part.overflow(step)
+        (update if now else part.update)()
+        scaler = part.scaler
+        found = scaler.found_inf(part.optimizer), scaler.step_skipped(part.optimizer)
+        assert found[0].item() == found[1].item() == (step in IN_LOSS + IN_GRADIENT)
+        states.append(scaler.state_dict())
+        graphs.append(count.frame_count)
+    return History(states, [w.detach().clone() for w in part.weights], graphs)
+
+
+IN_BOTH = ("SGD", "SGD, momentum", "Adam")
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, "eager") for name in OPTIMIZERS] + [(name, "aot_eager") for name in IN_BOTH],
+)
+def test_two_graphs_and_the_history_of_eager_code(name: str, backend: str) -> None:
+    make = OPTIMIZERS[name]
+    eager_make = optim.Adam if name == "Adam, capturable" else make  # on the CPU it raises
+    eager, ours = run(eager_make), run(make, backend)
+    assert ours.states == eager.states
+    assert eager.states[-1]["skipped"] == len(set(IN_LOSS + IN_GRADIENT))
+    for w, expected in zip(ours.weights, eager.weights, strict=True):
+        torch.testing.assert_close(w, expected)
+        if name in SAME_BITS:
+            assert torch.equal(w, expected)
+    # One for each part, a second forward now that there is a scale, a second step with momentum.
+    assert ours.graphs[1:] == [3 + ("SGD, " in name)] * (STEPS - 1)
+
+
+def test_inductor() -> None:
+    eager, ours = run(OPTIMIZERS["Adam"]), run(OPTIMIZERS["Adam"], "inductor")
+    assert ours.states == eager.states
+    assert ours.graphs[1:] == [3] * (STEPS - 1)
+    for w, expected in zip(ours.weights, eager.weights, strict=True):
+        torch.testing.assert_close(w, expected)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW, foreach", "Rprop"])
+def test_a_good_step_is_that_of_the_compiled_optimizer_alone(name: str) -> None:
+    """Bit for bit: the same steps on the same true gradients, without a scaler."""
+    ours, theirs = (Part(OPTIMIZERS[name]) for _ in range(2))
+    theirs.scaler = GradScaler("cpu", 1.0, enabled=False)
+    update = torch.compile(ours.update, backend="aot_eager", fullgraph=True)
+    step = torch.compile(theirs.optimizer.step, backend="aot_eager")
+    for at in range(8):
+        ours.optimizer.zero_grad()
+        ours.scaler.scale((ours.x * 1.0).sum())
+        grads = [
+            torch.randn(w.shape, generator=torch.Generator().manual_seed(at)) for w in ours.weights
+        ]
+        for w, v, g in zip(ours.weights, theirs.weights, grads, strict=True):
+            w.grad, v.grad = g * ours.scaler.get_scale(), g.clone()
+        ours.overflow(at)
+        update()
+        if at not in IN_GRADIENT:
+            step()
+        assert all(map(torch.equal, ours.weights, theirs.weights))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("period", "odd"), [(1, 0), (3, 1)])
+def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) -> None:
+    make = OPTIMIZERS["SGD, momentum"]
+    mixed = run(make, backend, compiled=lambda step: step // period % 2 == odd)
+    eager = run(make)
+    assert mixed.states == eager.states
+    assert all(map(torch.equal, mixed.weights, eager.weights))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hysteresis": 2},
+        {"min_scale": 4.0, "max_scale": 32.0},
+        {"growth_factor": 1.1, "backoff_factor": 0.7},
+        {"growth_factor": 10.0},
+        {"check_loss": False},
+    ],
+    ids=str,
+)
+def test_rules(options: dict[str, Any]) -> None:
+    eager = run(OPTIMIZERS["SGD"], **options)
+    ours = run(OPTIMIZERS["SGD"], "eager", **options)
+    assert ours.states == eager.states
+    assert all(map(torch.equal, ours.weights, eager.weights))
+
+
+def test_a_scaler_that_backs_off_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polymp.backends.torch.scaler import scale_update
+
+    eager = run(OPTIMIZERS["SGD"])
+    update = scale_update.update
+
+    def twice(rule: Any, *state: Any) -> None:
+        update(rule._replace(backoff=rule.backoff**2), *state)
+
+    monkeypatch.setattr(scale_update, "update", twice)
+    assert run(OPTIMIZERS["SGD"], "eager").states != eager.states
+
+
+# --- a quotient that overflows -------------------------------------------------------------------
+
+
+def test_below_a_scale_of_one_a_quotient_that_overflows_is_caught() -> None:
+    w = torch.ones(2, requires_grad=True)
+    optimizer = optim.SGD([w], lr=0.1)
+    scaler = GradScaler("cpu", 2.0**-10)
+    scaler.scale(torch.ones(()))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def update() -> None:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    w.grad = torch.full((2,), 3e38)
+    update()
+    assert (w.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0**-11)
+
+
+# --- everything in one graph ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["AdamW, foreach"])
+def test_a_whole_step_is_one_graph_where_dynamo_traces_gradients(name: str, backend: str) -> None:
+    part = Part(OPTIMIZERS[name])
+    eager = Part(OPTIMIZERS[name])
+    for one in (part, eager):
+        for w in one.weights:
+            w.grad = torch.zeros_like(w)  # written into: a new one would be a graph break
+
+    def step(part: Part, x: torch.Tensor) -> torch.Tensor:
+        scaled = part.forward(x)
+        for w, grad in zip(part.weights, torch.autograd.grad(scaled, part.weights), strict=True):
+            assert w.grad is not None
+            w.grad.copy_(grad)
+        part.scaler.unscale_(part.optimizer)
+        nn.utils.clip_grad_norm_(part.weights, 1.0)
+        part.scaler.step(part.optimizer)
+        part.scaler.update()
+        return scaled.detach()
+
+    count = CompileCounterWithBackend(backend)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(lambda x: step(part, x), backend=count, fullgraph=True)
+        graphs = []
+        for at in range(STEPS):
+            scaled = compiled(part.spoiled(at))
+            expected = step(eager, eager.spoiled(at))
+            torch.testing.assert_close(scaled, expected, equal_nan=True)
+            assert part.scaler.state_dict() == eager.scaler.state_dict()
+            graphs.append(count.frame_count)
+    assert graphs == [1] + [2] * (STEPS - 1)  # the first makes the scale
+    for w, v in zip(part.weights, eager.weights, strict=True):
+        torch.testing.assert_close(w, v)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        OPTIMIZERS["Adam"],
+        partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+        partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+        partial(optim.AdamW, fused=True),
+    ],
+    ids=["Adam", "dampening", "SGD fused", "AdamW fused"],
+)
+def test_a_training_function_with_graph_breaks(make: Make) -> None:
+    """As most write it: `zero_grad` and `backward` break the graph, a fused step does, too."""
+
+    def train(part: Part, x: torch.Tensor) -> None:
+        part.optimizer.zero_grad()
+        part.forward(x).backward()
+        part.update()
+
+    def history(step: Any) -> History:
+        part = Part(make)
+        count = CompileCounterWithBackend("aot_eager")
+        if step is None:
+            step = torch.compile(train, backend=count)
+        states, graphs = [], []
+        for at in range(STEPS):
+            step(part, part.spoiled(at) * (1e5 if at in IN_GRADIENT else 1.0))
+            states.append(part.scaler.state_dict())
+            graphs.append(count.frame_count)
+        return History(states, [w.detach() for w in part.weights], graphs)
+
+    ours, eager = history(None), history(train)
+    assert ours.states == eager.states
+    assert eager.states[-1]["skipped"] == len(set(IN_LOSS + IN_GRADIENT))
+    assert len(set(ours.graphs[3:])) == 1
+    for w, expected in zip(ours.weights, eager.weights, strict=True):
+        torch.testing.assert_close(w, expected)
+
+
+# --- what the host hears -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("on_stuck", ["warn", "raise", "call"])
+def test_a_compiled_loop_that_is_stuck_says_so(on_stuck: str, backend: str) -> None:
+    seen: list[GradientReport] = []
+    part = Part(
+        OPTIMIZERS["SGD"], stuck_after=6, on_stuck=seen.append if on_stuck == "call" else on_stuck
+    )
+    update = torch.compile(part.update, backend=backend, fullgraph=True)
+
+    def loop() -> int:
+        for step in range(30):
+            part.optimizer.zero_grad()
+            part.forward(part.x).backward()
+            grad = part.weights[1].grad
+            assert grad is not None
+            grad.fill_(float("nan"))
+            update()
+            if seen:
+                return step
+        return step
+
+    if on_stuck == "raise":
+        with pytest.raises(StuckError, match="steps in a row were skipped"):
+            loop()
+    elif on_stuck == "warn":
+        with pytest.warns(ScalerWarning, match="steps in a row were skipped") as caught:
+            loop()
+        assert len(caught) == 1
+    else:
+        assert 6 <= loop() <= 6 + 2 * 4
+        assert [g.nan > 0 for g in seen[0].gradients] == [False, True]
+    assert all(w.isfinite().all() for w in part.weights)
+
+
+def test_a_bfloat16_region_warns_in_compiled_code_too() -> None:
+    scaler = GradScaler("cpu")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", dtype=torch.bfloat16):
+            return scaler.scale(x.sum())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = torch.compile(forward, backend="eager")(torch.ones(3))
+        torch.compile(forward, backend="eager")(torch.ones(3))
+    assert out.item() == 3 * 2.0**16
+    assert [w.category for w in caught] == [ScalerWarning]
+
+
+def test_two_scalers_do_not_share_a_graph() -> None:
+    parts = [Part(OPTIMIZERS["SGD"]) for _ in range(2)]
+    eager = [Part(OPTIMIZERS["SGD"]) for _ in range(2)]
+    update = torch.compile(Part.update, backend="eager", fullgraph=True)
+    for step in range(8):
+        for i in range(2):
+            for part, go in ((parts[i], update), (eager[i], Part.update)):
+                part.optimizer.zero_grad()
+                part.forward(part.x).backward()
+                if i:
+                    part.overflow(step)
+                go(part)
+    for ours, theirs in zip(parts, eager, strict=True):
+        assert ours.scaler.state_dict() == theirs.scaler.state_dict()
+    assert parts[0].scaler.get_scale() != parts[1].scaler.get_scale()
+
+
+def test_hooks_see_a_compiled_step_under_a_learning_rate_scheduler() -> None:
+    part = Part(OPTIMIZERS["SGD"])
+    calls: list[str] = []
+    optimizer = part.optimizer
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scheduler = optim.lr_scheduler.ConstantLR(optimizer)
+    calls.clear()
+    update = torch.compile(part.update, backend="eager", fullgraph=True)
+    for _ in range(3):
+        part.forward(part.x).backward()
+        update()
+    assert calls == ["before", "after"] * 3
+    with pytest.warns(UserWarning, match="before `optimizer.step"):  # it cannot see it
+        scheduler.step()
+
+
+def test_dynamo_drops_what_is_written_to_attributes_of_an_optimizer() -> None:
+    """Why the scheduler above warns, and why fused steps are not traced."""
+    part = Part(OPTIMIZERS["SGD"])
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def write(x: torch.Tensor) -> torch.Tensor:
+        part.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return x + 1
+
+    write(part.x)
+    assert not hasattr(part.optimizer, "_opt_called")
+
+
+# --- what stays impossible -----------------------------------------------------------------------
+
+
+def refuses(make: Make, match: str, **options: Any) -> None:
+    part = Part(make, **options)
+    update = torch.compile(part.update, backend="eager", fullgraph=True)
+    part.forward(part.x).backward()
+    with pytest.raises(Exception, match=match):
+        update()
+
+
+def test_dynamo_does_not_trace_fused_steps() -> None:
+    refuses(partial(optim.SGD, lr=0.1, fused=True), "does not trace fused optimizers")
+    part = Part(partial(optim.SGD, lr=0.1, fused=True))
+    part.weights[0].grad = torch.ones_like(part.weights[0])
+    with pytest.raises(Exception, match="graph_break"):  # nor without a scaler
+        torch.compile(lambda: part.optimizer.step(), backend="eager", fullgraph=True)()
+
+
+def test_a_first_step_with_dampening_needs_the_host() -> None:
+    refuses(partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), "data-dependent")
+
+
+def test_a_step_that_the_host_skips_cannot_be_in_a_graph() -> None:
+    refuses(OPTIMIZERS["SGD"], "item|data-dependent|Data-dependent", skip_on="host")
+
+
+def test_dynamo_does_not_trace_backward_unless_told_to() -> None:
+    part = Part(OPTIMIZERS["SGD"])
+    whole = torch.compile(lambda: part.forward(part.x).backward(), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="backward"):
+        whole()

@@ -1,0 +1,242 @@
+"""Data-parallel training in two processes: regions, scaler, and an overflow on one rank only.
+
+Run as a program, this file is one rank: it trains with polymp's classes, then the same with
+torch's, and writes what it saw. The tests compare the ranks' notes. The processes meet in a file
+and talk gloo over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ROOT = Path(__file__).parents[3]
+RANKS = 2
+LIMIT = 240  # seconds; a rank that waits for a dead one gives up before
+STEPS = 6
+# The iteration in which the data of one rank is spoiled, and that rank.
+SPOILED, BY = 2, 1
+
+
+class Amp(NamedTuple):
+    autocast: Any
+    scaler: Any
+
+
+def bits(tensors: Any) -> list[Any]:
+    return [(str(t.dtype), t.detach().numpy().tobytes()) for t in tensors]
+
+
+def setting(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's data for the step."""
+    made = torch.Generator().manual_seed(10 * step + rank)
+    x, y = torch.randn(6, 8, generator=made), torch.randn(6, 3, generator=made)
+    if (step, rank) == (SPOILED, BY):
+        y[0] = float("inf")
+    return x, y
+
+
+def train(amp: Amp, rank: int, dtype: torch.dtype, kind: str) -> list[Any]:
+    """A few steps; after each: scale, count, skipped or not, format, gradients, parameters."""
+    torch.manual_seed(rank)  # DDP sends rank 0's parameters to all
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 3)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=kind == "fused")
+    scaler = amp.scaler("cpu", init_scale=2.0**10, growth_interval=2)
+    notes: list[Any] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = 2 if kind == "accumulated" else 1
+        for part in range(parts):
+            quiet = model.no_sync() if part + 1 < parts else contextlib.nullcontext()
+            x, y = setting(rank, step if part == 0 else step + 100)
+            with quiet, amp.autocast("cpu", dtype=dtype):
+                out = model(x)
+                loss = nn.functional.mse_loss(out, y) / parts
+                scaler.scale(loss).backward()
+        if kind == "clipped":
+            scaler.unscale_(optimizer)
+            notes.append(bits([nn.utils.clip_grad_norm_(model.parameters(), 0.5)]))
+        before = bits(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = bits(model.parameters()) == before
+        notes.append(
+            {
+                "scale": scaler.get_scale(),
+                "count": scaler._get_growth_tracker(),
+                "skipped": skipped,
+                "format": str(out.dtype),
+                "gradients": bits(p.grad for p in model.parameters()),
+                "parameters": bits(model.parameters()),
+            }
+        )
+    return notes
+
+
+def sharded(base: type, rank: int) -> list[Any]:
+    """torch's scaler for FSDP, set on another base; every rank has gradients of its own."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Sharded
+
+    names = ("scale", "_unscale_grads_", "unscale_", "_amp_update_scale_cpu_", "update")
+    members = {name: vars(Sharded)[name] for name in names}
+    scaler = type("Sharded", (base,), members)("cpu", init_scale=8.0, growth_interval=2)
+    scaler.process_group = dist.group.WORLD
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    notes = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = weight.sum() * (float("inf") if (step, rank) == (SPOILED, BY) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        notes.append((scaler.get_scale(), weight.tolist()))
+    return notes
+
+
+DTYPES = (torch.float16, torch.bfloat16)
+KINDS = ("plain", "fused", "clipped", "accumulated")
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    from polymp.torch import GradScaler, autocast  # here, for the tests import this file's names
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=(folder / "meeting").as_uri(),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=LIMIT / 2),
+    )
+    amps = {
+        "polymp": Amp(autocast, GradScaler),
+        "torch": Amp(torch.autocast, torch.amp.GradScaler),
+    }
+    notes = {
+        (name, str(dtype), kind): train(amp, rank, dtype, kind)
+        for name, amp in amps.items()
+        for dtype in DTYPES
+        for kind in KINDS
+    }
+    notes |= {(name, "sharded", ""): sharded(amp.scaler, rank) for name, amp in amps.items()}
+    telling = Amp(autocast, functools.partial(GradScaler, process_group=dist.group.WORLD))
+    notes |= {
+        ("telling", "", kind): train(telling, rank, torch.float16, kind)
+        for kind in ("plain", "fused", "clipped")
+    }
+    (folder / f"notes{rank}").write_bytes(pickle.dumps(notes))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank noted."""
+    folder = tmp_path_factory.mktemp("ddp")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.torch.scaler.test_ddp"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(errors)[-3000:]
+    return [pickle.loads((folder / f"notes{rank}").read_bytes()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ranks_agree_bit_for_bit(notes: Any, dtype: torch.dtype, kind: str) -> None:
+    one, other = (of_rank["polymp", str(dtype), kind] for of_rank in notes)
+    steps = [note for note in one if isinstance(note, dict)]
+    assert len(steps) == STEPS
+    assert one == other
+    assert {note["format"] for note in steps} == {str(dtype)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_overflow_on_one_rank_skips_on_both(notes: Any, dtype: torch.dtype, kind: str) -> None:
+    for of_rank in notes:
+        steps = [n for n in of_rank["polymp", str(dtype), kind] if isinstance(n, dict)]
+        assert [n["skipped"] for n in steps] == [step == SPOILED for step in range(STEPS)]
+        assert [n["scale"] for n in steps] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
+        assert [n["count"] for n in steps] == [1, 0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_train_as_with_torch_s_classes(notes: Any, dtype: torch.dtype, kind: str) -> None:
+    """But for the gradients of the step whose loss is lost: under polymp all of them are NaN."""
+    for of_rank in notes:
+        ours, theirs = (of_rank[name, str(dtype), kind] for name in ("polymp", "torch"))
+        lost = [n for n in ours if isinstance(n, dict)][SPOILED]
+        at = ours.index(lost)
+        for name, values in lost["gradients"]:
+            assert name == "torch.float32"
+            assert torch.frombuffer(bytearray(values), dtype=torch.float32).isnan().all()
+        assert {**lost, "gradients": theirs[at]["gradients"]} == theirs[at]
+        seen = {at, at - 1} if kind == "clipped" else {at}  # and the norm that was clipped
+        assert [n for i, n in enumerate(ours) if i not in seen] == [
+            n for i, n in enumerate(theirs) if i not in seen
+        ]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "clipped"])
+def test_ranks_that_tell_each_other_of_a_lost_loss_keep_the_scale(notes: Any, kind: str) -> None:
+    """It is lost on one rank only; without `process_group` the scale backs off, as torch's does."""
+    one, other = (of_rank["telling", "", kind] for of_rank in notes)
+    assert one == other
+    steps = [n for n in one if isinstance(n, dict)]
+    assert [n["skipped"] for n in steps] == [step == SPOILED for step in range(STEPS)]
+    assert [n["scale"] for n in steps] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
+    assert [n["count"] for n in steps] == [1, 0, 0, 1, 0, 1]
+
+
+def test_the_notes_can_differ(notes: Any) -> None:
+    (first, *_) = notes
+    # A fused optimizer does the same on a CPU.
+    kinds = [first["polymp", str(torch.float16), kind] for kind in KINDS if kind != "fused"]
+    assert all(a != b for at, a in enumerate(kinds) for b in kinds[:at])
+    assert (
+        first["polymp", str(torch.float16), "plain"]
+        != first["polymp", str(torch.bfloat16), "plain"]
+    )
+
+
+def test_torch_s_sharded_scaler_on_our_base(notes: Any) -> None:
+    for of_rank in notes:
+        assert of_rank["polymp", "sharded", ""] == of_rank["torch", "sharded", ""]
+    assert notes[0]["polymp", "sharded", ""] == notes[1]["polymp", "sharded", ""]
+    scales = [scale for scale, _ in notes[0]["polymp", "sharded", ""]]
+    weights = [weight[0] for _, weight in notes[0]["polymp", "sharded", ""]]
+    assert scales == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
+    assert weights == [0.75, 0.5, 0.5, 0.25, 0.0, -0.25]
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

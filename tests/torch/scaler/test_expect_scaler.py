@@ -1,0 +1,352 @@
+"""`expect_scaler`: a float16 step without a scaler is flagged, and nothing else is."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from polymp.backends.torch.autocast import regions
+from polymp.errors import ScalerWarning, UnscaledError
+from polymp.torch import GradScaler, LossScalers, autocast, expect_scaler
+from tests.support.examples import ROOT
+
+LOW = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No note of a region is left by other tests, or for them."""
+    regions.entries.unscaled.clear()
+    yield
+    regions.entries.unscaled.clear()
+
+
+class Run:
+    """A linear model and its optimizer; `backward` in a region of the format."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> None:
+        self.model = nn.Linear(2, 1)
+        make = make or (lambda p: torch.optim.SGD(p, lr=0.25))
+        self.optimizer = make(self.model.parameters())
+
+    def loss(self, dtype: torch.dtype | None = LOW, region: Any = autocast) -> torch.Tensor:
+        with region("cpu", dtype or LOW, enabled=dtype is not None):
+            return self.model(torch.ones(1, 2)).float().sum()
+
+    def backward(self, dtype: torch.dtype | None = LOW, region: Any = autocast) -> None:
+        self.optimizer.zero_grad()
+        self.loss(dtype, region).backward()
+
+    def step(self, dtype: torch.dtype | None = LOW) -> None:
+        self.backward(dtype)
+        self.optimizer.step()
+
+
+# --- flagged --------------------------------------------------------------------------------------
+
+
+def test_a_step_without_a_scaler_warns_once_for_each_optimizer() -> None:
+    first, second = Run(), Run(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True))
+    with expect_scaler(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            first.step()
+            second.step()
+    assert [w.category for w in caught] == [ScalerWarning] * 2
+    assert str(caught[0].message) == (
+        "SGD steps on gradients that came out of a float16 region ('cpu') without a scaler: "
+        "gradients below float16's smallest number are lost there. Make scaler = GradScaler('cpu'),"
+        " and in each iteration call scaler.scale(loss).backward(), scaler.step(optimizer) in "
+        "place of optimizer.step(), and scaler.update(). Or use bfloat16, which needs no scaler."
+    )
+    assert str(caught[1].message).startswith("AdamW steps on")
+    assert caught[0].filename == __file__
+
+
+def test_raise_raises_before_the_step_every_time() -> None:
+    run = Run()
+    run.backward()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    with expect_scaler("raise"):
+        run.backward()
+        for _ in range(2):
+            with pytest.raises(UnscaledError, match="SGD steps on gradients"):
+                run.optimizer.step()
+    assert all(map(torch.equal, run.model.parameters(), before))
+
+
+def test_a_scaled_loss_is_not_enough() -> None:
+    """Whoever scales and forgets `scaler.step` steps on scaled gradients."""
+    run, scaler = Run(), GradScaler("cpu")
+    with expect_scaler("raise"):
+        scaler.scale(run.loss()).backward()
+        with pytest.raises(UnscaledError, match=r"in place of optimizer\.step\(\)"):
+            run.optimizer.step()
+
+
+def test_a_closure_with_a_region_in_it_is_flagged_at_the_next_step() -> None:
+    run = Run(lambda p: torch.optim.LBFGS(p, max_iter=2))
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss().square()
+        loss.backward()
+        return loss
+
+    with expect_scaler("raise"):
+        run.optimizer.step(closure)
+        with pytest.raises(UnscaledError):
+            run.optimizer.step(closure)
+
+
+def test_an_optimizer_of_ones_own_is_flagged() -> None:
+    class Mine(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return 7
+
+    run = Run(lambda p: Mine(p, {}))
+    with expect_scaler("raise"):
+        run.backward()
+        with pytest.raises(UnscaledError, match=r"^Mine steps on"):
+            run.optimizer.step()
+    assert run.optimizer.step() == 7
+
+
+# --- not flagged ----------------------------------------------------------------------------------
+
+
+def by_scaler(run: Run) -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(run.loss()).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+
+
+def by_scaler_on_the_device(run: Run) -> None:
+    scaler = GradScaler("cpu", skip_on="device")
+    scaler.scale(run.loss()).backward()
+    scaler.step(run.optimizer)
+
+
+def by_scaler_with_a_closure(run: Run) -> None:
+    scaler = GradScaler("cpu")
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss()
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(run.optimizer, closure)
+    scaler.update()
+    scaler.step(run.optimizer, closure)
+
+
+def by_loss_scalers(run: Run) -> None:
+    scalers = LossScalers("cpu", losses="a")
+    scalers.backward(run.optimizer, a=run.loss())
+    scalers.step(run.optimizer)
+    scalers.update()
+
+
+def by_torchs(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss()).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
+def by_a_subclass(run: Run) -> None:
+    class Mine(torch.amp.GradScaler):
+        def _maybe_opt_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            return optimizer.step()
+
+    scaler = Mine("cpu")
+    scaler.scale(run.loss()).backward()
+    scaler.step(run.optimizer)
+
+
+def unscaled_by_hand(run: Run) -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(run.loss()).backward()
+    scaler.unscale_(run.optimizer)
+    run.optimizer.step()
+    scaler.update()
+
+
+def unscaled_by_torchs_by_hand(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss()).backward()
+        scaler.unscale_(run.optimizer)
+        run.optimizer.step()
+        scaler.update()
+
+
+def by_a_disabled_scaler(run: Run) -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.scale(run.loss()).backward()
+    scaler.step(run.optimizer)
+
+
+def in_bfloat16(run: Run) -> None:
+    run.step(torch.bfloat16)
+
+
+def in_float32(run: Run) -> None:
+    run.step(None)
+
+
+def after_inference(run: Run) -> None:
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            run.loss()
+    run.step(None)
+
+
+def after_a_skip(run: Run) -> None:
+    """What the skipped step's region has left is no reason to flag another optimizer."""
+    scaler, other = GradScaler("cpu"), Run()
+    (scaler.scale(run.loss()) * float("inf")).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    other.step(None)
+
+
+def without_gradients(run: Run) -> None:
+    run.loss()
+    run.optimizer.zero_grad()
+    run.optimizer.step()
+
+
+def gradients_on_another_device(run: Run) -> None:
+    run.backward(None)
+    regions.entries.unscaled.add("cuda")
+    run.optimizer.step()
+
+
+def beside_a_float32_model(run: Run) -> None:
+    scaler, other = GradScaler("cpu"), Run()
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss()).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        other.step(None)
+
+
+FINE = (
+    by_scaler, by_scaler_on_the_device, by_scaler_with_a_closure, by_loss_scalers, by_torchs,
+    by_a_subclass, unscaled_by_hand, unscaled_by_torchs_by_hand, by_a_disabled_scaler, in_bfloat16,
+    in_float32, after_inference, after_a_skip, without_gradients, gradients_on_another_device,
+    beside_a_float32_model,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("train", FINE)
+def test_not_flagged(train, fused) -> None:
+    run = Run(lambda p: torch.optim.SGD(p, lr=0.25, fused=fused))
+    with expect_scaler("raise"):
+        train(run)
+        with pytest.raises(UnscaledError):  # the check is awake
+            Run().step()
+
+
+def test_a_gradient_of_an_earlier_iteration_is_not_looked_at_again() -> None:
+    """What was noted ends with the next step, be it flagged or not."""
+    first, second = Run(), Run()
+    with expect_scaler():
+        first.backward()
+        with pytest.warns(ScalerWarning):
+            first.optimizer.step()
+        second.step(None)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_a_compiled_step_is_not_flagged() -> None:
+    run = Run()
+    before = [p.detach().clone() for p in run.model.parameters()]
+    with expect_scaler("raise"):
+        run.backward()
+        torch.compile(run.optimizer.step, backend="eager")()
+    assert not any(map(torch.equal, run.model.parameters(), before))
+    torch._dynamo.reset()
+
+
+# --- the check itself -----------------------------------------------------------------------------
+
+
+def hooks() -> int:
+    return len(_global_optimizer_pre_hooks)
+
+
+def test_it_ends() -> None:
+    before = hooks()
+    check = expect_scaler("raise")
+    assert hooks() == before + 1
+    check.remove()
+    check.remove()
+    assert hooks() == before
+    Run().step()
+    with pytest.raises(KeyError, match="mine"), expect_scaler():
+        raise KeyError("mine")
+    assert hooks() == before
+
+
+def test_two_checks_are_two() -> None:
+    run = Run()
+    outer = expect_scaler()
+    with expect_scaler("raise"):
+        run.backward()
+        with pytest.warns(ScalerWarning):
+            run.optimizer.step()
+    outer.remove()
+
+
+def test_it_keeps_no_optimizer_alive() -> None:
+    run = Run()
+    with expect_scaler():
+        with pytest.warns(ScalerWarning):
+            run.step()
+        gone = weakref.ref(run.optimizer)
+        del run.optimizer
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("action", ["ignore", None, True])
+def test_actions_that_are_none(action) -> None:
+    before = hooks()
+    with pytest.raises(ValueError, match=f"action must be 'warn' or 'raise', got {action!r}"):
+        expect_scaler(action)
+    assert hooks() == before
+
+
+def test_nothing_is_hooked_unless_asked_for() -> None:
+    code = (
+        "import torch; from torch.optim import optimizer as o\n"
+        "before = len(o._global_optimizer_pre_hooks)\n"
+        "from polymp.torch import autocast, GradScaler, LossScalers, expect_scaler\n"
+        "w = torch.ones(2, 2, requires_grad=True)\n"
+        "s, opt = GradScaler('cpu'), torch.optim.SGD([w], lr=1.0)\n"
+        "with autocast('cpu', torch.float16): loss = (w @ w).sum()\n"
+        "s.scale(loss).backward(); s.step(opt); s.update()\n"
+        "assert len(o._global_optimizer_pre_hooks) == before == 0\n"
+        "expect_scaler(); assert len(o._global_optimizer_pre_hooks) == 1"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()

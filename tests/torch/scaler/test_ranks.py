@@ -1,0 +1,355 @@
+"""`GradScaler` on two and on four ranks: DDP, FSDP1, FSDP2, tensor parallel, and mixes of them.
+
+What goes wrong goes wrong on one rank only. `run_ranks` is what a rank runs; here the notes of the
+ranks are compared with one another, with the rule, and with a run that no scaler is in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from polymp.scaling import scale_rule
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from tests.support.torch import rank_checkpoints
+from tests.support.torch.ranks import bits, launch
+from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, ways
+from tests.support.torch.sharded_models import FOR_FOUR, Toy, cuts, data
+
+WORLDS = (2, 4)
+RULE = ScaleRule(interval=SETTINGS["growth_interval"])
+START = ScaleState(SETTINGS["init_scale"])
+UNSETTLED = ("ddp", "two_meshes")  # where not all ranks hear of a loss that is lost
+# Where gradients are added up over all ranks.
+ADDED_UP = ("ddp", "ddp_grouped", "fsdp1", "fsdp1_original", "fsdp2", "hsdp")
+KEYS = [
+    (ranks, cut, way)
+    for ranks in WORLDS
+    for cut in (*cuts(ranks), "ddp_grouped")
+    for way in ways(cut, ranks)
+]
+EVERY = pytest.mark.parametrize(("ranks", "cut", "way"), KEYS)
+WORLD = pytest.mark.parametrize("ranks", WORLDS)
+FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
+    """What each rank noted, by the number of ranks; the four go on with what the two saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {ranks: launch("tests.support.torch.run_ranks", ranks, folder) for ranks in WORLDS}
+
+
+def outcomes(history: Sequence[Plant | None], settled: bool) -> list[str]:
+    """What each step has to be, where all ranks hear of a loss or where they do not."""
+    of_loss = {"loss": "spoiled", "apart": "spoiled"} if settled else {}
+    return ["good" if p is None else of_loss.get(p.what, "overflow") for p in history]
+
+
+def states(steps: Sequence[str], rule: ScaleRule = RULE, start: Any = START) -> list[Any]:
+    """What the scaler's state has to be after each step, as it is saved."""
+    saved = []
+    for step in steps:
+        finite, loss_finite = step == "good", step != "spoiled"
+        start = scale_rule.step(rule, start, finite, loss_finite=loss_finite)
+        saved.append(scale_rule.to_state_dict(rule, start))
+    return saved
+
+
+def alone(steps: Sequence[str], way: str) -> list[dict[str, torch.Tensor]]:
+    """The parameters after each step in one process, without scaling; only good ones are made."""
+    model = Toy()
+    name = way.split(",")[0]
+    optimizer = WAYS[name].optimizer(model.parameters())
+    seen = []
+    for at, step in enumerate(steps):
+        optimizer.zero_grad()
+        model(*data(at)).backward()
+        if step == "good":
+            optimizer.step()
+        seen.append({n: p.detach().clone() for n, p in model.named_parameters()})
+    return seen
+
+
+def array(noted: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+    dtype, shape, values = noted
+    assert dtype == "torch.float32"
+    return np.frombuffer(values, np.float32).reshape(shape)
+
+
+def of_all(notes: dict[int, list[dict[Any, Any]]], ranks: int, key: Any, what: str) -> list[Any]:
+    """One thing of the notes of every step, rank by rank."""
+    return [[step[what] for step in of_rank[key]] for of_rank in notes[ranks]]
+
+
+def same(each: Sequence[Any]) -> bool:
+    return all(one == each[0] for one in each)
+
+
+@EVERY
+def test_all_ranks_agree_and_stay_finite(worlds: Any, ranks: int, cut: str, way: str) -> None:
+    for what in ("state", "parameters", "found", "skipped"):
+        assert same(of_all(worlds, ranks, (cut, way), what)), what
+    assert all(map(all, of_all(worlds, ranks, (cut, way), "finite")))
+
+
+@EVERY
+def test_scale_and_counts_are_the_rule_s(worlds: Any, ranks: int, cut: str, way: str) -> None:
+    steps = outcomes(HISTORY, cut not in UNSETTLED)
+    assert of_all(worlds, ranks, (cut, way), "state")[0] == states(steps)
+    skips = [step != "good" for step in steps]
+    assert of_all(worlds, ranks, (cut, way), "skipped")[0] == skips
+    assert of_all(worlds, ranks, (cut, way), "found")[0] == skips
+
+
+@EVERY
+def test_parameters_are_those_of_one_process(worlds: Any, ranks: int, cut: str, way: str) -> None:
+    expected = alone(outcomes(HISTORY, cut not in UNSETTLED), way)
+    seen = of_all(worlds, ranks, (cut, way), "parameters")[0]
+    exact = way.startswith("sgd")
+    for step, wanted in zip(seen, expected, strict=True):
+        if cut == "fsdp1":
+            assert step.keys() == wanted.keys()
+        for name, p in wanted.items():
+            if exact:
+                assert step[name] == bits(p)
+            else:  # kernels may round in another order
+                np.testing.assert_allclose(array(step[name]), p.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@EVERY
+def test_one_rank_alone_sees_what_was_planted(worlds: Any, ranks: int, cut: str, way: str) -> None:
+    here = of_all(worlds, ranks, (cut, way), "here")
+    bad = of_all(worlds, ranks, (cut, way), "bad")
+    for at, plant in enumerate(HISTORY):
+        by = [bool(of_rank[at]) for of_rank in here]
+        rows = [of_rank[at] for of_rank in bad]
+        assert sum(by) == (plant is not None)
+        if plant is None:
+            assert rows == [[]] * ranks
+        elif plant.what in ("loss", "apart"):
+            assert rows[by.index(True)]
+            assert all(rows) or cut not in ADDED_UP
+        elif cut != "ddp" and not way.endswith("clipped"):  # clipping by Inf spreads NaN
+            (row,) = rows[by.index(True)]
+            assert row[1:] == ((0, 1) if math.isnan(plant.what) else (1, 0))
+            assert sum(map(bool, rows)) == 1
+
+
+def test_a_report_counts_the_rank_s_part(worlds: Any) -> None:
+    total = sum(p.numel() for p in Toy().parameters())
+    for ranks in WORLDS:
+        for cut, copies in (("fsdp2", 1), ("fsdp1_original", 1), ("ddp", ranks), ("hsdp", 2)):
+            if (cut, "sgd") in worlds[ranks][0]:
+                counted = of_all(worlds, ranks, (cut, "sgd"), "values")
+                assert [sum(step) for step in zip(*counted, strict=True)] == [copies * total] * len(
+                    HISTORY
+                )
+
+
+@WORLD
+@pytest.mark.parametrize("way", FIRST_WAYS)
+def test_a_quotient_that_overflows_on_one_rank(worlds: Any, ranks: int, way: str) -> None:
+    key = "below one", way
+    expected = states(["overflow", "good", "good", "overflow"], start=ScaleState(2.0**-60))
+    assert of_all(worlds, ranks, key, "state") == [expected] * ranks
+    assert same(of_all(worlds, ranks, key, "parameters"))
+    assert all(map(all, of_all(worlds, ranks, key, "finite")))
+
+
+@WORLD
+@pytest.mark.parametrize("way", FIRST_WAYS)
+def test_ranks_without_gradients(worlds: Any, ranks: int, way: str) -> None:
+    key = "absent", way
+    steps = ["good", "overflow", "good", "good", "nothing", "overflow"]
+    expected = states(steps[:4])
+    expected += [
+        expected[-1],
+        *states(["overflow"], start=scale_rule.from_state_dict(expected[-1])[1]),
+    ]
+    assert of_all(worlds, ranks, key, "state") == [expected] * ranks
+    assert of_all(worlds, ranks, key, "skipped") == [[s != "good" for s in steps]] * ranks
+    parameters = of_all(worlds, ranks, key, "parameters")
+    assert same(parameters)
+    moved = [a != b for a, b in zip(parameters[0], parameters[0][1:], strict=False)]
+    assert moved == [step == "good" for step in steps[1:]]
+
+
+@WORLD
+def test_stages_of_a_pipeline_share_a_verdict(worlds: Any, ranks: int) -> None:
+    steps = ["good", "spoiled", "overflow", "overflow", "good"]
+    for rank, of_rank in enumerate(worlds[ranks]):
+        seen = of_rank["pipeline"]
+        assert [state for state, _, _ in seen] == states(steps)
+        assert [skipped for _, skipped, _ in seen] == [step != "good" for step in steps]
+        assert [p for p, _ in seen[-1][2]] == [i - 0.25 for i in range(rank + 1)]
+
+
+def test_a_group_of_some_ranks_does_not_settle_a_loss(worlds: Any) -> None:
+    assert of_all(worlds, 4, "subgroup", "state") == [states(["overflow", "overflow", "good"])] * 4
+    assert same(of_all(worlds, 4, "subgroup", "parameters"))
+
+
+@WORLD
+def test_every_rank_is_told_that_the_run_is_stuck(worlds: Any, ranks: int) -> None:
+    for rank, of_rank in enumerate(worlds[ranks]):
+        (report,) = of_rank["stuck"]
+        assert (report.state.skips, report.state.scale) == (3, 2.0**13)
+        assert [g.name for g in report.bad] == (["a.weight"] if rank == ranks - 1 else [])
+        done, said = of_rank["raised"]
+        assert done == 1
+        assert said.startswith("2 steps in a row were skipped; the loss scale is 16384.")
+
+
+@WORLD
+@pytest.mark.parametrize("way", FIRST_WAYS)
+def test_terms_of_a_sum_are_judged_by_the_sum(worlds: Any, ranks: int, way: str) -> None:
+    for size in (2.0, 3e38):
+        notes = [of_rank["partial", way, size] for of_rank in worlds[ranks]]
+        assert same(notes)
+        placed, finite_terms, parameters, found, state = notes[0]
+        assert (placed, finite_terms) == ("(Partial(sum),)", True)
+        assert found == (size > 2)
+        assert state["scale"] == (0.5 if size > 2 else 1.0)
+        values = array(parameters)
+        assert np.isfinite(values).all()
+        if size > 2:
+            assert (values == np.float32(1e-30)).all()
+        elif way == "sgd":
+            assert (values == -0.125 * size * ranks).all()
+
+
+@WORLD
+def test_an_evaluation_of_a_closure_that_overflows_on_one_rank(worlds: Any, ranks: int) -> None:
+    notes = [of_rank["closure"] for of_rank in worlds[ranks]]
+    assert same(notes)
+    taken_back, calls, saved, parameters = zip(*notes[0], strict=True)
+    assert taken_back == (False, True, False)
+    assert calls == (2, 2, 2)
+    assert list(saved) == states(["good", "overflow", "good"])
+    assert parameters[0] == parameters[1] != parameters[2]
+    assert all(np.isfinite(array(p)).all() for p in parameters[2].values())
+
+
+@WORLD
+def test_meshes_and_groups(worlds: Any, ranks: int) -> None:
+    every = list(range(ranks))
+    for rank, of_rank in enumerate(worlds[ranks]):
+        seen = of_rank["meshes"]
+        assert seen["same"] == (False, 1), "equal meshes count as one"
+        assert seen["of one rank"] == seen["plain"] == ([], False)
+        assert seen["one"] == seen["given"] == seen["given and one"] == ([every], True)
+        if ranks == 4:
+            dp, tp = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert seen["grid"] == ([dp, tp], True)
+            assert seen["dp, tp"] == ([dp, tp], False)
+            assert seen["tp, dp"] == ([tp, dp], False)
+            assert seen["tp, grid"] == ([tp, dp], True)
+            assert seen["dp, given"] == ([dp, tp], False)
+            assert seen["given first"] == ([dp], False)
+            assert seen["dp, one"] == ([every], True)
+
+
+@WORLD
+def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
+    for rank, of_rank in enumerate(worlds[ranks]):
+        (outside, no_group, pickled), copied = of_rank["groups"]
+        if rank == 0:
+            assert outside == ""
+        else:
+            assert outside == (
+                "ValueError: process_group=-100 is one that this process is not in. Give every "
+                "rank a group that it belongs to, such as torch.distributed.group.WORLD."
+            )
+        assert no_group == (
+            "TypeError: process_group must be a torch.distributed.ProcessGroup or None, got "
+            "'world'."
+        )
+        assert pickled == (
+            "a scaler with a process_group cannot be pickled. Save its state_dict() and load it "
+            "into one that was made with the group."
+        )
+        assert copied
+
+
+@pytest.mark.parametrize("how", rank_checkpoints.HOW)
+def test_four_ranks_go_on_where_two_stopped(worlds: Any, how: str) -> None:
+    """Scale, counts and parameters are those of the two ranks that never stopped."""
+    rest = slice(rank_checkpoints.SAVED, None)
+    for what in ("state", "skipped", "parameters"):
+        one, other = of_all(worlds, 2, "unstopped", what)
+        assert one == other
+        assert of_all(worlds, 4, ("resumed", how), what) == [one[rest]] * 4, what
+
+
+def test_the_run_that_never_stopped_is_the_rule_s(worlds: Any) -> None:
+    settings = rank_checkpoints.SETTINGS
+    rule = ScaleRule(interval=settings["growth_interval"], hysteresis=settings["hysteresis"])
+    steps = outcomes(rank_checkpoints.HISTORY, True)
+    expected = states(steps, rule, ScaleState(settings["init_scale"]))
+    assert of_all(worlds, 2, "unstopped", "state")[0] == expected
+    assert len({state["scale"] for state in expected}) == 2
+    before, after = expected[rank_checkpoints.SAVED - 1 :][:2]
+    assert (before["skips"], before["scale"] / after["scale"]) == (1, 2.0)
+
+
+def test_without_its_state_a_scaler_goes_another_way(worlds: Any) -> None:
+    rest = of_all(worlds, 2, "unstopped", "state")[0][rank_checkpoints.SAVED :]
+    assert of_all(worlds, 4, "forgotten", "state")[0] != rest
+
+
+# What these tests would see if ranks did not agree.
+
+CASES = [("fsdp2", "sgd"), ("fsdp2", "adamw, fused"), ("fsdp1", "sgd"), ("fsdp1", "adamw, fused")]
+GRID = [("fsdp2_and_tp", "sgd"), ("fsdp2_and_tp", "adamw, fused")]
+DEFECTS = [(2, *case) for case in CASES] + [(4, *case) for case in CASES + GRID]
+
+
+@pytest.mark.parametrize(("ranks", "cut", "way"), DEFECTS)
+def test_ranks_that_do_not_talk_part(worlds: Any, ranks: int, cut: str, way: str) -> None:
+    seen = of_all(worlds, ranks, ("defect", "mute", cut, way), "state")
+    scales = [state["scale"] for (state,) in seen]
+    assert scales == [1024.0] * (ranks - 1) + [512.0]
+    ours = of_all(worlds, ranks, ("defect", "polymp", cut, way), "state")
+    assert [state["scale"] for (state,) in ours] == [512.0] * ranks
+    assert not ours[0][0]["_growth_tracker"]
+
+
+@pytest.mark.parametrize(("ranks", "cut", "way"), DEFECTS)
+def test_torch_s_scaler_agrees_over_the_first_gradient_s_mesh_only(
+    worlds: Any, ranks: int, cut: str, way: str
+) -> None:
+    seen = of_all(worlds, ranks, ("defect", "torch", cut, way), "state")
+    scales = [state["scale"] for (state,) in seen]
+    told = {"fsdp2": range(ranks), "fsdp1": [ranks - 1], "fsdp2_and_tp": [1, 3]}[cut]
+    assert scales == [512.0 if rank in told else 1024.0 for rank in range(ranks)]
+
+
+@WORLD
+def test_torch_s_scaler_takes_no_mix_of_plain_and_distributed(worlds: Any, ranks: int) -> None:
+    for of_rank in worlds[ranks]:
+        assert "got mixed torch.Tensor and DTensor" in of_rank["defect", "torch", "tp"]
+
+
+def test_the_oracles_can_differ() -> None:
+    settled, unsettled = (outcomes(HISTORY, known) for known in (True, False))
+    assert states(settled) != states(unsettled)
+    one, other = alone(settled, "sgd"), alone(["good"] * len(HISTORY), "sgd")
+    assert any(not torch.equal(one[-1][n], other[-1][n]) for n in one[-1])
+    assert set(FOR_FOUR) < set(cuts(4))
+    assert not set(FOR_FOUR) & set(cuts(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_ranks_on_gpus_agree(tmp_path: Any) -> None:
+    notes = {2: launch("tests.support.torch.run_ranks_gpu", 2, tmp_path, backend="nccl")}
+    for key in notes[2][0]:
+        assert of_all(notes, 2, key, "state") == [states(outcomes(HISTORY, True))] * 2
+        assert same(of_all(notes, 2, key, "parameters"))
+        assert all(map(all, of_all(notes, 2, key, "finite")))

@@ -1,0 +1,207 @@
+"""`GradScaler`: misuse that torch.amp has no word for, and optimizers that it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from polymp.backends.torch.scaler import fused_step
+from polymp.torch import GradScaler
+from tests.torch.scaler.test_torch_amp_interface import outcome, ready, sgd, weight
+
+BOUNDS = (
+    "min_scale and max_scale must be from 2**-126 to 2**126, where the scale and its inverse are "
+    "both normal float32 numbers, and min_scale not above max_scale; got min_scale={} and "
+    "max_scale={}."
+)
+FIRST = "init_scale must be a positive number that float32 holds, such as 2.0**16; got "
+# Arguments, and what is said about them.
+OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"init_scale": 0.0}, ValueError, FIRST + "0.0."),
+    ({"init_scale": float("inf")}, ValueError, FIRST + "inf."),
+    ({"init_scale": float("nan")}, ValueError, FIRST + "nan."),
+    ({"init_scale": 2.0**128}, ValueError, FIRST + f"{2.0**128!r}."),
+    ({"init_scale": "big"}, TypeError, "init_scale must be a number, got 'big'."),
+    (
+        {"init_scale": 2.0, "min_scale": 4.0, "max_scale": 8.0},
+        ValueError,
+        "init_scale must be from min_scale to max_scale, 4.0 to 8.0; got 2.0.",
+    ),
+    ({"growth_factor": "2"}, TypeError, "growth_factor must be a number, got '2'."),
+    (
+        {"growth_factor": float("inf")},
+        ValueError,
+        "growth_factor must be finite and above 1, got inf.",
+    ),
+    ({"backoff_factor": None}, TypeError, "backoff_factor must be a number, got None."),
+    ({"backoff_factor": 0.0}, ValueError, "backoff_factor must be between 0 and 1, got 0.0."),
+    ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
+    ({"growth_interval": 1.5}, TypeError, "growth_interval must be a whole number, got 1.5."),
+    ({"min_scale": 0.0}, ValueError, BOUNDS.format("0.0", repr(2.0**126))),
+    ({"max_scale": 2.0**127}, ValueError, BOUNDS.format(repr(2.0**-126), repr(2.0**127))),
+    ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, BOUNDS.format("8.0", "4.0")),
+    ({"hysteresis": -1}, ValueError, "hysteresis must be from 0 to 2147483647, got -1."),
+    ({"hysteresis": True}, TypeError, "hysteresis must be a number, got True."),
+    ({"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, got 'float16'."),
+    (
+        {"skip_on": "gpu"},
+        ValueError,
+        "skip_on must be 'auto', 'host' or 'device', got 'gpu'.",
+    ),
+    (
+        {"on_stuck": "ignore"},
+        ValueError,
+        "on_stuck must be 'warn', 'raise' or a function, got 'ignore'.",
+    ),
+    ({"stuck_after": 0}, ValueError, "stuck_after must be a whole number from 1 up, got 0."),
+    (
+        {"named": 3},
+        TypeError,
+        "named must be a module or pairs of a name and a parameter, such as "
+        "model.named_parameters(); got 3.",
+    ),
+)
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), OWN, ids=lambda v: str(v)[:40])
+def test_wrong_arguments_raise_what_names_them(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    assert outcome(lambda: GradScaler("cpu", **arguments)) == (error, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("growth_factor", 1.0, ValueError, "growth_factor must be finite and above 1, got 1.0."),
+        ("backoff_factor", 2.0, ValueError, "backoff_factor must be between 0 and 1, got 2.0."),
+        ("growth_interval", 0, ValueError, "growth_interval must be at least 1, got 0."),
+        ("growth_interval", 2.5, TypeError, "growth_interval must be a whole number, got 2.5."),
+    ],
+)
+def test_constants_out_of_range_are_not_set(
+    name: str, value: float, error: type[Exception], message: str
+) -> None:
+    scaler = ready(GradScaler)
+    before = scaler.state_dict()
+    assert outcome(lambda: getattr(scaler, f"set_{name}")(value)) == (error, message)
+    assert scaler.state_dict() == before
+
+
+NEW = f"new_scale must be from min_scale to max_scale, {2.0**-126!r} to {2.0**126!r}; got "
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "message"),
+    [
+        (0.0, ValueError, NEW + "0.0."),
+        (float("nan"), ValueError, NEW + "nan."),
+        (2.0**127, ValueError, NEW + f"{2.0**127!r}."),
+        ("8", TypeError, "new_scale must be a number, got '8'."),
+    ],
+    ids=str,
+)
+def test_a_new_scale_that_is_none_changes_nothing(
+    new: Any, error: type[Exception], message: str
+) -> None:
+    scaler = ready(GradScaler)
+    before, looked = scaler.state_dict(), sgd()
+    scaler.step(looked)
+    assert outcome(lambda: scaler.update(new)) == (error, message)
+    assert scaler.state_dict() == before
+    scaler.update()  # the iteration is still open
+    assert scaler._get_growth_tracker() == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "scale"),
+    [(0.0, 2.0**-126), (float("inf"), 2.0**126), (float("nan"), 4.0), (-3.0, 2.0**-126)],
+)
+def test_a_new_scale_on_the_device_is_brought_between_the_bounds(new: float, scale: float) -> None:
+    scaler = ready(GradScaler)
+    scaler.update(torch.tensor(new))
+    assert scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
+    scaler, w = ready(GradScaler), torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0, momentum=0.9, weight_decay=0.5, fused=fused)
+    before = scaler.state_dict()
+    assert scaler.step(optimizer) is None
+    assert (w.tolist(), dict(optimizer.state)) == ([1.0, 1.0], {})
+    assert scaler.step_skipped(optimizer)
+    scaler.update()
+    assert scaler.state_dict() == before
+    scaler.step(sgd())  # another one goes on
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1
+
+
+@pytest.mark.parametrize("scale", [4.0, 0.5])
+def test_a_fused_optimizer_takes_float16_gradients_at_any_scale(scale: float) -> None:
+    """It unscales by itself, and `step` need not; below 1 it does."""
+
+    def run(kind: Any) -> Any:
+        scaler, w = ready(kind, init_scale=scale), weight(scale, torch.float16)
+        optimizer = torch.optim.SGD([w], lr=0.25, fused=True)
+        scaler.step(optimizer)
+        scaler.update()
+        return w.tolist(), scaler.get_scale()
+
+    assert run(GradScaler) == run(torch.amp.GradScaler) == ([0.75, 0.75], scale)
+
+
+def test_a_strict_scaler_wants_gradients_as_torch_s_does() -> None:
+    def step(scaler: Any) -> None:
+        scaler.step(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0))
+
+    def unscale_and_update(scaler: Any) -> None:
+        scaler.unscale_(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0))
+        scaler.update()
+
+    for misuse in (step, unscale_and_update):
+        ours = outcome(lambda m=misuse: m(ready(GradScaler, strict=True)))
+        assert ours == outcome(lambda m=misuse: m(ready(torch.amp.GradScaler)))
+        assert ours[0] is AssertionError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": 1024.0}, "device must be a name such as 'cuda' or 'cpu', got 1024.0."),
+        ({"device": "cpu", "dtype": torch.int32}, "a float dtype, got torch.int32."),
+    ],
+)
+def test_what_cannot_be_a_device_or_a_low_format(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        GradScaler(**arguments)
+
+
+def test_warnings_show_the_user_s_line() -> None:
+    w = torch.ones(1, requires_grad=True)
+    for on in ("host", "device"):
+        scaler = GradScaler("cpu", stuck_after=1, skip_on=on)  # type: ignore[arg-type]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(12):
+                optimizer = torch.optim.SGD([w], lr=1.0)
+                w.grad = None
+                scaler.scale(w.sum() * float("nan")).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert [c.filename for c in caught] == [__file__]
+
+
+def test_a_step_s_signature_is_read_once() -> None:
+    class Asks(torch.optim.SGD):
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            return None
+
+    w = torch.ones(1, requires_grad=True)
+    for kind, asks in ((torch.optim.SGD, False), (Asks, True)):
+        for _ in range(2):
+            assert fused_step.takes_scaler(kind([w], lr=1.0)) is asks

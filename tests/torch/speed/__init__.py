@@ -1,0 +1,1 @@
+"""Tests of the products of a model in the torch backend."""

@@ -1,0 +1,587 @@
+"""`bake`: the program runs as the model runs in the region, and has nothing of a region in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import polymp
+from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.torch import autocast, bake, checkpoint, custom_bwd, custom_fwd, scoped
+from tests.support.torch.models import MODELS
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+OWN = {
+    "name": "own",
+    "extends": "amp",
+    "rules": {"softmax": "fp32", "layer_norm": "lower", "log_softmax": "fp32_keep"},
+}
+REGIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "torch": lambda: autocast("cpu", BF16),
+    "own": lambda: autocast("cpu", BF16, policy=OWN),
+    "lean": lambda: autocast("cpu", FP16, policy="lean"),
+}
+TITLES = ("language model", "convnet", "LSTM", "GRU", "attention", "spectral", "solver")
+
+pytestmark = [
+    pytest.mark.usefixtures("left_as_found"),
+    # torch.export, of every recurrent module
+    pytest.mark.filterwarnings("ignore:The tensor attributes? self.*_flat_weights"),
+]
+
+
+class Baked(NamedTuple):
+    """A model of the zoo, its inputs, what it gives in a region, and its program."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    outputs: list[torch.Tensor]
+    program: torch.export.ExportedProgram
+
+
+@cache
+def baked(title: str, region: str) -> Baked:
+    torch.manual_seed(0)
+    module, inputs = MODELS[title]()
+    with REGIONS[region]():
+        program = bake(module, inputs)
+        outputs = tree_leaves(module(*inputs))
+    return Baked(module, inputs, outputs, program)
+
+
+def nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
+    """The nodes of a program and of the graphs inside it."""
+    for graph in program.graph_module.modules():
+        yield from graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ()
+
+
+def calls(program: torch.export.ExportedProgram) -> list[str]:
+    """What a program calls, in order, without torch.export's own assertions."""
+    found = [str(node.target) for node in nodes(program) if node.op == "call_function"]
+    return [name.removesuffix(".default") for name in found if "assert" not in name]
+
+
+def of_regions(program: torch.export.ExportedProgram) -> list[str]:
+    """The nodes of a program that enter, leave or are regions."""
+    return [name for name in calls(program) if "autocast" in name]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """The same formats and bits."""
+    ours, theirs = tree_leaves(ours), tree_leaves(theirs)
+    return len(ours) == len(theirs) and all(
+        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def loss(outputs: Any) -> torch.Tensor:
+    return torch.stack([t.float().square().mean() for t in tree_leaves(outputs)]).sum()
+
+
+def gradients(outputs: Any, module: nn.Module, like: nn.Module | None = None) -> list[Any]:
+    """Gradients of the parameters, in the order in which `like` names them."""
+    own = dict(module.named_parameters())
+    asked = [own[name] for name, _ in (like or module).named_parameters()]
+    return list(torch.autograd.grad(loss(outputs), asked, materialize_grads=True))
+
+
+def check(
+    model: nn.Module,
+    *inputs: torch.Tensor,
+    region: Callable[[], AbstractContextManager[Any]] = REGIONS["torch"],
+    graded: bool = True,
+    **more: Any,
+) -> torch.export.ExportedProgram:
+    """Bake a model, and hold the program to the model in the region."""
+    with region():
+        program = bake(model, inputs, **more)
+        outputs = model(*inputs)
+    module = program.module()
+    found = module(*inputs)
+    assert same(found, outputs)
+    assert of_regions(program) == []
+    if graded:
+        assert same(gradients(found, module, model), gradients(outputs, model))
+    return program
+
+
+# --- the same bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("title", TITLES)
+def test_a_program_gives_the_bits_of_the_region(title, region):
+    module, inputs, outputs, program = baked(title, region)
+    copy = program.module()
+    found = copy(*inputs)
+    assert same(found, outputs)
+    assert of_regions(program) == []
+    if (title, region) != ("solver", "torch"):  # bilinear is taken apart, and so is its gradient
+        assert same(gradients(found, copy, module), gradients(outputs, module))
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"num_layers": 3, "bidirectional": True}])
+def test_lstms_go_the_way_of_mkldnn(options):
+    """Which a trace does not see: on fake tensors torch takes the LSTM apart step by step."""
+    torch.manual_seed(0)
+    lstm, sequences = nn.LSTM(8, 6, **options), torch.randn(5, 3, 8)
+    with REGIONS["torch"]():
+        program = bake(lstm, (sequences,))
+        outputs = lstm(sequences)
+    assert same(program.module()(sequences), outputs)
+    layers = options.get("num_layers", 1) * (2 if "bidirectional" in options else 1)
+    assert Counter(calls(program))["aten.mkldnn_rnn_layer"] == layers
+
+
+def test_the_comparisons_see_another_region():
+    module, inputs, outputs, program = baked("convnet", "torch")
+    assert not same(baked("convnet", "own").outputs, outputs)
+    assert not same(torch.export.export(module, inputs).module()(*inputs), outputs)
+    assert not same([t.float() for t in outputs], outputs)
+    found = program.module()
+    other = baked("convnet", "own").program.module()
+    ours = gradients(found(*inputs), found, module)
+    assert not same(gradients(other(*inputs), other, module), ours)
+
+
+def test_the_finder_of_regions_sees_those_that_torch_export_leaves(x):
+    class Inside(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu"):
+                y = x @ x.t()
+            return y + 1
+
+    assert of_regions(torch.export.export(Inside(), (x,))) == ["wrap_with_autocast"]
+
+
+def test_without_gradients_too(x):
+    for switch in (torch.no_grad, torch.inference_mode):
+        with switch():
+            check(net(), x, region=REGIONS["own"], graded=False)
+
+
+# --- what is in the graph ------------------------------------------------------------------------
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LogSoftmax(-1), nn.Linear(8, 8))
+
+
+def test_casts_are_plain_ops_and_ops_with_rules_stay_whole(x):
+    cast = "aten.to.dtype"
+    model = nn.Sequential(*net(), nn.Softmax(-1))
+    program = check(model, x, region=REGIONS["own"])
+    assert calls(program) == [
+        *(cast, cast, cast, "aten.linear"),
+        *(cast, cast, "aten.layer_norm"),  # gain and bias
+        *(cast, "aten.log_softmax.int", cast),  # back in the format that came in
+        *(cast, cast, "aten.linear"),
+        *(cast, "aten.softmax.int"),
+    ]
+    assert {node.args[1] for node in nodes(program) if cast in str(node.target)} == {BF16, FP32}
+
+
+def test_an_op_without_a_rule_is_taken_apart_only_if_its_parts_have_rules(x):
+    class Loss(nn.Module):
+        def forward(self, x):
+            return F.cross_entropy(x.reshape(2, 16), x.flatten()[:2].long().abs())
+
+    parts = {"name": "parts", "rules": {"log_softmax": "lower"}}
+    torn = calls(check(Loss(), x, region=lambda: autocast("cpu", policy=parts), graded=False))
+    whole = calls(check(Loss(), x, region=lambda: autocast("cpu", policy="matmul"), graded=False))
+    assert "aten.cross_entropy_loss" not in torn
+    assert "aten.log_softmax.int" in torn
+    assert "aten.cross_entropy_loss" in whole
+    assert {"aten.reshape", "aten.flatten.using_ints"} <= {*torn} & {*whole}
+
+
+class Thrice(nn.Module):
+    """One layer, three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(self.layer(x)))
+
+
+@pytest.mark.parametrize("engine", ["compiled", "python"])
+def test_a_parameter_is_cast_once_if_the_region_keeps_casts(x, engine):
+    policy = None if engine == "compiled" else {"rules": {"linear": "lower", "relu": "fp32"}}
+    kept = check(Thrice(), x, region=lambda: autocast("cpu", policy=policy))
+    anew = check(Thrice(), x, region=lambda: autocast("cpu", cache_enabled=False, policy=policy))
+    assert Counter(calls(kept))["aten.to.dtype"] == 3
+    assert Counter(calls(anew))["aten.to.dtype"] == 7
+
+
+def test_a_cast_made_without_gradients_is_not_used_with_them(x):
+    class Half(Thrice):
+        def forward(self, x):
+            with torch.no_grad():
+                h = self.layer(x)
+            return self.layer(h)
+
+    check(Half(), x)
+
+
+def test_a_parameter_that_is_written_is_cast_again(x):
+    class Written(Thrice):
+        def forward(self, x):
+            y = self.layer(x)
+            with torch.no_grad():
+                self.layer.bias.add_(1)
+            return self.layer(y)
+
+    ours, theirs = Written(), Written()
+    with autocast("cpu"):
+        expected = theirs(x)
+        program = bake(ours, (x,))
+    assert same(program.module()(x), expected)
+
+
+def test_names_and_formats_of_parameters_are_kept(x):
+    model = net()
+    with autocast("cpu"):
+        program = bake(model, (x,))
+    state = program.state_dict
+    assert {n: t.dtype for n, t in state.items()} == dict.fromkeys(model.state_dict(), FP32)
+    assert set(program.graph_signature.parameters) == {n for n, _ in model.named_parameters()}
+    assert isinstance(program.module().get_parameter("0.weight"), nn.Parameter)
+
+
+def test_buffers_are_updated_as_in_training():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    ours, theirs = build(), build()
+    with autocast("cpu", policy="amp"):
+        program = bake(ours, (images,))
+        expected = theirs(images)
+    module = program.module()
+    assert same(module(images), expected)
+    assert same([*dict(module.named_buffers()).values()], [*dict(theirs.named_buffers()).values()])
+    assert theirs[1].num_batches_tracked == 1
+
+
+def test_shapes_may_be_dynamic(x):
+    model = net()
+    with REGIONS["own"]():
+        program = bake(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    for rows in (2, 7):
+        more = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+        with REGIONS["own"]():
+            expected = model(more)
+        assert same(program.module()(more), expected)
+
+
+def test_inputs_by_keyword(x):
+    class Scaled(Thrice):
+        def forward(self, x, *, by):
+            return super().forward(x) * by
+
+    model, by = Scaled(), torch.tensor(3.0)
+    with autocast("cpu"):
+        program = bake(model, (x,), {"by": by})
+        expected = model(x, by=by)
+    assert same(program.module()(x, by=by), expected)
+
+
+# --- regions, scopes and ops of the user's own ---------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Regions inside the model: off, torch.amp's own in another format, and one with a policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](x)
+        with autocast("cpu", enabled=False):
+            h = self.layers[1](h.float())
+        with torch.autocast("cpu", FP16):
+            h = h + self.layers[2](h)
+        with autocast("cpu", policy=OWN):
+            return F.layer_norm(self.layers[3](h), (8,)).softmax(-1)
+
+
+@pytest.mark.parametrize("around", [*REGIONS, "none", "torch.amp"])
+def test_regions_inside_the_model_count(around, x):
+    more = {"none": nullcontext, "torch.amp": lambda: torch.autocast("cpu", BF16)}
+    check(Nested(), x, region=(REGIONS | more)[around])
+
+
+def test_a_decorated_forward_needs_no_region_around(x):
+    class Decorated(Thrice):
+        @autocast("cpu", FP16, policy="lean")
+        def forward(self, x):
+            return super().forward(x)
+
+    assert "aten.to.dtype" in calls(check(Decorated(), x, region=nullcontext))
+
+
+def test_scopes_count(x):
+    model = net()
+    policy = polymp.policy("amp").override(scopes={"3": {"linear": "fp32"}})
+    with scoped(model, policy):
+        program = check(model, x)
+    assert program.module()(x).dtype is FP32
+    assert check(model, x).module()(x).dtype is BF16
+
+
+class Product(torch.autograd.Function):
+    """A product in float32, with a backward of its own: twice the gradient."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=FP32)
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+def test_custom_functions_count(x):
+    class Custom(Thrice):
+        def forward(self, x):
+            return self.layer(Product.apply(self.layer(x), self.layer.weight))
+
+    found = calls(check(Custom(), x, graded=False))
+    assert "aten.matmul" in found
+
+
+def test_registered_ops_count(x):
+    @torch.library.custom_op("baketest::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(lambda x: torch.empty_like(x))
+    polymp.register_op("bake_twice", "fp32", torch="baketest::twice")
+
+    class Model(Thrice):
+        def forward(self, x):
+            return twice(self.layer(x))
+
+    program = check(Model(), x, graded=False)
+    assert calls(program)[-2:] == ["aten.to.dtype", "baketest.twice"]
+
+
+def test_numbers_in_place_of_tensors(x):
+    class Model(Thrice):
+        def forward(self, x):
+            return (self.layer(x) * 3 + 1) / 2
+
+    rules = {"rules": {"linear": "lower", "mul": "fp32", "add": "lower", "div": "keep"}}
+    check(Model(), x, region=lambda: autocast("cpu", policy=rules))
+
+
+def test_checkpointed_parts(x):
+    class Model(Thrice):
+        def forward(self, x):
+            return checkpoint(lambda x: self.layer(F.gelu(self.layer(x))), x, use_reentrant=False)
+
+    check(Model(), x, region=REGIONS["own"])
+
+
+class Branch(Thrice):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.layer, lambda x: self.layer(x) * 2, (x,))
+
+
+def test_branches_have_their_own_casts(x):
+    program = check(Branch(), x)
+    assert Counter(calls(program))["aten.to.dtype"] == 6
+    assert same(program.module()(-x), program.module()(-x))
+
+
+def test_a_region_in_a_branch_is_refused(x):
+    class Model(Branch):
+        def forward(self, x):
+            def off(x):
+                with torch.autocast("cpu", enabled=False):
+                    return self.layer(x).bfloat16()
+
+            return torch.cond(x.sum() > 0, off, self.layer, (x,))
+
+    with autocast("cpu"), pytest.raises(PolicyError) as error:
+        bake(Model(), (x,))
+    assert str(error.value) == (
+        "bake(): Model enters a region in a branch of control flow, where it cannot be written "
+        "out. Enter it around the control flow."
+    )
+
+
+# --- what becomes of the program -----------------------------------------------------------------
+
+ELSEWHERE = """
+import sys, warnings
+warnings.simplefilter("ignore")  # torch.export.load warns of itself
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "polymp":
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from pathlib import Path
+import torch
+folder = Path(sys.argv[1])
+found = {}
+for path in sorted(folder.glob("*.pt2")):
+    program = torch.export.load(path)
+    inputs = torch.load(path.with_suffix(".inputs"))
+    found[path.stem] = {
+        "run": program.module()(*inputs),
+        "compiled": torch.compile(program.module(), backend="aot_eager", fullgraph=True)(*inputs),
+        "decomposed": program.run_decompositions().module()(*inputs),
+    }
+torch.save(found, folder / "found")
+assert "polymp" not in sys.modules
+"""
+
+
+def test_a_saved_program_runs_without_polymp(tmp_path: Path):
+    """In a process where polymp cannot be imported: as loaded, compiled, and decomposed."""
+    asked = [("convnet", "own"), ("GRU", "torch"), ("spectral", "lean")]
+    for at, (title, region) in enumerate(asked):
+        _, inputs, _, program = baked(title, region)
+        torch.export.save(program, tmp_path / f"{at}.pt2")
+        torch.save(inputs, tmp_path / f"{at}.inputs")
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = torch.load(tmp_path / "found")
+    for at, case in enumerate(asked):
+        for way in ("run", "compiled", "decomposed"):
+            assert same(found[f"{at}"][way], baked(*case).outputs), (case, way)
+
+
+def test_a_program_learns_as_the_model_does(x):
+    def steps(model, forward, region):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with region():
+                out = forward(x)
+            loss(out).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    model, theirs = net(), net()
+    with REGIONS["own"]():
+        program = bake(model, (x,)).module()
+    before = [p.detach().clone() for p in theirs.parameters()]
+    trained = steps(theirs, theirs, REGIONS["own"])
+    assert not same(before, trained)
+    assert same(steps(program, program, nullcontext), trained)
+
+
+# --- the model and the thread are left as they were found ----------------------------------------
+
+
+def test_the_model_is_left_as_it_was(x):
+    model = net()
+    kinds, state, names = list(map(type, model.modules())), model.state_dict(), {*vars(model)}
+    with autocast("cpu"):
+        bake(model, (x,))
+        before = model(x)
+    assert list(map(type, model.modules())) == kinds
+    assert {*vars(model)} == names
+    assert same([*model.state_dict().values()], [*state.values()])
+    with autocast("cpu"):
+        assert same(model(x), before)
+
+
+def test_an_op_that_is_forbidden_stops_it(x):
+    class Model(Thrice):
+        def forward(self, x):
+            return F.binary_cross_entropy(self.layer(x).sigmoid(), x.sigmoid())
+
+    model = Model()
+    with autocast("cpu", policy="amp"), pytest.raises(ForbiddenOpError, match="policy 'amp' forbi"):
+        bake(model, (x,))
+    assert type(model) is Model
+    with autocast("cpu", policy="matmul"):
+        assert of_regions(bake(model, (x,))) == []
+
+
+def test_no_region(x):
+    message = (
+        "bake(): no region was enabled for the tensors of Thrice, so there is nothing to write "
+        "out. Write: with autocast(device_type, dtype): bake(model, inputs)."
+    )
+    model = Thrice()
+    around = nullcontext(), autocast("cpu", enabled=False), autocast("xpu")
+    for region in around:
+        with region, pytest.raises(PolicyError) as error:
+            bake(model, (x,))
+        assert str(error.value) == message
+        assert type(model) is Thrice
+
+
+def test_what_is_no_model_and_what_are_no_inputs(x):
+    with pytest.raises(TypeError) as error:
+        bake(torch.relu, (x,))
+    assert str(error.value) == (
+        f"bake() takes a torch.nn.Module and its inputs, not {torch.relu!r}."
+    )
+    with pytest.raises(TypeError) as error:
+        bake(Thrice(), x)
+    assert str(error.value) == (
+        "bake() takes the inputs of Thrice as a tuple, such as (x,), not as Tensor."
+    )
+
+
+def test_a_graph_is_no_model(x):
+    graph = torch.fx.symbolic_trace(Thrice())
+    with autocast("cpu"), pytest.raises(TypeError) as error:
+        bake(graph, (x,))
+    assert str(error.value) == (
+        "bake() cannot follow the call of a GraphModule (Thrice). "
+        "Give it the model that the graph was made of."
+    )
+
+
+# --- known gaps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="a rule acts inside a compiled kernel: relu's clamp_min")
+def test_rules_inside_compiled_kernels(x):
+    rules = {"rules": {"linear": "lower", "clamp_min": "fp32"}}
+    check(nn.Sequential(net(), nn.ReLU()), x, region=lambda: autocast("cpu", policy=rules))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="torch.export records torch.func's transforms through the mode that records regions",
+)
+def test_transforms_inside_the_model(x):
+    class Model(Thrice):
+        def forward(self, x):
+            return torch.func.vmap(self.layer)(x)
+
+    check(Model(), x)

@@ -1,0 +1,483 @@
+"""`freeze` on whole models: the bits of autocast on a copy that is not frozen, wherever it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from polymp import PolicyError
+from polymp.backends.torch.weights import freeze_trial, freeze_usage
+from polymp.torch import autocast, checkpoint, freeze
+from tests.support.torch.compiled import Count
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+POLICIES = (None, "amp", "lean", "matmul")
+
+
+class LoRA(nn.Module):
+    """A frozen layer and a trained product of two thin ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class RMSNorm(nn.Module):
+    """As transformers writes it: in float32, and back; or to the format of its weight."""
+
+    def __init__(self, size: int, asks: bool) -> None:
+        super().__init__()
+        self.weight, self.asks = nn.Parameter(torch.rand(size)), asks
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        low, hidden = hidden.dtype, hidden.to(FP32)
+        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * hidden.to(self.weight.dtype if self.asks else low)
+
+
+class Block(nn.Module):
+    def __init__(self, size: int, asks: bool, lora: bool) -> None:
+        super().__init__()
+        made = (nn.Linear(size, size, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (LoRA(m) if lora else m for m in made)
+        self.norm, self.after = RMSNorm(size, asks), RMSNorm(size, asks)
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (m(h).unflatten(-1, (2, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k = q * turn.to(q.dtype), k * turn.to(k.dtype)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(h.transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(self.after(x))))
+
+
+class LM(nn.Module):
+    """A language model with rotary buffers, checkpoints if asked, and a head that may be tied."""
+
+    def __init__(
+        self, asks: bool = False, lora: bool = False, tied: bool = False, again: Any = None
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block(8, asks, lora) for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        self.register_buffer("frequency", 0.1 ** torch.arange(4.0), persistent=False)
+        self.again = again
+        trained = {id(p) for m in self.modules() if isinstance(m, LoRA) for p in (*m.up.parameters(), *m.down.parameters())}  # fmt: skip # noqa: E501
+        for p in self.parameters():
+            p.requires_grad_(id(p) in trained)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        turn = torch.outer(torch.arange(ids.shape[1]).float(), self.frequency).cos()
+        x = self.table(ids)
+        for block in self.blocks:
+            run = (lambda *a, b=block: self.again(b, *a)) if self.again else block
+            x = run(x, turn)
+        return self.head(x)
+
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=False),
+            nn.GroupNorm(2, 4), nn.PReLU(), nn.ConvTranspose2d(4, 3, 2), nn.Flatten(),
+            nn.Linear(75, 5),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(8, 6, 2, batch_first=True, bidirectional=True), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.before = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return self.attention(x, x, x)[0]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(4))
+MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "LM": (LM, IDS),
+    "LM, tied": (lambda: LM(tied=True), IDS),
+    "LM that asks": (lambda: LM(asks=True), IDS),
+    "LM, checkpoints": (lambda: LM(again=lambda *a: checkpoint(*a, use_reentrant=False)), IDS),
+    "convolutions": (Convolutions, torch.randn(2, 3, 8, 8, generator=torch.Generator())),
+    "channels last": (
+        lambda: Convolutions().to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 8, 8, generator=torch.Generator()),
+    ),
+    "LSTM": (lambda: Recurrent(nn.LSTM), X),
+    "GRU": (lambda: Recurrent(nn.GRU), X),
+    "attention": (Attention, X),
+    "encoder": (Encoder, X),
+}
+
+
+def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    return make().requires_grad_(False), inputs
+
+
+WAYS_TO_RUN = [(None, False), (None, True), ("amp", False), ("lean", True), ("matmul", False)]
+
+
+@pytest.mark.parametrize(("policy", "train"), WAYS_TO_RUN)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_frozen_model_gives_the_bits_of_autocast(
+    name: str, policy: str | None, train: bool
+) -> None:
+    model, inputs = made(name)
+    model.train(train)
+    plain = copy.deepcopy(model)
+    handle = freeze(model, (inputs,), policy=policy, drop=True)
+    low = {id(t): t for n, t in freeze_trial.names(model).items() if n in handle.stored}.values()
+    assert handle.bytes_before - handle.bytes_after == 2 * sum(t.numel() for t in low) > 0
+
+    def region() -> Any:
+        return autocast("cpu", policy=policy) if policy else torch.autocast("cpu", BF16)
+
+    for grad in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        results = []
+        for which, around in ((model, contextlib.nullcontext), (model, region), (plain, region)):
+            fresh = copy.deepcopy(which)
+            torch.manual_seed(7)
+            with grad(), around():
+                y = fresh(inputs)
+            results.append([y, *(b for n, b in fresh.named_buffers() if n not in handle.stored)])
+        assert freeze_usage.same(results[0], results[2])
+        assert freeze_usage.same(results[1], results[2])
+
+
+EXPECTED = {
+    "LM": {"head.weight", *(f"blocks.0.{n}.weight" for n in ("q", "k", "v", "o", "up", "down"))},
+    "LSTM": {"rnn.weight_ih_l0", "rnn.bias_hh_l1_reverse", "head.weight", "head.bias"},
+    "GRU": {"rnn.weight_ih_l0", "rnn.bias_hh_l1_reverse", "head.weight", "head.bias"},
+    "channels last": {"net.0.weight", "net.3.weight", "net.5.weight", "net.6.weight"},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_is_stored_of_them(name: str) -> None:
+    model, inputs = made(name)
+    strides = [p.stride() for p in model.parameters()]
+    assert EXPECTED[name] <= {*freeze(model, (inputs,)).stored}
+    assert [p.stride() for p in model.parameters()] == strides
+
+
+def test_a_fast_path_is_what_runs_in_an_example() -> None:
+    """Without gradients a TransformerEncoder runs as one kernel, which autocast leaves float32."""
+    slow, inputs = made("encoder")
+    fast = copy.deepcopy(slow).eval()
+    why = "read in float32 by aten._transformer_encoder_layer_fwd.default in encoder.layers.0"
+    handle = freeze(fast, (inputs,))
+    assert handle.stored == ("head.weight", "head.bias")
+    assert handle.kept["encoder.layers.0.linear1.weight"] == why
+    handle = freeze(slow.train(), (inputs,))
+    assert "encoder.layers.0.linear1.weight" in handle.stored
+    asked = "its dtype is asked for in encoder.layers.0.self_attn"
+    assert handle.kept["encoder.layers.0.self_attn.in_proj_weight"] == asked
+
+
+def test_a_norm_that_asks_for_its_weight_s_format_keeps_it() -> None:
+    model, inputs = made("LM that asks")
+    kept = freeze(model, (inputs,)).kept
+    assert kept["blocks.0.norm.weight"] in (
+        "read in float32 by aten.mul.Tensor in blocks.0.norm",
+        "its dtype is asked for in blocks.0.norm",
+    )
+
+
+# --- training adapters ----------------------------------------------------------------------------
+
+
+def steps(model: nn.Module, region: Callable[[], Any], optimizer: Any) -> list[Any]:
+    """Losses, gradients and weights of three steps."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, found = optimizer(trained, lr=0.1), []
+    for step in range(3):
+        with region():
+            loss = F.cross_entropy(model((IDS + step) % 11).flatten(0, 1), IDS.flatten())
+        loss.backward()
+        found += [loss.detach().clone(), [p.grad.clone() for p in trained if p.grad is not None]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, [p.detach().clone() for p in trained]]
+
+
+AGAIN: dict[str, Any] = {
+    "": None,
+    "checkpoint": lambda *a: checkpoint(*a, use_reentrant=False),
+    "torch's": lambda *a: torch.utils.checkpoint.checkpoint(*a, use_reentrant=False),
+}
+
+
+# torch's own checkpoint recomputes without the policy.
+TRAINED = [
+    (None, ""),
+    (None, "checkpoint"),
+    (None, "torch's"),
+    ("lean", ""),
+    ("lean", "checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("policy", "again"), TRAINED)
+def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: str | None, again: str) -> None:
+    frozen, plain = LM(lora=True, again=AGAIN[again]), LM(lora=True, again=AGAIN[again])
+    handle = freeze(frozen, (IDS,), policy=policy)
+    assert {"blocks.0.q.base.weight", "head.weight"} <= {*handle.stored}
+    assert handle.kept["blocks.1.o.up.weight"] == "requires gradients"
+
+    def region() -> Any:
+        return autocast("cpu", policy=policy)
+
+    ours, theirs = steps(frozen, region, torch.optim.AdamW), steps(plain, region, torch.optim.AdamW)
+    assert freeze_usage.same(ours, theirs)
+    moved = freeze_usage.same(ours[-1], [p for p in LM(lora=True).parameters() if p.requires_grad])
+    assert not moved, "nothing was trained"
+    assert freeze_usage.same(frozen(IDS), plain_call(plain, policy))
+
+
+def plain_call(model: nn.Module, policy: str | None) -> torch.Tensor:
+    with autocast("cpu", policy=policy):
+        return model(IDS)  # type: ignore[no-any-return]
+
+
+def test_reentrant_checkpoints_say_what_they_need() -> None:
+    def again(*a: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(*a, use_reentrant=True)
+
+    model = LM(lora=True, again=again)
+    model.table.requires_grad_()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        freeze(model, (IDS,))
+    assert model.head.weight.dtype is FP32
+
+
+# --- torch.compile, torch.func --------------------------------------------------------------------
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), LoRA(nn.Linear(16, 8)))
+    net[0].requires_grad_(False)
+    return net
+
+
+def learned(model: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """The result, and the gradients of the adapter."""
+    y = call()
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    return [y, *torch.autograd.grad(y.float().square().sum(), wanted)]
+
+
+def test_compiled_whole(count: Count) -> None:
+    model, other = adapted(), adapted()
+    freeze(model, (X,), policy="lean")
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+
+    def inside(called: nn.Module) -> Callable[[], torch.Tensor]:
+        return autocast("cpu", policy="lean")(functools.partial(called, X))
+
+    expected = learned(other, inside(other))
+    for _ in range(2):
+        assert freeze_usage.same(learned(model, functools.partial(compiled, X)), expected)
+    assert count.graphs == 1, "a graph was made twice"
+    assert freeze_usage.same(learned(model, inside(compiled)), expected)
+    assert count.graphs == 2, "in a region it is another graph"
+    with pytest.raises(Exception, match="was frozen for autocast"), autocast("cpu", FP16):
+        compiled(X)
+
+
+def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
+    model = adapted()
+    compiled = torch.compile(model, backend=count)
+    with autocast("cpu"):
+        expected = compiled(X)
+        handle = freeze(model, (X,))
+        assert freeze_usage.same(compiled(X), expected)
+    assert freeze_usage.same(compiled(X), expected)
+    handle.remove()
+    assert compiled(X).dtype is FP32
+    with autocast("cpu"):
+        assert freeze_usage.same(compiled(X), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_inductor() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)
+    plain = torch.compile(copy.deepcopy(net), fullgraph=True)
+    freeze(net, (X,))
+    frozen = torch.compile(net, fullgraph=True)
+    with torch.no_grad(), autocast("cpu"):
+        expected = plain(X)
+    with torch.no_grad():
+        assert freeze_usage.same(frozen(X), expected)
+    torch._dynamo.reset()
+
+
+def test_under_torch_func() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)
+    other = copy.deepcopy(net)
+    freeze(net, (X,))
+    rows = X.flatten(0, 1)
+    with autocast("cpu"):
+        mapped = torch.func.vmap(other)(rows)
+        slope = torch.func.grad(lambda x: other(x).float().sum())(rows)
+        called = torch.func.functional_call(other, dict(other.named_parameters()), (rows,))
+    assert freeze_usage.same(torch.func.vmap(net)(rows), mapped)
+    assert freeze_usage.same(torch.func.grad(lambda x: net(x).float().sum())(rows), slope)
+    weights = dict(other.named_parameters())
+    assert freeze_usage.same(torch.func.functional_call(net, weights, (rows,)), called)
+
+
+# --- random models --------------------------------------------------------------------------------
+
+
+def asked(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.layer(x.to(m.layer.weight.dtype))
+
+
+def disabled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with autocast("cpu", enabled=False):
+        return m.layer(x.float())
+
+
+def other_format(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with autocast("cpu", FP16 if torch.get_autocast_dtype("cpu") is BF16 else BF16):
+        return m.layer(x)
+
+
+def moving(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.buffer.mul_(0.5).add_(x.detach().float().mean())
+    return m.layer(x) + m.buffer
+
+
+WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "layer": lambda m, x: m.layer(x),
+    "norm": lambda m, x: m.norm(x),
+    "relu": lambda m, x: x.relu(),
+    "softmax": lambda m, x: x.softmax(-1),
+    "shared": lambda m, x: m.root.shared(x),
+    "shared, read": lambda m, x: x + m.root.shared.weight[0],
+    "rows": lambda m, x: F.linear(x, m.layer.weight[:4]).repeat_interleave(2, -1),
+    "columns": lambda m, x: F.linear(x[..., :4], m.layer.weight[:, :4]),
+    "float": lambda m, x: F.linear(x, m.layer.weight.float(), m.layer.bias),
+    "low by hand": lambda m, x: x @ m.layer.weight.to(torch.get_autocast_dtype("cpu")).to(x.dtype),
+    "buffer": lambda m, x: x @ m.square,
+    "asked": asked,
+    "disabled": disabled,
+    "other format": other_format,
+    "moving": moving,
+}
+
+
+class Step(nn.Module):
+    def __init__(self, way: str, root: Any) -> None:
+        super().__init__()
+        self.way, self.layer, self.norm = WAYS[way], nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("buffer", torch.zeros(8))
+        self.register_buffer("square", torch.randn(8, 8))
+        object.__setattr__(self, "root", root)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.way(self, x)
+
+
+class Random(nn.Module):
+    def __init__(self, ways: list[tuple[str, bool]]) -> None:
+        super().__init__()
+        torch.manual_seed(len(ways))
+        self.shared = nn.Linear(8, 8).requires_grad_(False)
+        self.steps = nn.ModuleList(Step(way, self).requires_grad_(grad) for way, grad in ways)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def outcome(model: nn.Module, region: Any) -> list[Any]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with region:
+        y = model(X)
+    grads = (
+        torch.autograd.grad(y.float().sum(), trained, allow_unused=True) if y.requires_grad else ()
+    )
+    return [y.detach(), *grads, *(t for n, t in model.named_buffers() if n.endswith("buffer"))]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_size=1, max_size=5),
+    st.sampled_from(POLICIES),
+    st.sampled_from([BF16, FP16]),
+)
+def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: Any) -> None:
+    model, other = Random(ways), Random(ways)
+    each = {way for way, grad in ways if not grad} & {
+        "layer", "rows", "low by hand", "asked", "float", "moving"  # of the last three the bias
+    }  # fmt: skip
+    if not each and not {way for way, _ in ways} & {"shared", "buffer"}:
+        with pytest.raises(PolicyError, match="can be stored low"):
+            freeze(model, (X,), dtype=dtype, policy=policy)
+    else:
+        freeze(model, (X,), dtype=dtype, policy=policy)
+        assert any(t.dtype is dtype for t in freeze_trial.names(model).values())
+    region = autocast("cpu", dtype, policy=policy)
+    expected = outcome(other, region)
+    assert freeze_usage.same(outcome(model, region), expected)
+    assert not math.isnan(expected[0].float().sum().item())

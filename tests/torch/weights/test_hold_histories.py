@@ -1,0 +1,213 @@
+"""Random histories of a model's weights: with held casts as without, bit for bit.
+
+What can happen is in `held_histories`. Planted faults show that the comparison notices them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polymp.backends.torch.autocast import cast_cache, weight_cast_cache
+from polymp.torch import hold_casts
+from tests.support.torch.held_histories import (
+    DTYPES,
+    MATRICES,
+    OPTIMIZERS,
+    SCALERS,
+    USES,
+    WRITES,
+    Event,
+    agree,
+    differs_at,
+)
+
+# Twenty times as many, once in a while: POLYMP_HISTORIES=20.
+TIMES = int(os.environ.get("POLYMP_HISTORIES", "1"))
+
+inside = st.sampled_from([*USES, *USES, *DTYPES, "off", "aside", "shadow", "mul_", "foreach"])
+regions = st.tuples(
+    st.just("region"),
+    st.sampled_from(["ours", "ours", "ours", "torch", "decorated", "around", "halfway"]),
+    st.sampled_from(list(DTYPES)),
+    st.sampled_from(["grad", "grad", "grad", "no_grad", "inference"]),
+    st.booleans() | st.just(True),
+    st.sampled_from([None, None, None, "amp", "lean", "matmul"]),
+    st.lists(inside, min_size=1, max_size=3),
+)
+backwards = st.tuples(
+    st.just("backward"),
+    st.sampled_from(["sum", "each", "reversed"]),
+    st.sampled_from([1.0, 1.0, 1.0, float("inf")]),
+)
+names = st.sampled_from(MATRICES)
+changes = st.one_of(
+    st.tuples(st.just("step")),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("zero_grad"), st.booleans()),
+    st.tuples(st.just("write"), st.sampled_from(list(WRITES)), names),
+    st.tuples(st.just("load"), st.booleans()),
+    st.tuples(st.just("swap"), st.sampled_from(["data", "copy", "tensors"]), names),
+    st.tuples(st.just("data"), st.integers(1, 4), names),
+    st.tuples(st.just("transpose"), names),
+    st.tuples(st.just("flip"), st.sampled_from(["w", "a.weight", "base.weight"])),
+    st.tuples(st.just("invalidate")),
+    st.tuples(st.just("again")),
+)
+histories = st.lists(st.one_of(regions, regions, backwards, changes, changes), max_size=14)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
+@pytest.mark.parametrize("small", [0, 60], ids=["nodes", "small"])
+def test_histories(monkeypatch: pytest.MonkeyPatch, small: int, together: bool) -> None:
+    monkeypatch.setattr(weight_cast_cache, "SMALL", small)
+    monkeypatch.setattr(weight_cast_cache, "TOGETHER", {"cpu"} if together else set())
+
+    @settings(max_examples=(20 if small == 0 else 10) * TIMES)
+    @given(st.sampled_from(list(OPTIMIZERS)), st.sampled_from(list(SCALERS)), histories)
+    def histories_agree(optimizer: str, scaler: str, history: list[Event]) -> None:
+        assert differs_at(optimizer, scaler, history) is None
+
+    histories_agree()
+
+
+def region(
+    *uses: str, kind: str = "ours", dtype: str = "bfloat16", mode: str = "grad", cache: bool = True
+) -> Event:
+    return ("region", kind, dtype, mode, cache, None, list(uses))
+
+
+SUM, STEP = ("backward", "sum", 1.0), ("step",)
+FUSED, LOOP, FOREACH = "fused adamw", "loop sgd", "foreach adamw"
+TRAINED = ("mm", "tied", "table")
+
+# Each by name: optimizer, scaler, events. All agree, until a fault is planted.
+DIRECTED: dict[str, tuple[str, str, list[Event]]] = {
+    "fused steps": (FUSED, "none", [region("mm"), SUM, STEP, region("mm"), SUM, STEP] * 2),
+    "a skipped step": (
+        FUSED,
+        "device",
+        [
+            region(*TRAINED, dtype="float16"),
+            ("backward", "sum", float("inf")),
+            STEP,
+            ("zero_grad", True),
+            region(*TRAINED, dtype="float16"),
+            SUM,
+            STEP,
+            region(*TRAINED, dtype="float16"),
+        ],
+    ),
+    "accumulation": (LOOP, "torch", [*[region("transposed", "tied", "adapters")] * 5, SUM, STEP]),
+    "written": (LOOP, "none", [region("mm"), ("write", "mul_", "w"), region("mm")]),
+    "written, frozen": (
+        LOOP,
+        "none",
+        [
+            region("adapters", "table"),
+            ("write", "copy_", "base.weight"),
+            region("adapters", mode="inference"),
+            ("write", "view", "table"),
+            region("table"),
+        ],
+    ),
+    "swapped": (LOOP, "none", [region("mm"), ("swap", "data", "w"), region("mm", "shadow")]),
+    "same address": (
+        LOOP,
+        "none",
+        [region("mm"), *[event for _ in range(6) for event in (("data", 2, "w"), region("mm"))]],
+    ),
+    "two formats": (
+        LOOP,
+        "none",
+        [region("mm", "float16", "mm"), region("mm", dtype="float16"), region("mm"), SUM],
+    ),
+    "turned": (LOOP, "none", [region("mm"), ("transpose", "w"), region("mm", mode="no_grad")]),
+    "invalidated": (LOOP, "none", [region("mm", "adapters"), ("invalidate",), region("mm")]),
+    "loaded": (FOREACH, "none", [region(*TRAINED), ("load", True), region(*TRAINED), SUM, STEP]),
+    "torch's region": (LOOP, "none", [region("thrice", kind="torch")] * 3 + [SUM]),
+    "inference first": (LOOP, "none", [region("mm", mode="inference"), region("mm"), SUM, STEP]),
+}
+
+
+def seen(name: str) -> bool:
+    return not agree(*DIRECTED[name])
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("name", DIRECTED)
+def test_directed_histories(name: str) -> None:
+    assert differs_at(*DIRECTED[name]) is None
+
+
+def without(*places: int) -> Any:
+    """A stamp that leaves something out."""
+    stamp = weight_cast_cache._stamp
+    return lambda t: tuple(part for at, part in enumerate(stamp(t)) if at not in places)
+
+
+def sharing_nodes() -> Any:
+    cast, made = weight_cast_cache.cast, dict[Any, Any]()
+
+    def shared(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        key = id(t), dtype, t._version, t.data_ptr(), t.requires_grad and torch.is_grad_enabled()
+        return made.setdefault(key, (t, cast(t, dtype)))[1]  # type: ignore[no-any-return]
+
+    return shared
+
+
+def of_one_dtype() -> Any:
+    find = weight_cast_cache.find
+    return lambda t, dtype: find(t, torch.bfloat16)
+
+
+def made_in_inference_mode() -> Any:
+    def made(weight: weight_cast_cache.Weight, t: torch.Tensor, key: Any) -> weight_cast_cache.Held:
+        low = t.detach().to(key[0])
+        held = weight_cast_cache.Held(weight_cast_cache._stamp(t), t.detach(), low, 0)
+        weight.casts[key] = held
+        return held
+
+    return made
+
+
+# What is planted, in which module, and the histories that notice it.
+FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
+    "no versions": (
+        weight_cast_cache,
+        "_stamp",
+        lambda: without(0),
+        ("written", "written, frozen"),
+    ),
+    "no addresses": (weight_cast_cache, "_stamp", lambda: without(1), ("swapped", "same address")),
+    "no strides": (weight_cast_cache, "_stamp", lambda: without(3), ("turned",)),
+    "no steps": (
+        weight_cast_cache,
+        "stepped",
+        lambda: lambda _: None,
+        ("fused steps", "a skipped step"),
+    ),
+    "shared nodes": (weight_cast_cache, "cast", sharing_nodes, ("accumulation",)),
+    "one dtype": (weight_cast_cache, "find", of_one_dtype, ("two formats",)),
+    "inference": (weight_cast_cache, "_made_again", made_in_inference_mode, ("inference first",)),
+    "no invalidate": (hold_casts, "invalidate", lambda: lambda _: None, ("invalidated",)),
+    "torch's map": (cast_cache, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),
+}
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, planted, histories = FAULTS[fault]
+    monkeypatch.setattr(where, name, planted())
+    assert {history: seen(history) for history in histories} == dict.fromkeys(histories, True)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import cast_cache, kernels, torch_table
-from polymp.backends.torch.compat import overload
+from polymp.backends.torch.compat import dispatcher, overload
 from polymp.rules import policy_files
 from polymp.rules.policy import LOW, Apply, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -80,10 +79,10 @@ def test_an_op_that_torch_did_not_register_yet_has_no_row_of_torchs(monkeypatch)
 
 def test_overloads_with_named_dimensions_are_left_to_torch():
     registered = {
-        op for d in torch_table.DEVICES for op in compat.registered(compat.autocast_key(d))
+        op for d in torch_table.DEVICES for op in dispatcher.registered(dispatcher.autocast_key(d))
     }
     registered = {op for op in registered if op.partition(".")[0] not in cast_cache.WRITERS}  # ours
-    assert {op for op in registered if compat.takes_names(op)} == (
+    assert {op for op in registered if dispatcher.takes_names(op)} == (
         {*NAMED} if VERSION < (2, 13) else set()
     )
     assert not any(torch_table.kernels(device) & {*NAMED} for device in torch_table.DEVICES)

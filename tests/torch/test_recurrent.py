@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import kernels, recurrent, torch_table
+from polymp.backends.torch.compat import nn_modules
 from polymp.rules import policy_files
 from polymp.rules.policy import LOW, Rule
 from tests.torch.inside import inside
@@ -47,7 +47,7 @@ def flattened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             for w, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
                 w.set_(part.view(w.shape))
 
-    monkeypatch.setattr(compat, "flatten_rnn_weights", flatten)
+    monkeypatch.setattr(nn_modules, "flatten_rnn_weights", flatten)
     monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda t: True)
     return asked
 

@@ -15,8 +15,8 @@ import torch
 from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -92,7 +92,7 @@ class autocast:  # the name is torch's
         )
         self._traced: Any = None  # open entries in code that torch.compile traces
 
-    @compat.no_frame
+    @dynamo.no_frame
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
             self._traced = (self._again(), self._traced)
@@ -103,7 +103,7 @@ class autocast:  # the name is torch's
             regions.enter(self._ticket)
         return self
 
-    @compat.no_frame
+    @dynamo.no_frame
     def __exit__(self, *exc: object) -> Literal[False]:
         if self._traced is not None:
             traced, self._traced = self._traced
@@ -164,7 +164,7 @@ class autocast:  # the name is torch's
         return wrapper
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _prepare(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
 ) -> tuple[str, bool]:
@@ -198,16 +198,16 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
     """`enabled`, or False, with torch.amp's warning, if a region of that dtype cannot be."""
     dtypes, name = [torch.bfloat16, torch.float16], device.upper()
     if device not in torch_table.DEVICES and device == torch._C._get_privateuse1_backend_name():
-        dtypes, name = compat.private_dtypes(device), device
+        dtypes, name = accelerators.private_dtypes(device), device
     if not enabled:
         return False
     if device == "cuda":
-        if compat.cuda_missing():
+        if accelerators.cuda_missing():
             warnings.warn(
                 "CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=4
             )
             return False
-        if dtype is torch.bfloat16 and compat.cuda_lacks_bfloat16():
+        if dtype is torch.bfloat16 and accelerators.cuda_lacks_bfloat16():
             raise RuntimeError(
                 "Current CUDA Device does not support bfloat16. Please switch dtype to float16."
             )

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.compat import autograd
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @cache
 def keep_policies() -> None:
     """From now on, have torch's checkpoints recompute under the policies of their forward pass."""
-    compat.carry_into_recomputation(_carry)
+    autograd.carry_into_recomputation(_carry)
 
 
 def _carry(function: Callable[..., Any]) -> Callable[..., Any]:

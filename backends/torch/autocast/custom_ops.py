@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import kernels, regions, torch_table, validate
 from polymp.backends.torch.autocast.api import autocast
 from polymp.backends.torch.autocast.custom_function import cast_inside
 from polymp.backends.torch.autocast.run_op import forbid
+from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import decisions
 from polymp.rules.custom_ops import register_function, register_op
@@ -38,7 +38,7 @@ def overloads(given: Any, where: str) -> tuple[str, ...]:
 
 
 def _overload(given: Any, where: str) -> str:
-    name = compat.qualified_name(given)
+    name = dispatcher.qualified_name(given)
     if name is None:
         raise TypeError(
             f"{where}: torch={given!r} is no op. Give its name, such as 'mylib::my_op', or what "
@@ -47,7 +47,7 @@ def _overload(given: Any, where: str) -> str:
         )
     if "::" not in name:
         raise PolicyError(f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.")
-    op = compat.overload(name)
+    op = dispatcher.overload(name)
     if op is None:
         raise PolicyError(f"{where}: torch has no op {name!r}. Define it first.")
     if op.namespace == "aten":
@@ -56,9 +56,9 @@ def _overload(given: Any, where: str) -> str:
     if fault:
         raise PolicyError(f"{where}: {name!r} is an op {fault}")
     for device in torch_table.DEVICES:
-        key = compat.autocast_key(device)
+        key = dispatcher.autocast_key(device)
         known = vocabulary().of_aten(name)  # which says that it is registered
-        if key and not known and compat.has_kernel(name, key):
+        if key and not known and dispatcher.has_kernel(name, key):
             raise PolicyError(
                 f"{where}: {name!r} has an autocast kernel already, on {device}. Leave out its "
                 "torch.library.register_autocast."
@@ -98,7 +98,7 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
     """
 
     def decorate(given: Any) -> Any:
-        if compat.qualified_name(given) is not None:
+        if dispatcher.qualified_name(given) is not None:
             register_op(name, rule, torch=given, kind=kind)
             return given
         if not callable(given):
@@ -165,7 +165,7 @@ def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) ->
     return cast_inside(result, device, regions.DTYPES[out]) if out else result
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _decision(
     name: str, device: str, low: str, formats: str, *code: torch.dtype
 ) -> tuple[str, str, str]:

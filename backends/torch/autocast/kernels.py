@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.library import Library, get_kernel
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import (
     cast_cache,
     checkpoint,
@@ -32,6 +31,7 @@ from polymp.backends.torch.autocast import (
 )
 from polymp.backends.torch.autocast.run_op import Call, Ruling, Rulings, formats, plain, runner
 from polymp.backends.torch.autocast.validate import check
+from polymp.backends.torch.compat import accelerators, dispatcher, dynamo, modes
 from polymp.errors import PolicyError
 from polymp.rules import decisions
 from polymp.rules.policy import LOW, Decision, Policy, Rule
@@ -119,7 +119,7 @@ def put(device: str, ops: Sequence[str]) -> None:
     Raises:
         PolicyError: the key cannot be named.
     """
-    if compat.autocast_key(device) is None:
+    if dispatcher.autocast_key(device) is None:
         if ops:
             raise PolicyError(f"{device!r} can have no policy: torch hides its dispatch key.")
         return
@@ -131,12 +131,12 @@ def put(device: str, ops: Sequence[str]) -> None:
 
 def _install(library: Library, device: str, ops: Iterable[str]) -> None:
     """Put our kernel on the device's autocast key for ops that have none of ours."""
-    key = str(compat.autocast_key(device))
+    key = str(dispatcher.autocast_key(device))
     for name in ops:
         kernel = None if (device, name) in _installed else _kernel_for(name, device, key)
         if kernel is not None:
             _front(name, only_numbers=True)
-            compat.put(library, name, kernel, key)
+            dispatcher.put(library, name, kernel, key)
             _installed.add((device, name))
 
 
@@ -169,7 +169,7 @@ def lend(devices: Iterable[str]) -> None:
         for device in devices:
             cast_cache.watch(device)
             if device not in _loans:
-                key = compat.autocast_key(device)
+                key = dispatcher.autocast_key(device)
                 ops = {name for name in lowered(device) if (device, name) not in _installed}
                 _loans[device] = loan = _Loan(Library("aten", "IMPL"), ops)
                 _install(loan.library, device, sorted(ops) if key else ())
@@ -186,7 +186,7 @@ def take_back(devices: Iterable[str]) -> None:
         for device, loan in list(_loans.items()):
             if not loan.blocks:
                 del _loans[device]
-                compat.destroy(loan.library)
+                dispatcher.destroy(loan.library)
                 _installed.difference_update((device, name) for name in loan.ops)
                 put(device, sorted(loan.wanted))
 
@@ -220,18 +220,18 @@ def lowered(device: str) -> frozenset[str]:
 @contextmanager
 def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
     """Our kernels on the device's autocast key for ops, taken away again after."""
-    key = compat.autocast_key(device)
-    with compat.temporary_library("aten") as library:
+    key = dispatcher.autocast_key(device)
+    with dispatcher.temporary_library("aten") as library:
         for name in ops if key else ():
             kernel = _kernel_for(name, device, str(key))
             if kernel is not None and "::" not in name:
                 _front(name, only_numbers=True)
-                compat.put(library, name, kernel, str(key))
+                dispatcher.put(library, name, kernel, str(key))
         yield
 
 
 def _kernel_for(name: str, device: str, key: str) -> Call | None:
-    op = compat.overload(name)
+    op = dispatcher.overload(name)
     if op is None or name in op_facts.UNTOUCHED:
         return None
     replaced = _compiled_kernel(name, key) if name in torch_table.kernels(device) else None
@@ -241,7 +241,7 @@ def _kernel_for(name: str, device: str, key: str) -> Call | None:
 @cache
 def _compiled_kernel(name: str, key: str) -> Any:
     """torch's own kernel on the key; read once, before there is one of ours."""
-    op = compat.overload(name)
+    op = dispatcher.overload(name)
     assert op is not None, "torch registers what it has"
     return get_kernel(op, key)
 
@@ -256,8 +256,8 @@ def _library(name: str) -> Library:
 def _autocast_kernel(
     op: torch._ops.OpOverload, name: str, device: str, key: str, replaced: Any
 ) -> Call:
-    excluded = compat.keyset(key)
-    pass_on, call = compat.passing_on(op, key), compat.calling(op)
+    excluded = dispatcher.keyset(key)
+    pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)
     run = runner(op, name, device)
     rulings = Rulings(name, device)
     compiled_only = name in op_facts.COMPILED_ONLY
@@ -293,14 +293,14 @@ def _autocast_kernel(
             return replaced.call_boxed(keys, *args, **kwargs)
         if row is None:  # as if autocast had not heard of the op; ops inside it count
             return pass_on(keys, args, kwargs)
-        with compat.ExcludeKeys(excluded):
+        with dispatcher.ExcludeKeys(excluded):
             if row.rule is Rule.KEEP:
                 return call(*args, **kwargs)
             if row.rule is Rule.FORBID and ruling.agrees:
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises in torch's words
             return run(ruling, cast_cache.cast, call, args, kwargs)
 
-    return compat.no_frame(kernel, inside=True)
+    return dynamo.no_frame(kernel, inside=True)
 
 
 def _entry(
@@ -344,10 +344,10 @@ def _recorded() -> Iterator[None]:
     with ExitStack() as stack:
         made = _Recording(stack)
         with _lock:
-            fakes = compat.innermost_mode() is not None
+            fakes = modes.innermost_mode() is not None
             known = {region.device for region, *_ in regions.known.values()}
             for device in torch_table.DEVICES:
-                if fakes or device in known or compat.is_here(device):
+                if fakes or device in known or accelerators.is_here(device):
                     made.cover(device)
             _recordings.append(made)
         stack.callback(_recordings.remove, made)
@@ -374,11 +374,11 @@ def _front(name: str, only_numbers: bool = False) -> None:
         only_numbers: True to leave it out if a number cannot stand for a tensor in the op. Behind
             a transform such a number cannot be read: an op with a kernel of ours needs both.
     """
-    op = compat.overload(name)
-    if op is None or name in _fronted_ops or (only_numbers and len(compat.tensors_of(op)) < 2):
+    op = dispatcher.overload(name)
+    if op is None or name in _fronted_ops or (only_numbers and len(dispatcher.tensors_of(op)) < 2):
         return
-    front = get_kernel(op, compat.FUNC_FRONT)
-    compat.put(_library(name), name, _front_kernel(op, name, front), compat.FUNC_FRONT)
+    front = get_kernel(op, dispatcher.FUNC_FRONT)
+    dispatcher.put(_library(name), name, _front_kernel(op, name, front), dispatcher.FUNC_FRONT)
     _fronted_ops.add(name)
 
 
@@ -398,7 +398,7 @@ def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
 
 def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
     rulings = {device: Rulings(name, device) for device in torch_table.DEVICES}
-    places = compat.tensors_of(op)
+    places = dispatcher.tensors_of(op)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -414,10 +414,10 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
             return call(*args, **kwargs)
         if ruling.agrees and name in op_facts.COMPILED_ONLY:
             return call(*args, **kwargs)
-        key = compat.autocast_key(device)
+        key = dispatcher.autocast_key(device)
         if key is None or (row is not None and row.rule is Rule.FORBID):
             return call(*args, **kwargs)  # torch's kernel, or ours behind it, says no
-        with compat.ExcludeKeys(compat.keyset(key)):
+        with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
             if row is None:
                 return call(*args, **kwargs)
             run = runner(op, name, device)
@@ -426,7 +426,7 @@ def _front_kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
                 return found.around(entry, run, ruling, plain, call, args, kwargs)
             return run(ruling, plain, call, args, kwargs)
 
-    return compat.no_frame(kernel, inside=True)
+    return dynamo.no_frame(kernel, inside=True)
 
 
 def _device(args: Sequence[Any]) -> str | None:

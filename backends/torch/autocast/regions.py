@@ -28,8 +28,8 @@ from torch import (
 from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import cast_cache
+from polymp.backends.torch.compat import dynamo, export
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region, Stack
@@ -70,7 +70,7 @@ class Entries(threading.local):
 entries = Entries()
 
 
-@compat.no_frame
+@dynamo.no_frame
 def enter(ticket: str) -> None:
     """Enter a prepared region in this thread. It runs at every `with`, so every call counts.
 
@@ -96,7 +96,7 @@ def enter(ticket: str) -> None:
         _write_code(inside)
 
 
-@compat.no_frame
+@dynamo.no_frame
 def leave(ticket: str) -> None:
     """Leave the youngest open region equal to the ticket's.
 
@@ -196,7 +196,7 @@ def _put(
         autocast_decrement_nesting()
         state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         _open.entries.append(functools.partial(_set, device, -1, *state, *code_in_force()))
-        compat.after_tracing(functools.partial(_close, _open.entries, _open.entries[-1]))
+        dynamo.after_tracing(functools.partial(_close, _open.entries, _open.entries[-1]))
     elif _open.entries:
         _open.entries.pop()
     _set(device, 1 if ticket else -1, enabled, dtype, cache, *code)
@@ -229,7 +229,7 @@ def scope_code(policy: Policy) -> _Code:
     return _code(frozenset({(_SCOPE, policy)}))
 
 
-@compat.no_frame
+@dynamo.no_frame
 def enter_scope(code: _Code) -> None:
     """Put a module's policy in force in this thread, whatever the device.
 
@@ -248,7 +248,7 @@ def enter_scope(code: _Code) -> None:
     _write_code(code)
 
 
-@compat.no_frame
+@dynamo.no_frame
 def leave_scope(outer: _Code) -> None:
     """Put back what `code_in_force` said before a scope was entered."""
     if is_dynamo_compiling():
@@ -267,14 +267,14 @@ def _put_scope(entering: bool, *code: torch.dtype) -> None:
         if before == _NONE:  # nothing is open: these are of a graph that raised
             _open.scopes.clear()
         _open.scopes.append(functools.partial(_write_code, before))
-        compat.after_tracing(functools.partial(_close, _open.scopes, _open.scopes[-1]))
+        dynamo.after_tracing(functools.partial(_close, _open.scopes, _open.scopes[-1]))
     elif _open.scopes:
         _open.scopes.pop()
     _write_code(code)
 
 
 def _refuse_export(code: _Code) -> None:
-    if compat.export_modes():
+    if export.export_modes():
         raise PolicyError(
             f"torch.export cannot record the scopes of policy {_policies[code][_SCOPE].name!r}. "
             "Take them off, by remove() of the handle that scoped() returned, and export then."
@@ -287,7 +287,7 @@ def tell_export(ticket: str | None) -> None:
     Raises:
         PolicyError: the region has a policy of its own, which a program cannot hold.
     """
-    for mode in compat.export_modes():
+    for mode in export.export_modes():
         if ticket is None:
             mode.__torch_function__(torch.amp._exit_autocast, (), ())  # type: ignore[attr-defined]
             continue
@@ -301,7 +301,7 @@ def tell_export(ticket: str | None) -> None:
         mode.__torch_function__(torch.amp._enter_autocast, (), state)  # type: ignore[attr-defined]
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _allow() -> None:
     torch.compiler.allow_in_graph(_put)
     torch.compiler.allow_in_graph(_put_scope)
@@ -334,7 +334,7 @@ def in_force(device: str) -> Region:
     )
 
 
-@compat.no_frame
+@dynamo.no_frame
 def _note(device: str, dtype: torch.dtype) -> None:
     """Note, for scalers, that an enabled region was entered."""
     entries.latest[device] = dtype
@@ -357,7 +357,7 @@ def policy_of(device: str) -> Policy | None:
     return policy_at(device, *code_in_force())
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def policy_at(device: str, *code: torch.dtype) -> Policy | None:
     """The policy for a device where the policies in force have this code."""
     policies = _policies.get(code, {})
@@ -369,7 +369,7 @@ def entered() -> bool:
     return bool(stack.frames or _open.entries)
 
 
-@compat.no_frame
+@dynamo.no_frame
 def wants_cache() -> bool:
     """The cache flag asked for where this is called, even if another thread has the map."""
     frames = stack.frames
@@ -408,7 +408,7 @@ def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: _
     return Region("torch", device, enabled, FORMATS[dtype], cache, policy)
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _code_traced(ticket: str, *outer: torch.dtype) -> _Code:
     """`_code_inside`, for code that torch.compile traces: plain arguments only."""
     return _code_inside(known[ticket][0], outer)
@@ -427,13 +427,13 @@ def _code_inside(region: Region, outer: _Code) -> _Code:
     return _code(frozenset(policies.items()))
 
 
-@compat.no_frame
+@dynamo.no_frame
 def code_in_force() -> _Code:
     """What the policies in force in this thread are coded as, for code that is traced."""
     return get_autocast_dtype(_SLOTS[0]), get_autocast_dtype(_SLOTS[1])
 
 
-@compat.no_frame
+@dynamo.no_frame
 def _write_code(code: _Code) -> None:
     for slot, dtype in zip(_SLOTS, code, strict=True):
         set_autocast_enabled(slot, code != _NONE)

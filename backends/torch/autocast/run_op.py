@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import op_facts, recurrent, regions, torch_table
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
+from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
 from polymp.rules.policy import LOW, Apply, Decision, Policy, Row, Rule
 from polymp.rules.region import Region
@@ -197,7 +197,7 @@ def _by_dtype(
     schema = op._schema.arguments
     ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
     if how is Apply.APPEND_DTYPE:
-        longer = compat.overload(APPENDED[name])
+        longer = dispatcher.overload(APPENDED[name])
         dtype = torch.float32 if ok else args[0].dtype
         rest = schema[len(args) :]  # defaults are left out of a call; this one has none
         filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}

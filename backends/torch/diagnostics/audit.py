@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions, torch_table
+from polymp.backends.torch.compat import autograd, dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics.measure import (
     Bins,
     Lost,
@@ -123,7 +123,7 @@ class Measures(Watch):
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, Range | None, int]] = []
         self._received: set[int] = set()  # storages that other ranks filled
-        self._parameters = {compat.storage_key(p): at for at, p in enumerate(self._trained())}
+        self._parameters = {storage.storage_key(p): at for at, p in enumerate(self._trained())}
         self._norms: list[list[torch.Tensor]] = []  # largest magnitudes after each update
         self._updates = -1
         self._visits: Counter[Any] = Counter()
@@ -131,13 +131,13 @@ class Measures(Watch):
         self._gradients: dict[tuple[str, int], Bins] = {}
         self._scales: list[Any] = [1.0]  # of each backward pass
         self._passes: dict[int, int] = {}
-        self._off = compat.autocast_keys(torch_table.DEVICES)
+        self._off = dispatcher.autocast_keys(torch_table.DEVICES)
 
     # What runs
 
     def before(self, ran: Ran) -> Any:
         self._pass()
-        if compat.talks(ran.func):
+        if distributed.talks(ran.func):
             return None
         with Own(self._off):
             origins = self._read(ran.reads)
@@ -171,9 +171,9 @@ class Measures(Watch):
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
         """Note a value that other ranks send and that may be on its way: it counts once read."""
-        for t in (*made, *compat.written(ran.func, ran.args, ran.kwargs)):
+        for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
             self._forget(t)
-            self._received.add(compat.storage_key(t))
+            self._received.add(storage.storage_key(t))
 
     def _again(self, running: Running) -> int:
         """How often an op was called at its site before."""
@@ -197,10 +197,10 @@ class Measures(Watch):
 
     def viewed(self, func: Any, args: Any, frame: Any) -> None:
         """A view's gradient is one of what it is a view of; where it was called is not asked."""
-        number = compat.latest_node()
+        number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node and args:
             of = args[0]
-            made = self._maker.get(compat.storage_key(of)) if torch.is_tensor(of) else None
+            made = self._maker.get(storage.storage_key(of)) if torch.is_tensor(of) else None
             if made is not None:
                 self._of_node[number] = self._events[made[0]].running
 
@@ -209,7 +209,7 @@ class Measures(Watch):
             self._forget(t)
 
     def _forget(self, t: torch.Tensor) -> None:
-        key = compat.storage_key(t)
+        key = storage.storage_key(t)
         self._maker.pop(key, None)
         self._outside.pop(key, None)
 
@@ -218,7 +218,7 @@ class Measures(Watch):
         return tuple(map(self._origin, reads))
 
     def _origin(self, t: torch.Tensor) -> int | None:
-        key = compat.storage_key(t)
+        key = storage.storage_key(t)
         if not key:
             return None
         if key in self._maker:
@@ -235,10 +235,10 @@ class Measures(Watch):
 
     def _made(self, t: torch.Tensor) -> None:
         """The last event made a tensor, or wrote into it."""
-        key = compat.storage_key(t)
+        key = storage.storage_key(t)
         if key:
             known = self._maker.get(key)
-            kept = compat.storage_reference(t) if known is None else known[1]
+            kept = storage.storage_reference(t) if known is None else known[1]
             self._maker[key] = len(self._events) - 1, kept
 
     def _note(self, event: _Event, results: list[torch.Tensor]) -> None:
@@ -264,8 +264,8 @@ class Measures(Watch):
         """From now on, what an op made or wrote is its own."""
         for t in made:
             self._made(t)
-        if compat.writes(ran.func):
-            for t in compat.written(ran.func, ran.args, ran.kwargs):
+        if dispatcher.writes(ran.func):
+            for t in dispatcher.written(ran.func, ran.args, ran.kwargs):
                 if ran.running.place.updating:
                     self._forget(t)  # a parameter, after its step
                 else:
@@ -280,7 +280,7 @@ class Measures(Watch):
 
     def _pass(self) -> None:
         """Note the scale of a backward pass when its first op is seen."""
-        task = compat.backward_task()
+        task = autograd.backward_task()
         if task is None:
             return
         if task not in self._passes:
@@ -322,7 +322,7 @@ class Measures(Watch):
     _stepper: int | None = None  # the thread in which an optimizer steps
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not compat.sees(self._mode):  # it is another thread's optimizer
+        if not modes.sees(self._mode):  # it is another thread's optimizer
             return
         self._stepper = threading.get_ident()
         self._closure = closure_of(args[1:], kwargs) is not None
@@ -430,7 +430,7 @@ class Measures(Watch):
         ends: list[torch.Tensor] = []
         for t, found, update in self._given:
             if found is None:  # a parameter
-                largest = self._norms[update][self._parameters[compat.storage_key(t)]]
+                largest = self._norms[update][self._parameters[storage.storage_key(t)]]
                 found = Range(largest, largest)
             ends += found
         values = iter(numbers(ends))
@@ -439,10 +439,10 @@ class Measures(Watch):
     def _name(self, t: torch.Tensor) -> str:
         """A parameter's or buffer's name, or words for what no op made."""
         for name, own in self._named():
-            if compat.storage_key(own) == compat.storage_key(t):
+            if storage.storage_key(own) == storage.storage_key(t):
                 return name
         shape = "x".join(map(str, t.shape)) or "scalar"
-        if compat.storage_key(t) in self._received:
+        if storage.storage_key(t) in self._received:
             return f"what other ranks sent ({regions.FORMATS[t.dtype]} {shape})"
         return f"an argument ({regions.FORMATS[t.dtype]} {shape})"
 
@@ -529,7 +529,7 @@ def _against_float32(ran: Ran, results: list[torch.Tensor]) -> Lost | None:
     None of an op that writes into its arguments, draws random numbers or has no float32 form.
     """
     func = ran.func
-    if compat.writes(func) or torch.Tag.nondeterministic_seeded in func.tags:
+    if dispatcher.writes(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     args, kwargs = _widened(ran.args), _widened(ran.kwargs)
     try:

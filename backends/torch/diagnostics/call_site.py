@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import nn_modules
 
 
 class Place(NamedTuple):
@@ -58,7 +58,7 @@ class Places:
         source, recomputed, updating = "", False, False
         while frame is not None:
             code = frame.f_code
-            if code is compat.MODULE_CALL:
+            if code is nn_modules.MODULE_CALL:
                 running.append(frame.f_locals["self"])
             else:
                 kind = _kind(code.co_filename)

@@ -15,9 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.compat import accelerators, autograd, storage
 from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.report import Call, Report
@@ -37,21 +37,21 @@ class _Calls(Watch):
     def before(self, ran: Ran) -> None:
         for t in ran.reads:
             if t.is_leaf and t.requires_grad:
-                self._leaves.add(compat.storage_key(t))
+                self._leaves.add(storage.storage_key(t))
 
     def __enter__(self) -> "_Calls":
         super().__enter__()
-        self._stack.enter_context(compat.saved_tensors_shown(self._save))
+        self._stack.enter_context(autograd.saved_tensors_shown(self._save))
         return self
 
     def _save(self, t: torch.Tensor) -> None:
         base = t if t._base is None else t._base
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return
-        key = compat.storage_key(t)
+        key = storage.storage_key(t)
         if t.dtype is torch.float32 and key and key not in self._saved:
-            reference = compat.storage_reference(t)  # so that the key is not another's meanwhile
-            self._saved[key] = reference, compat.latest_node(), t.untyped_storage().nbytes()
+            reference = storage.storage_reference(t)  # so that the key is not another's meanwhile
+            self._saved[key] = reference, autograd.latest_node(), t.untyped_storage().nbytes()
 
     def finished(self) -> list[Call]:
         """The calls, once all has run."""
@@ -245,7 +245,7 @@ def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
     """A call with its tensors, and copies of its modules, on fake tensors of a device."""
     mode = FakeTensorMode()
     known: dict[int, torch.Tensor] = {}
-    differentiable = stack.enter_context(compat.stand_in(device))
+    differentiable = stack.enter_context(accelerators.stand_in(device))
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in known:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.compat import modes
 from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
 from polymp.dtypes import FORMATS
 
@@ -35,7 +35,7 @@ def measurable(t: Any) -> bool:
         and regions.FORMATS[t.dtype] in FORMATS
         and t.numel() > 0
         and t.device.type != "meta"
-        and compat.is_plain(t)
+        and modes.is_plain(t)
     )
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions, weight_cast_cache
+from polymp.backends.torch.compat import autograd, dispatcher, flop_count, modes, storage
 from polymp.backends.torch.diagnostics.call_site import Place, Places
 from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decisions
@@ -105,7 +105,7 @@ class Running:
             self.inputs, self.outputs = formats([source]), formats([result])
         self.casts += 1
         self.cast_bytes += source.nbytes + result.nbytes
-        self.cast_storages.add(compat.storage_key(source))
+        self.cast_storages.add(storage.storage_key(source))
 
     def computed(
         self,
@@ -119,7 +119,7 @@ class Running:
         """Note an op that it is made of, with the formats that it read and made."""
         if self.inputs is None:
             self.inputs = read
-        flops = compat.flops(func, args, kwargs, result)
+        flops = flop_count.flops(func, args, kwargs, result)
         if flops and not self.flops:
             self.run = read[:1]  # attention's statistics are float32 in any case
         elif not self.run:
@@ -224,9 +224,9 @@ class Watch(decisions.Decisions):
 
     def running(self, func: Any, frame: Any) -> Running:
         """The call that an op is part of; a new one if it is one by itself."""
-        if self._open and (compat.backward_node() is None or self._open[-1].direction != FORWARD):
+        if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
-        node = compat.backward_node()
+        node = autograd.backward_node()
         known = None if node is None else self._of_node.get(node)
         if known is not None and known.backward is not None and not torch.is_grad_enabled():
             return known.backward  # no recomputation: that has gradients on
@@ -246,7 +246,7 @@ class Watch(decisions.Decisions):
 
     def _where(self, frame: Any) -> tuple[Place, str, Running | None]:
         """Place and direction of what runs, and the call whose backward of torch's own it is in."""
-        place, node = self._places.here(frame), compat.backward_node()
+        place, node = self._places.here(frame), autograd.backward_node()
         if place.recomputed or node is None:
             return place, RECOMPUTE if place.recomputed else FORWARD, None
         origin = self._of_node.get(node)
@@ -269,13 +269,13 @@ class Watch(decisions.Decisions):
 
     def made_by(self, running: Running) -> None:
         """Remember which call the autograd node that was made last belongs to."""
-        number = compat.latest_node()
+        number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
             self._of_node[number] = running
 
     def viewed(self, func: Any, args: Any, frame: Any) -> None:
         """A view is made, which is no call; the backward of one may be."""
-        number = compat.latest_node()
+        number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
             place, direction, _ = self._where(frame)
             self._of_node[number] = self._alone(func, place, direction)
@@ -283,7 +283,7 @@ class Watch(decisions.Decisions):
     # Entering and leaving
 
     def __enter__(self) -> "Watch":
-        self._first_node = compat.latest_node() + 1
+        self._first_node = autograd.latest_node() + 1
         with ExitStack() as stack:
             stack.enter_context(decisions.recorded_by(self))
             stack.enter_context(self._mode)
@@ -302,7 +302,7 @@ class Watch(decisions.Decisions):
         """
         self._pauses += 1
         self.looks_away = True
-        if compat.innermost_mode() is self._mode:
+        if modes.innermost_mode() is self._mode:
             self._paused = True
             self._mode.__exit__(None, None, None)
 
@@ -339,7 +339,7 @@ class Own:
 
     def __enter__(self) -> None:
         _busy.depth += 1
-        self._guard = compat.ExcludeKeys(self._keys)
+        self._guard = dispatcher.ExcludeKeys(self._keys)
         self._guard.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -351,7 +351,7 @@ class _Mode(TorchDispatchMode):
     """Hands every op to a watch."""
 
     supports_higher_order_operators = True
-    looks_on = True  # it changes and records nothing: see `compat.is_recorded`
+    looks_on = True  # it changes and records nothing: see `modes.is_recorded`
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -360,7 +360,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if compat.unwrapped_first(types):
+        if modes.unwrapped_first(types):
             return NotImplemented
         kwargs = dict(kwargs or {})
         watch = self.watch
@@ -512,6 +512,6 @@ def spared(running: Running, given: Any) -> None:
     kind = "held" if weight_cast_cache.weights else "cached"
     for t in float_tensors(given):
         if t.is_leaf and t.dtype is torch.float32 is not low:
-            key = compat.storage_key(t)  # 0 of what torch.func wraps
+            key = storage.storage_key(t)  # 0 of what torch.func wraps
             if key and key not in running.cast_storages:
                 running.saved[kind] = running.saved.get(kind, 0) + 1

@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.explain import call_of
 from polymp.backends.torch.diagnostics.op_tracer import (
     Ran,
@@ -130,7 +130,7 @@ class Moved(Watch):
         reads = self._reads.setdefault(id(running), set())
         for t in tree_leaves(tree):
             if isinstance(t, torch.Tensor):
-                maker = self._maker.get(compat.storage_key(t))
+                maker = self._maker.get(storage.storage_key(t))
                 if maker not in (None, id(running)):
                     reads.add(maker)
 
@@ -147,12 +147,12 @@ class Moved(Watch):
             self._chance.cast(source, result)
         if self._keep:
             self._note_reads(running, source)
-            maker = self._maker.get(compat.storage_key(source))
+            maker = self._maker.get(storage.storage_key(source))
             self._made(result, id(running) if maker is None else maker)
 
     def _made(self, t: torch.Tensor, maker: int) -> None:
-        self._maker[compat.storage_key(t)] = maker
-        self._alive.append(compat.storage_reference(t))
+        self._maker[storage.storage_key(t)] = maker
+        self._alive.append(storage.storage_reference(t))
 
     def steps(self) -> tuple[Step, ...]:
         """The calls, in order."""
@@ -185,7 +185,7 @@ def _movement(
     """How far one result of an op may be from the exact one, number by number."""
     (of, kind), name = _op(func), func.overloadpacket.__name__
     format = regions.FORMATS[t.dtype]
-    flops = compat.flops(func, args, kwargs, result)
+    flops = flop_count.flops(func, args, kwargs, result)
     size = max(x.numel() for x in reads)
     terms = 1.0
     if flops:

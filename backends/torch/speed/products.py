@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast.api import autocast
+from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
 from polymp.speed.advice import Found, Product
 
@@ -121,21 +121,21 @@ class _Products(Watch):
         super().__init__(model)
         self.seen: list[_Seen] = []
         self.left_out: dict[str, int] = {}
-        self._weights = {compat.storage_key(p) for p in model.parameters()}
+        self._weights = {storage.storage_key(p) for p in model.parameters()}
         # By storage, with a reference so that the key stays its own.
         self._casts: dict[int, tuple[Any, bool]] = {}
         self._made: dict[int, tuple[Any, _Seen, int]] = {}
 
     def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
         if result.dtype is LOW:
-            weight = compat.storage_key(source) in self._weights
-            self._casts[compat.storage_key(result)] = compat.storage_reference(result), weight
-        elif (known := self._made.get(compat.storage_key(source))) is not None:
+            weight = storage.storage_key(source) in self._weights
+            self._casts[storage.storage_key(result)] = storage.storage_reference(result), weight
+        elif (known := self._made.get(storage.storage_key(source))) is not None:
             _, seen, at = known
             seen.widened.add(at)
 
     def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
-        flops = compat.flops(ran.func, ran.args, ran.kwargs, result)
+        flops = flop_count.flops(ran.func, ran.args, ran.kwargs, result)
         if not flops:
             return
         name = ran.func.overloadpacket.__name__
@@ -152,7 +152,7 @@ class _Products(Watch):
             self.seen.append(seen)
             for at, t in enumerate(every):
                 if t is not None:
-                    self._made[compat.storage_key(t)] = compat.storage_reference(t), seen, at
+                    self._made[storage.storage_key(t)] = storage.storage_reference(t), seen, at
 
     def _leave_out(self, name: str, flops: int) -> None:
         self.left_out[name] = self.left_out.get(name, 0) + flops
@@ -160,7 +160,7 @@ class _Products(Watch):
     def _plain(self, x: Any) -> Hashable:
         if not isinstance(x, torch.Tensor):
             return tuple(x) if isinstance(x, list) else x
-        _, weight = cast = self._casts.pop(compat.storage_key(x), (None, False))
+        _, weight = cast = self._casts.pop(storage.storage_key(x), (None, False))
         return Operand(tuple(x.shape), tuple(x.stride()), cast[0] is not None, weight)
 
 

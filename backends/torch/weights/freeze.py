@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import cast_cache, regions, weight_cast_cache
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.compat import distributed, dynamo, modes, storage
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.pin import Pinned
 from polymp.backends.torch.modules.scoped import Scoped
@@ -62,7 +62,7 @@ class FrozenModule(subclass.Extension):
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _refuse_scope(name: str) -> NoReturn:
     raise PolicyError(
         f"the rules that scoped() gives {name} are others than when it was frozen. "
@@ -70,7 +70,7 @@ def _refuse_scope(name: str) -> NoReturn:
     )
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _fits(
     ticket: str, name: str, scoped: bool, enabled: bool, dtype: torch.dtype, *code: torch.dtype
 ) -> bool:
@@ -356,11 +356,11 @@ def _odd(t: torch.Tensor) -> str:
         return "which is quantized"
     if t.is_meta:
         return "which is on meta, without values"
-    if not compat.is_plain(t):
+    if not modes.is_plain(t):
         return f"whose class, {type(t).__name__}, changes what ops do"
     if t.is_inference():
         return "an inference tensor, made under torch.inference_mode()"
-    return "a part of FSDP's flat parameter" if compat.in_fsdp1(t) else ""
+    return "a part of FSDP's flat parameter" if distributed.in_fsdp1(t) else ""
 
 
 def _device(model: nn.Module) -> str:
@@ -386,7 +386,7 @@ def _groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
     }
     sharing: dict[int, dict[str, torch.Tensor]] = {}
     for name, t in freeze_trial.names(model).items():
-        sharing.setdefault(compat.storage_key(t) or id(t), {})[name] = t
+        sharing.setdefault(storage.storage_key(t) or id(t), {})[name] = t
     groups = []
     for tensors in sharing.values():
         group = freeze_usage.Group(tensors)

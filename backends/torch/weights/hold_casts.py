@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import cast_cache, kernels, weight_cast_cache
+from polymp.backends.torch.compat import dynamo
 
 
 class hold_casts(ContextDecorator):  # a context manager, named as torch's are
@@ -83,7 +83,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._hooks: list[Any] = []
         self._counted = [0, 0]  # casts made and served, less what the weights in hand say
 
-    @compat.untraced("a hold_casts block is entered and left outside of compiled code")
+    @dynamo.untraced("a hold_casts block is entered and left outside of compiled code")
     def __enter__(self) -> Self:
         with self._lock:
             if not self._entered:
@@ -98,7 +98,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
             self._entered += 1
         return self
 
-    @compat.untraced("a hold_casts block is entered and left outside of compiled code")
+    @dynamo.untraced("a hold_casts block is entered and left outside of compiled code")
     def __exit__(self, *exc: object) -> Literal[False]:
         with self._lock:
             if not self._entered:

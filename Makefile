@@ -44,6 +44,7 @@ test-oldest test-newest: test-%: .venv-%/.ready
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m pytest -q tests/test_layers.py
 
 types: $(READY)
 	$(PY) -m mypy

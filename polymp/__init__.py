@@ -7,13 +7,13 @@ of the user's own follow policies, `polymp.explain` says which op ran in which f
 
 from polymp import dtypes as dtypes
 from polymp._api import explain as explain
+from polymp._api import register_op as register_op
 from polymp.diagnostics.report import Report as Report
 from polymp.errors import BackendMissingError as BackendMissingError
 from polymp.errors import ForbiddenOpError as ForbiddenOpError
 from polymp.errors import PolicyError as PolicyError
 from polymp.errors import PolympError as PolympError
 from polymp.rules import policy_files as _policy_files
-from polymp.rules.custom_ops import register_op as register_op
 from polymp.rules.decisions import Decisions as Decisions
 from polymp.rules.decisions import recording as recording
 from polymp.rules.policy import Policy as Policy

@@ -1,15 +1,18 @@
-"""`polymp.explain`: the report of a call, from the backend that the call is in.
+"""What is asked of both backends: `polymp.explain` and `polymp.register_op`.
 
-Which that is follows from what is called and with what; nothing is imported that is not there
-already.
+Each imports a backend when it is asked for: `explain` that of the call, which follows from what is
+called and with what; `register_op` that of each spelling given.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from polymp import backends
 from polymp.diagnostics.report import Report
+from polymp.rules.custom_ops import checked
+from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 
 def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
@@ -80,3 +83,56 @@ def _leaves(tree: Any) -> Iterator[Any]:
     inner: Iterable[Any] = tree
     for leaf in inner:
         yield from _leaves(leaf)
+
+
+def register_op(
+    name: str, rule: str, torch: Any = None, jax: Any = None, *, kind: str = CUSTOM
+) -> None:
+    """Make an op of the user's own follow policies and regions.
+
+        register_op("my_norm", "fp32", torch="mylib::my_norm", jax=my_norm)
+
+    In an enabled region its inputs are cast as the rule says and what it is made of is not asked
+    again; backward runs in the formats of forward. A policy may give it another rule by its name,
+    or by that of its class. There is no way back: an op stays for the life of the process. What
+    torch.compile or jax.jit compiled before is not compiled again: register first.
+
+    Args:
+        name: for policies; not one that the vocabulary has. The same name may be registered once
+            for torch and once for jax, with the same rule.
+        rule: what it does where a policy does not speak of it: lower, fp32, fp32_keep, widest,
+            first, keep, forbid or parts.
+        torch: an op of `torch.library` (Triton kernels are reached through one): "mylib::my_op", a
+            list of such names, or what `torch.library.custom_op` returned. For an
+            `autograd.Function` or a Python function, use the decorator `polymp.torch.register`.
+        jax: a primitive, or a function: plain, jitted, `jax.custom_jvp` or `jax.custom_vjp`.
+        kind: its class, for rules that speak of "class:KIND".
+
+    Raises:
+        PolicyError: the name or a spelling is taken, the rule or class unknown, torch has no such
+            op, or it writes into its arguments or has an autocast kernel already.
+        TypeError: an argument of another type, or neither torch nor jax given.
+        BackendMissingError: the framework of a spelling is not installed.
+    """
+    where = f"register_op({name!r})"
+    op = checked(name, rule, kind, where)
+    if torch is None and jax is None:
+        raise TypeError(f"{where}: say what it is: torch=..., jax=..., or both")
+    aten: tuple[str, ...] = ()
+    primitives: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    if torch is not None:
+        backends.get("torch")
+        from polymp.backends.torch.autocast import custom_ops
+
+        aten = custom_ops.overloads(torch, where)
+    if jax is not None:
+        backends.get("jax")
+        from polymp.backends.jax.autocast.known_functions import FUNCTIONS, spelled
+
+        primitives, functions = spelled(jax, where)
+    vocabulary().register(replace(op, aten=aten, jax=primitives, functions=functions))
+    if torch is not None:
+        custom_ops.install(aten)
+    if functions:
+        FUNCTIONS.add(jax, name)

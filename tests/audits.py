@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
-from polymp.rules.policy import Row, Rule
+from polymp.rules.row import Row, Rule
 
 MATMUL = Row("class:matmul", Rule.LOWER, source="policies/amp.toml")
 

@@ -23,7 +23,8 @@ import polymp
 from polymp import Policy, Region
 from polymp.dtypes import widest
 from polymp.errors import PolicyError
-from polymp.rules.policy import LOW, Decision, Row, Rule
+from polymp.rules.policy import Decision
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 MINE = "random_policies_mine"  # an op of the user's own, registered in both frameworks

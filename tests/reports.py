@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
-from polymp.rules.policy import Row, Rule
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.report import Report
+from polymp.rules.row import Row, Rule
 
 FP32, FP16, BF16 = "float32", "float16", "bfloat16"
 MATMUL = Row("class:matmul", Rule.LOWER, source="policies/torch-cuda.toml")

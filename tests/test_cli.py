@@ -20,7 +20,7 @@ from polymp import cli, versions
 from polymp.cli import doctor
 from polymp.cli.doctor import Device, Engine, Facts, Framework
 from polymp.rules import policy_files, scopes
-from polymp.rules.policy import LOW
+from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 from tests.blocks import ROOT, read
 from tests.conftest import need

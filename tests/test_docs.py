@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from polymp.rules.policy import Rule
 from polymp.rules.policy_files import shipped, summary
+from polymp.rules.row import Rule
 from tests.blocks import ROOT, Block, Outcome, read, run
 from tests.conftest import FRAMEWORKS, need, values_only
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.diagnostics.report import BACKWARD, FORWARD, Report
+from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.report import Report
 from tests import examples, frameworks
 from tests.conftest import FRAMEWORKS, need
 

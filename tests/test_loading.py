@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Apply, Policy, Row, Rule
+from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load, to_toml
+from polymp.rules.row import Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 SHIPPED = ("amp", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")

@@ -18,7 +18,7 @@ import polymp
 from polymp import Region
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests import cases, frameworks, policies_shared
 from tests.conftest import FRAMEWORKS, need

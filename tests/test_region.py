@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp.rules.policy import Policy, Row, Rule
+from polymp.rules.policy import Policy
 from polymp.rules.region import Region, Stack
+from polymp.rules.row import Row, Rule
 
 
 def make(device, low):

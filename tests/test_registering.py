@@ -22,7 +22,7 @@ import polymp
 from polymp import Region
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests import frameworks
 from tests.conftest import need

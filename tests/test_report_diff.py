@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from polymp.diagnostics.report import Call, Report
+from polymp.diagnostics.call import Call
+from polymp.diagnostics.report import Report
 from polymp.diagnostics.report_diff import matched
 from tests import reports
 from tests.reports import BF16, FP16, FP32, call, linear

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polymp.diagnostics.report import Call, Report
+from polymp.diagnostics.call import Call
+from polymp.diagnostics.report import Report
 from tests import reports
 
 VOID = {"meta", "input", "br", "link", "img"}

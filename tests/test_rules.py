@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 from polymp.rules import policy as rules
-from polymp.rules.policy import LOW, Apply, Decision, Policy, Row, Rule
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.policy_files import load
 from polymp.rules.region import Region
+from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary, vocabulary
 from tests.test_scopes import deepest
 

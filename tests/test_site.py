@@ -19,7 +19,7 @@ import pytest
 
 from polymp import dtypes
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.blocks import ROOT
 from tests.conftest import FRAMEWORKS, need

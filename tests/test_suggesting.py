@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import polymp
-from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
 from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError
-from polymp.rules.policy import Row, Rule
+from polymp.rules.row import Row, Rule
 from polymp.scaling.scale_rule import LARGEST
 from tests.conftest import need
 

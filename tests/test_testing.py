@@ -13,8 +13,9 @@ import pytest
 import polymp
 from polymp import testing
 from polymp.diagnostics import rounding, trees
-from polymp.diagnostics.report import Call, Report
-from polymp.rules.policy import Row, Rule
+from polymp.diagnostics.call import Call
+from polymp.diagnostics.report import Report
+from polymp.rules.row import Row, Rule
 from polymp.testing import (
     ParityError,
     assert_casts,

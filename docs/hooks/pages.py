@@ -18,7 +18,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Policy, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 ROOT = Path(__file__).parents[2]

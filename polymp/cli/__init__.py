@@ -26,7 +26,8 @@ from polymp import backends
 from polymp.cli import doctor, doctor_inputs, measurement
 from polymp.errors import BackendMissingError, PolicyError, UsageError
 from polymp.rules import policy_files, scopes
-from polymp.rules.policy import LOW, Policy, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import Op, vocabulary
 from polymp.speed import product_times
 

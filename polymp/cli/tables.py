@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polymp.cli import advice_table
-from polymp.rules.policy import LOW
+from polymp.rules.row import LOW
 
 Data = dict[str, Any]
 

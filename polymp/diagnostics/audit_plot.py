@@ -1,6 +1,6 @@
 """An audit as a picture: how large the values are, layer by layer, against the formats' ranges.
 
-    Audit -> a row for each module -> two panels, forward and gradient, with one log2 axis
+    AuditRecord -> a row for each module -> two panels, forward and gradient, with one log2 axis
 
 A row is a band from the 5 % to the 95 % quantile of the magnitudes that are not zero, and a tick at
 the largest. Above the rows is a ruler: a bar for each format, hatched where it is subnormal, whose
@@ -13,9 +13,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from polymp.diagnostics.audit_records import Audit, Measured
+from polymp.diagnostics.audit_records import AuditRecord, Measured
+from polymp.diagnostics.call import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
-from polymp.diagnostics.report import BACKWARD, FORWARD
 from polymp.diagnostics.report_text import OUTSIDE
 from polymp.dtypes import FORMATS
 
@@ -68,7 +68,7 @@ class Layer(NamedTuple):
     gradient: Magnitudes | None
 
 
-def layers(audit: Audit) -> list[Layer]:
+def layers(audit: AuditRecord) -> list[Layer]:
     """A row for every module, in the order in which they were first reached.
 
     The gradients of a module are those of its parameters and those that its ops made.
@@ -101,7 +101,7 @@ def _module(gradient: Measured, known: set[str]) -> str:
 
 
 def drawn(
-    audit: Audit,
+    audit: AuditRecord,
     path: "str | PathLike[str] | None" = None,
     format: str | None = None,
     dark: bool = False,
@@ -139,7 +139,11 @@ def drawn(
 
 
 def _figure(
-    make: "type[Figure]", audit: Audit, rows: list[Layer], formats: tuple[str, ...], look: Look
+    make: "type[Figure]",
+    audit: AuditRecord,
+    rows: list[Layer],
+    formats: tuple[str, ...],
+    look: Look,
 ) -> "Figure":
     names = [_label(row.module) for row in rows]
     left = _EDGE + max(1.2, _widest(names)) + 0.15

@@ -1,26 +1,16 @@
 """What the numbers of a run were: the magnitudes of every op's result and of every gradient.
 
-    Measured ... -> Audit -> table, picture, first fault, fitting scale, suggestion
-
-The backends measure, on the device; `magnitudes` knows what a format would make of the numbers,
-`suggest` which rows to change, `audit_plot` and `audit_text` how to draw them. Nothing here
-knows a framework.
+The backends measure, on the device, and make these records; `magnitudes` knows what a format would
+make of the numbers. Nothing here knows a framework.
 """
 
 import math
 from collections.abc import Sequence
-from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from polymp.diagnostics.suggest import Suggestion
-    from polymp.rules.policy_files import Source
+from polymp.rules.row import Row
 
 
 class Measured(NamedTuple):
@@ -139,8 +129,8 @@ class Fault(NamedTuple):
         return "\n".join(lines)
 
 
-class Audit:
-    """What was measured; filled when the run ends.
+class AuditRecord:
+    """All that was measured; filled when the run ends.
 
     Attributes:
         results: of ops, in the order in which they were first reached.
@@ -189,65 +179,3 @@ class Audit:
         if not rows:
             return 0.0
         return joined(m.magnitudes for m in rows).shares(format, scale).underflow
-
-    def suggest(self, base: "Source" = "amp") -> "Suggestion":
-        """What to change so that what was audited trains: rows, another format, or a loss scale.
-
-        What lies behind the first Inf is not seen: where a step still breaks, audit it again.
-
-        Args:
-            base: the policy that the steps ran by. An op that ran by a float32 row of it gets no
-                other.
-
-        Raises:
-            PolicyError: no such policy.
-            ValueError: nothing was measured.
-        """
-        from polymp.diagnostics import suggest as suggesting  # which reads audits
-
-        if not self.results:
-            raise ValueError("nothing was measured: run a step in the audit's block, and ask then.")
-
-        return suggesting.suggest(self, base)
-
-    def plot(
-        self,
-        path: "str | PathLike[str] | None" = None,
-        format: str | None = None,
-        dark: bool = False,
-    ) -> "Figure":
-        """A picture of the magnitudes, layer by layer, against the ranges of the formats.
-
-        A row for every module, with its results in the panel at the left and its gradients at the
-        right: a band from the 5 % to the 95 % quantile of what is not zero, a tick at the largest.
-        Gradients are drawn as they are without the loss scale.
-
-        Args:
-            path: file to write it to as well: ".png", ".svg" or ".pdf".
-            format: the one whose range to show, by full name; None for float16, bfloat16,
-                float8_e4m3fn and float8_e5m2.
-            dark: True for light marks on a dark page.
-
-        Raises:
-            ValueError: nothing was measured, or there is no such format or suffix.
-            ImportError: matplotlib is not installed.
-        """
-        from polymp.diagnostics import audit_plot
-
-        return audit_plot.drawn(self, path, format, dark)
-
-    def __str__(self) -> str:
-        from polymp.diagnostics import audit_text
-
-        return audit_text.drawn(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {
-            "steps": self.steps,
-            "scale": self.scale,
-            "fitting_scale": self.fitting_scale(),
-            "fault": None if self.fault is None else str(self.fault),
-            "results": [m.to_dict() for m in self.results],
-            "gradients": [m.to_dict() for m in self.gradients],
-        }

@@ -1,6 +1,6 @@
 """An audit as text: what `print(audit)` shows.
 
-    Audit -> the fault, the fitting scale, then a row for every op and parameter
+    AuditRecord -> the fault, the fitting scale, then a row for every op and parameter
 
 Plain characters, as `report_text`; nothing but the standard library is needed.
 """
@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Iterator
 
 from polymp.diagnostics import plain_text
-from polymp.diagnostics.audit_records import Audit, Measured
+from polymp.diagnostics.audit_records import AuditRecord, Measured
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.report_text import OUTSIDE
 
 SECTIONS = {
@@ -28,7 +28,7 @@ _HEADS = (
 _RIGHT = _HEADS[2:-1]
 
 
-def drawn(audit: Audit, width: int = plain_text.WIDTH) -> str:
+def drawn(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
     """The audit as text.
 
     Args:
@@ -72,7 +72,7 @@ def _rule(name: str, width: int) -> str:
     return f"-- {name} ".ljust(width, "-")
 
 
-def scales(audit: Audit) -> list[str]:
+def scales(audit: AuditRecord) -> list[str]:
     """The loss scale of the run, and the one that fits."""
     used = "1, or not known" if audit.scale == 1 else power(audit.scale)
     fitting = audit.fitting_scale(_FIRST)

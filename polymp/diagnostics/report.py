@@ -1,98 +1,24 @@
-"""What ran in a program, op call by op call: the record that `explain` makes.
+"""The report that `explain` makes of a program.
 
     report = polymp.explain(model, x)
     print(report)                         # a table, widest costs first
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-A `Call` is a place in the user's code where an op is called, with the row that ruled it, the
-formats that it met and made, and what its casts cost. The backends make calls; adding them up is
-done here, drawing them in `report_text` and `report_html`, comparing two reports in
-`report_diff`. Nothing here knows a framework.
+It is a list of calls (`call`) that can be drawn (`report_text`, `report_html`) and held against
+another one (`report_diff`).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from polymp.rules.policy import Row
-
-if TYPE_CHECKING:
-    from polymp.diagnostics.report_diff import ReportDiff
-
-# In which part of a program a call ran; "recompute" is the forward again, for the backward.
-FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
+from polymp.diagnostics import report_html, report_text
+from polymp.diagnostics.call import Call, CallList
+from polymp.diagnostics.report_diff import ReportDiff
 
 
-class Call(NamedTuple):
-    """One op call site, with all that ran there.
-
-    Attributes:
-        backend: "torch" or "jax".
-        op: its name in the vocabulary, or the framework's own name if it has none.
-        spelling: the framework's own name, with a prefix: "aten:softmax.int", "jax:exp".
-        module: path of the module it was called in, names joined by dots; "" outside of all.
-        source: file and line of the user's code that called it: "train.py:12"; "" if not known.
-        direction: "forward", "backward" or "recompute".
-        region: the low format of the region, "" outside of enabled regions.
-        row: of the policy, that decided; None if none spoke of the op.
-        inputs: formats of its float inputs as they came, before any cast.
-        run: the format that it computed in; "" if it computed no float.
-        outputs: formats of its float results.
-        casts: how many arrays were cast for it, there and back.
-        cast_bytes: that these casts read and wrote.
-        saved: casts that were spared, by reason: "cached", "held", "shared", "cancelled", ...
-        flops: of the matrix products, convolutions and attention in it; a multiply-add is two.
-        kept: bytes of float32 that it keeps for the backward pass, parameters aside.
-        times: how often it ran; all the counts above are for all times together.
-    """
-
-    backend: str
-    op: str
-    spelling: str
-    module: str
-    source: str
-    direction: str
-    region: str
-    row: Row | None
-    inputs: tuple[str, ...]
-    run: str
-    outputs: tuple[str, ...]
-    casts: int = 0
-    cast_bytes: int = 0
-    saved: tuple[tuple[str, int], ...] = ()
-    flops: int = 0
-    kept: int = 0
-    times: int = 1
-
-    @property
-    def rule(self) -> str:
-        """The rule that it ran by: of the row, or why there is none.
-
-        "no row" in a region whose policy does not speak of the op: it follows its inputs; "" where
-        no region asked.
-        """
-        if self.row is not None:
-            return str(self.row.rule)
-        return "no row" if self.region else ""
-
-    @property
-    def site(self) -> tuple[Any, ...]:
-        """What two calls of one row share."""
-        return (*self[:8], self.inputs, self.run, self.outputs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data; the row as text."""
-        data = self._asdict()
-        data["row"] = str(self.row) if self.row is not None else None
-        data["rule"] = self.rule
-        data["saved"] = dict(self.saved)
-        return data | {"inputs": list(self.inputs), "outputs": list(self.outputs)}
-
-
-class Report:
+class Report(CallList):
     """What ran, call site by call site, in the order in which the sites were first reached.
 
     Attributes:
@@ -101,85 +27,10 @@ class Report:
         policy: name of the policy, "" if there was no region.
     """
 
-    def __init__(
-        self,
-        calls: "Iterable[Call] | Callable[[], Iterable[Call]]" = (),
-        title: str = "",
-        low: str = "",
-        policy: str = "",
-    ) -> None:
-        """Make a report.
-
-        Args:
-            calls: that ran, one for each run; or a function that makes them when they are asked
-                for first.
-            title: what was explained.
-            low: the low format of the regions.
-            policy: name of the policy.
-        """
-        self._calls = calls
-        self.title = title
-        self.low = low
-        self.policy = policy
-
-    def fill(self, calls: "Iterable[Call]", low: str, policy: str) -> None:
+    def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
         """Give a report that was handed out empty what ran in the block it was made for."""
         self._calls, self.low, self.policy = calls, low, policy
         self.__dict__.pop("calls", None)
-
-    @cached_property
-    def calls(self) -> tuple[Call, ...]:
-        """The call sites, each once; see `Call`."""
-        return merged(self._calls() if callable(self._calls) else self._calls)
-
-    @property
-    def flops(self) -> dict[str, int]:
-        """FLOPs of products, convolutions and attention, by the format that they ran in."""
-        return _sums((call.run, call.flops) for call in self.calls)
-
-    @property
-    def casts(self) -> int:
-        """How many arrays were cast."""
-        return sum(call.casts for call in self.calls)
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes that casts read and wrote."""
-        return sum(call.cast_bytes for call in self.calls)
-
-    @property
-    def saved(self) -> dict[str, int]:
-        """Casts that were spared, by reason."""
-        return _sums(pair for call in self.calls for pair in call.saved)
-
-    @property
-    def kept(self) -> int:
-        """Bytes of float32 that are kept for the backward pass, parameters aside."""
-        return sum(call.kept for call in self.calls)
-
-    def rows(self) -> set[Row]:
-        """The rows of the policy that decided at least once; see `Policy.unused`."""
-        return {call.row for call in self.calls if call.row is not None}
-
-    def of(self, op: str) -> list[Call]:
-        """The calls of an op, by its name in the vocabulary or the framework's."""
-        return [call for call in self.calls if op in (call.op, call.spelling)]
-
-    def widened(self) -> list[Call]:
-        """Calls that no row ruled and where a float32 input made a low one float32.
-
-        Not those with a low result as well: their float32 is for the backward pass.
-        """
-        return [
-            call
-            for call in self.calls
-            if call.region
-            and call.row is None
-            and call.direction == FORWARD
-            and {call.region, "float32"} <= {*call.inputs}
-            and "float32" in call.outputs
-            and call.region not in call.outputs
-        ]
 
     def table(
         self,
@@ -205,8 +56,6 @@ class Report:
             ValueError: a pattern matches no call, an op is not in the report, or `limit` is not a
                 positive number.
         """
-        from polymp.diagnostics import report_text
-
         return report_text.drawn(report_text.chosen(self, modules, ops), limit, width)
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,7 +75,7 @@ class Report:
             "calls": [call.to_dict() for call in self.calls],
         }
 
-    def to_html(self, path: "str | PathLike[str] | None" = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """A page of its own: totals, and a table to sort and to filter.
 
         It holds all that it needs: nothing is loaded, so it can be mailed or kept with a run.
@@ -234,11 +83,9 @@ class Report:
         Args:
             path: file to write it to as well, in UTF-8.
         """
-        from polymp.diagnostics import report_html
-
         return report_html.written(report_html.of_report(self), path)
 
-    def diff(self, other: "Report", modules: "Callable[[str], str] | None" = None) -> "ReportDiff":
+    def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Where another report differs: of another policy, or of the other framework.
 
         Calls are held against each other by module, direction and op, in order.
@@ -249,54 +96,13 @@ class Report:
                 equal; where one has no equal, the parts "layers" of flax's containers and a class
                 name in front, as linen has it, are left out if the rest then matches.
         """
-        from polymp.diagnostics.report_diff import ReportDiff
-
         return ReportDiff(self, other, modules)
-
-    def __iter__(self) -> Iterator[Call]:
-        return iter(self.calls)
-
-    def __len__(self) -> int:
-        return len(self.calls)
 
     def __str__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        from polymp.diagnostics import report_html
-
         return report_html.framed(self.to_html(), self.title or "report")
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self)} calls, {self.casts} casts)"
-
-
-def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """The calls, those of one site added up."""
-    found: dict[tuple[Any, ...], Call] = {}
-    for call in calls:
-        other = found.get(call.site)
-        found[call.site] = call if other is None else _added(other, call)
-    return tuple(found.values())
-
-
-def _added(one: Call, other: Call) -> Call:
-    return one._replace(
-        casts=one.casts + other.casts,
-        cast_bytes=one.cast_bytes + other.cast_bytes,
-        saved=tuple(_sums((*one.saved, *other.saved)).items()),
-        flops=one.flops + other.flops,
-        kept=one.kept + other.kept,
-        times=one.times + other.times,
-    )
-
-
-def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for name, count in pairs:
-        if count:
-            total[name] += count
-    return dict(total)
-
-
-Data = Mapping[str, Any]

@@ -12,8 +12,9 @@ from itertools import combinations
 from os import PathLike
 from typing import Any, NamedTuple
 
-from polymp.diagnostics import plain_text
-from polymp.diagnostics.report import Call, Report
+from polymp.diagnostics import plain_text, report_html
+from polymp.diagnostics.call import Call, CallList
+from polymp.diagnostics.report_html import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
 
 FORMATS = ("inputs", "run", "outputs")
@@ -64,7 +65,7 @@ class ReportDiff:
     """
 
     def __init__(
-        self, one: Report, other: Report, modules: Callable[[str], str] | None = None
+        self, one: CallList, other: CallList, modules: Callable[[str], str] | None = None
     ) -> None:
         """Compare.
 
@@ -125,19 +126,15 @@ class ReportDiff:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def to_html(self, path: "str | PathLike[str] | None" = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """A page of its own, as `Report.to_html` makes.
 
         Args:
             path: file to write it to as well, in UTF-8.
         """
-        from polymp.diagnostics import report_html
-
         return report_html.written(report_html.html(self._page()), path)
 
-    def _page(self) -> Any:
-        from polymp.diagnostics.report_html import Bar, Cell, Head, Line, Page
-
+    def _page(self) -> Page:
         names = self.names
         figures = [
             (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
@@ -213,8 +210,6 @@ class ReportDiff:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from polymp.diagnostics import report_html
-
         return report_html.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")
 
     def __repr__(self) -> str:
@@ -319,7 +314,7 @@ def _told(call: Call | None, changed: tuple[str, ...]) -> str:
 _KINDS = ("call sites", "FLOPs", "casts", "bytes cast", "saved", "bytes of float32 kept")
 
 
-def _sums(report: Report) -> dict[str, int]:
+def _sums(report: CallList) -> dict[str, int]:
     flops, saved = report.flops.items(), report.saved.items()
     sums = (len(report), None, report.casts, report.cast_bytes, None, report.kept)
     return {

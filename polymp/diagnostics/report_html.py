@@ -1,6 +1,6 @@
 """A report as a page of its own, to sort and to filter in a browser.
 
-    Report -> parts (figures as bars, notes, a table) -> HTML
+    CallList -> parts (figures as bars, notes, a table) -> HTML
 
 The rows are in the page as HTML, and the script only sorts and hides them, so that the page can be
 read, searched and printed without it. Nothing is loaded from anywhere. `report_diff` fills the same
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polymp.diagnostics import plain_text
+from polymp.diagnostics.call import Call, CallList
 from polymp.diagnostics.html_style import SCRIPT, STYLE
-from polymp.diagnostics.report import Call, Report
 from polymp.diagnostics.report_text import SECTIONS, cost, headline, ruled, widening
 
 
@@ -106,7 +106,7 @@ _HEADS = (
 _MODULES = 4  # in the figure of bytes by module
 
 
-def of_report(report: Report) -> str:
+def of_report(report: CallList) -> str:
     """The page of a report."""
     order = {id(call): at for at, call in enumerate(report.calls)}
     ranked = sorted(report.calls, key=cost)
@@ -125,7 +125,7 @@ def of_report(report: Report) -> str:
     )
 
 
-def _figures(report: Report) -> list[tuple[str, list[Bar]]]:
+def _figures(report: CallList) -> list[tuple[str, list[Bar]]]:
     flops, total = report.flops, sum(report.flops.values())
     by_format = [
         Bar(format, n, f"{plain_text.amount(n)}, {plain_text.share(n / total)}")

@@ -1,6 +1,6 @@
 """A report as text: what `print(report)` shows.
 
-    Report -> sections by direction, in each the modules, in each the calls, widest costs first
+    CallList -> sections by direction, in each the modules, in each the calls, widest costs first
 
 Plain characters in lines of a given width, so that it reads the same in a terminal, in a pipe and
 in a log; nothing but the standard library is needed.
@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from polymp.diagnostics import plain_text
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
-from polymp.rules.policy import Row
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call, CallList
+from polymp.rules.row import Row
 from polymp.rules.scopes import depth
 
 SECTIONS = {
@@ -25,7 +25,7 @@ _RIGHT = ("times", "casts", "bytes", "FLOPs")
 _NAMED = 5  # widened calls that are named; of more, how many
 
 
-def drawn(report: Report, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
+def drawn(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
     """The report as text.
 
     Args:
@@ -52,7 +52,7 @@ def drawn(report: Report, limit: int | None = None, width: int = plain_text.WIDT
     return "\n".join(lines).rstrip()
 
 
-def headline(report: Report) -> str:
+def headline(report: CallList) -> str:
     """What was explained, and under what."""
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
     sites = plain_text.plural(len(report), "call site")
@@ -65,7 +65,7 @@ def cost(call: Call) -> tuple[int, int]:
 
 
 def _section(
-    listed: Iterable[Call], report: Report, direction: str
+    listed: Iterable[Call], report: CallList, direction: str
 ) -> Iterator[str | tuple[str, ...]]:
     """The calls of a direction, by module in the order of the modules' first calls."""
     modules: dict[str, list[Call]] = {
@@ -113,7 +113,7 @@ def by(row: Row, op: str, known: str = "") -> str:
     return ", ".join(filter(None, (of, scope, source if source != known else "")))
 
 
-def totals(report: Report, width: int = plain_text.WIDTH) -> list[str]:
+def totals(report: CallList, width: int = plain_text.WIDTH) -> list[str]:
     """The report's sums, a line for each kind; long lines are broken."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
@@ -134,7 +134,7 @@ def totals(report: Report, width: int = plain_text.WIDTH) -> list[str]:
     return plain_text.columns(("", ""), rows, width=width)[2:]
 
 
-def widening(report: Report) -> str:
+def widening(report: CallList) -> str:
     """Where float32 made a low value float32 and no row said so; "" if nowhere."""
     calls = report.widened()
     named = [
@@ -147,8 +147,8 @@ def widening(report: Report) -> str:
 
 
 def chosen(
-    report: Report, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
-) -> Report:
+    report: CallList, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
+) -> CallList:
     """The part of a report that lies in some modules and is of some ops.
 
     Args:
@@ -181,7 +181,7 @@ def chosen(
                     f"{_list(dict.fromkeys(call.op for call in report.calls))}."
                 )
         calls = [call for call in calls if names & {call.op, call.spelling}]
-    return Report(tuple(calls), report.title, report.low, report.policy)
+    return CallList(tuple(calls), report.title, report.low, report.policy)
 
 
 def _within(pattern: str, module: str) -> bool:

@@ -1,6 +1,6 @@
 """What to change, by what an audit measured: rows of a policy, another format, a loss scale.
 
-    Audit -> suggest -> Suggestion -> apply(policy) -> a policy to try
+    AuditRecord -> suggest -> Suggestion -> apply(policy) -> a policy to try
 
 A row where one op's range is to blame; bfloat16 where many are, or where numbers come in that
 float16 cannot hold; a scale where only gradients are. A suggestion is made of what one audit saw:
@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from polymp.diagnostics.audit_records import Audit, Fault, Measured
+from polymp.diagnostics.audit_records import AuditRecord, Fault, Measured
 from polymp.diagnostics.magnitudes import joined
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
 from polymp.rules import policy_files, scopes
-from polymp.rules.policy import Policy, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling.scale_rule import LARGEST
 
@@ -85,7 +86,7 @@ class Suggestion:
         return "\n".join(lines)
 
 
-def suggest(audit: Audit, base: policy_files.Source = "amp") -> Suggestion:
+def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion:
     """What to change so that what was audited trains.
 
         a fault of the data or of the mathematics     nothing, and what to look at
@@ -115,15 +116,15 @@ def suggest(audit: Audit, base: policy_files.Source = "amp") -> Suggestion:
     return _scale(audit, policy)
 
 
-def _forward(audit: Audit) -> list[Measured]:
+def _forward(audit: AuditRecord) -> list[Measured]:
     return [m for m in audit.results if m.direction != "backward"]
 
 
-def _bursts(audit: Audit) -> list[Measured | Fault]:
+def _bursts(audit: AuditRecord) -> list[Measured | Fault]:
     return [m for m in _forward(audit) if m.magnitudes.burst > 0]
 
 
-def _losses(audit: Audit) -> list[Measured | Fault]:
+def _losses(audit: AuditRecord) -> list[Measured | Fault]:
     """What lost most of its values, or a number; an underflow that broke the run alone."""
     fault = audit.fault
     if fault is not None and fault.kind in ("underflow", "number"):
@@ -132,7 +133,7 @@ def _losses(audit: Audit) -> list[Measured | Fault]:
     return list(lost)
 
 
-def _readers(audit: Audit, burst: list[Measured | Fault]) -> list[Measured]:
+def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured]:
     """What would round to float16 again what overflowed there, as far as an audit can tell.
 
     Low ops whose results are not finite, behind the one that overflowed and in the same module, up
@@ -165,7 +166,7 @@ def _around(module: str, forward: Sequence[Measured]) -> str:
     return module[: module.rfind(".") + 1]
 
 
-def _lost_before(audit: Audit, fault: Fault) -> list[Measured | Fault]:
+def _lost_before(audit: AuditRecord, fault: Fault) -> list[Measured | Fault]:
     """What lost most of its values on the way to the op that broke, in the same module."""
     found: list[Measured | Fault] = []
     for m in _forward(audit):
@@ -191,7 +192,7 @@ def _look(fault: Fault) -> str:
     return f"{at}: its input{name} has {what}: look at the data or the parameters. {fault.why}"
 
 
-def _hopeless(audit: Audit) -> str:
+def _hopeless(audit: AuditRecord) -> str:
     """Why no row helps; nothing if one may."""
     fault = audit.fault
     scaled = fault is not None and fault.direction == "backward" and audit.scale > 1
@@ -288,7 +289,7 @@ def _alike(scope: str) -> str:
     return ".".join("*" if name.isdigit() else name for name in scope.split("."))
 
 
-def _scale(audit: Audit, policy: Policy) -> Suggestion:
+def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
     """A loss scale, where gradients need another one."""
     fits, scale, fault = audit.fitting_scale(), audit.scale, audit.fault
     burst = [m for m in audit.results if m.direction == "backward" and m.magnitudes.burst > 0]
@@ -314,7 +315,7 @@ def _scale(audit: Audit, policy: Policy) -> Suggestion:
     return Suggestion(init_scale=fits, reasons=(why,))
 
 
-def _lost(audit: Audit, scale: float) -> float:
+def _lost(audit: AuditRecord, scale: float) -> float:
     """The share of gradient values other than zero that float16 makes zero at a scale.
 
     All of them, if gradients are zero throughout that nothing scaled up.

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.rules.policy import Decision, Row
+from polymp.rules.policy import Decision
+from polymp.rules.row import Row
 
 T = TypeVar("T")
 
@@ -55,40 +56,6 @@ class Decisions:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.outer: Decisions | None = None  # is told the same
-
-    def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
-        """Run an op that a backend is asked for, and note what was decided.
-
-        Args:
-            entry: its row is None where no row spoke of the op.
-            run: runs it.
-            args: of `run`.
-        """
-        self.note(entry)
-        return run(*args)
-
-    def note(self, entry: Entry) -> None:
-        """Note what was decided of an op that runs next; an op without a row is passed over."""
-        record: Decisions | None = self
-        while record is not None and entry.row is not None:
-            record.entries.append(entry)
-            record = record.outer
-
-    def follow(self, what: Any, low: str, policy: str = "") -> str | None:
-        """A name for the call that was decided last, to be found on all that it becomes.
-
-        Args:
-            what: the backend's own record of the call.
-            low: the region's format, "" outside of enabled regions.
-            policy: name of the region's, likewise.
-
-        Returns:
-            None, for nobody follows calls.
-        """
-
-    def spared(self, what: Any, why: str) -> None:
-        """A cast of a call was not made, for a reason: "shared", "cancelled"."""
 
     def rows(self) -> set[Row]:
         """The rows that won at least once."""
@@ -105,14 +72,59 @@ class Decisions:
         return f"Decisions({len(self.entries)} entries, {len(self.rows())} rows)"
 
 
-_current: ContextVar[Decisions | None] = ContextVar("polymp.rules.decisions", default=None)
+class Recorder:
+    """The side of a record that backends call; tracers of theirs override what they need.
+
+    Attributes:
+        record: what was decided.
+    """
+
+    def __init__(self) -> None:
+        self.record = Decisions()
+        self.outer: Recorder | None = None  # is told the same
+
+    def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
+        """Run an op that a backend is asked for, and note what was decided.
+
+        Args:
+            entry: its row is None where no row spoke of the op.
+            run: runs it.
+            args: of `run`.
+        """
+        self.note(entry)
+        return run(*args)
+
+    def note(self, entry: Entry) -> None:
+        """Note what was decided of an op that runs next; an op without a row is passed over."""
+        told: Recorder | None = self
+        while told is not None and entry.row is not None:
+            told.record.entries.append(entry)
+            told = told.outer
+
+    def follow(self, what: Any, low: str, policy: str = "") -> str | None:
+        """A name for the call that was decided last, to be found on all that it becomes.
+
+        Args:
+            what: the backend's own record of the call.
+            low: the region's format, "" outside of enabled regions.
+            policy: name of the region's, likewise.
+
+        Returns:
+            None, for nobody follows calls.
+        """
+
+    def spared(self, what: Any, why: str) -> None:
+        """A cast of a call was not made, for a reason: "shared", "cancelled"."""
+
+
+_current: ContextVar[Recorder | None] = ContextVar("polymp.rules.decisions", default=None)
 
 # What a backend has to do while a record is made.
 preparations: list[Callable[[], AbstractContextManager[None]]] = []
 
 
-def current() -> Decisions | None:
-    """The record that is being made in this context, if there is one."""
+def current() -> Recorder | None:
+    """The recorder of this context, if what is decided in it is recorded."""
     return _current.get()
 
 
@@ -123,24 +135,26 @@ def recording() -> Iterator[Decisions]:
     Ops then take longer. Code that torch.compile or jax.jit compiled before is not looked at
     again, and decides nothing.
     """
-    record = Decisions()
-    with recorded_by(record, passes_on=False):
-        yield record
+    recorder = Recorder()
+    with recorded_by(recorder, passes_on=False):
+        yield recorder.record
 
 
 @contextmanager
-def recorded_by(record: Decisions, prepared: bool = True, passes_on: bool = True) -> Iterator[None]:
-    """Hand what is decided inside to a record.
+def recorded_by(
+    recorder: Recorder, prepared: bool = True, passes_on: bool = True
+) -> Iterator[None]:
+    """Hand what is decided inside to a recorder.
 
     Args:
-        record: that gets it.
+        recorder: that gets it.
         prepared: False to leave out what backends do for it, where none runs that has to.
-        passes_on: True to tell the record around it, too: who explains or audits takes nothing.
+        passes_on: True to tell the recorder around it, too: who explains or audits takes nothing.
     """
     with ExitStack() as stack:
         for prepare in preparations if prepared else ():
             stack.enter_context(prepare())
-        record.outer = _current.get() if passes_on else None
-        token = _current.set(record)
+        recorder.outer = _current.get() if passes_on else None
+        token = _current.set(recorder)
         stack.callback(_current.reset, token)
         yield

@@ -3,134 +3,38 @@
     rows -> at(scope) -> winner(op, format) -> decide(op, formats, region)
 
 Data in, decision out. Rows speak of an op, of a class of ops, or of one framework's spelling; the
-most specific one that speaks of an op wins. Reading tables is `policy_files`'s part; nothing here
-knows what a tensor is.
+most specific one that speaks of an op wins. `parse` reads rows, `policy_files` policies;
+nothing here knows what a tensor is.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
-from polymp.rules import scopes
+from polymp.rules import parse, scopes
+from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
 from polymp.rules.vocabulary import vocabulary
 
-if TYPE_CHECKING:
-    from polymp.rules.decisions import Decisions
-    from polymp.rules.region import Region
 
-
-E = TypeVar("E", bound=StrEnum)
-
-# The low formats, for which a row may speak alone.
-LOW = ("float16", "bfloat16")
-
-
-class Rule(StrEnum):
-    """How an op runs in an enabled region. Inputs that are not eligible stay as they are.
-
-    lower      in the region's format
-    fp32       in float32
-    fp32_keep  in float32, and the result returns to the widest input format
-    widest     in the widest of the inputs' formats and the region's
-    first      in the format of the first input, such as the tensor that others are written into
-    keep       in whatever comes in, with all that it is made of
-    forbid     not at all: an error that names another op
-    parts      has no rule of its own: what it is made of follows its own rules
-    """
-
-    LOWER = "lower"
-    FP32 = "fp32"
-    FP32_KEEP = "fp32_keep"
-    WIDEST = "widest"
-    FIRST = "first"
-    KEEP = "keep"
-    FORBID = "forbid"
-    PARTS = "parts"
-
-
-class Apply(StrEnum):
-    """How the torch backend makes an op run in float32, where casting its inputs is not the way.
-
-    cast            cast the inputs (every rule but fp32 always does)
-    dtype_argument  fill in the op's own dtype argument, if the caller left it out
-    append_dtype    call the overload of the op that takes a dtype
-    """
-
-    CAST = "cast"
-    DTYPE_ARGUMENT = "dtype_argument"
-    APPEND_DTYPE = "append_dtype"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Row:
-    """One line of a table: what it speaks of, its rule, and what some rules need besides.
-
-    Attributes:
-        of: an op of the vocabulary ("softmax"), a class ("class:softmax"), one framework's
-            spelling ("aten:softmax.int", "jax:exp"), "all" for every op that computes, or "default"
-            for those that no other row speaks of. "all" replaces what holds outside of its scope,
-            or in the policy that is extended.
-        rule: how it runs.
-        format: the region format it speaks for, "" for any.
-        scope: a pattern of module paths it speaks for, "" for everywhere.
-        apply: how torch brings fp32 about; None for the way of the device's own table.
-        instead: for forbid, the op to use instead.
-        source: the policy or file that the row was written in; rows are equal without it.
-    """
-
-    of: str
-    rule: Rule
-    format: str = ""
-    scope: str = ""
-    apply: Apply | None = None
-    instead: str = ""
-    source: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        where, of_op = self.source or "a policy's row", f"for op {self.of!r}"
-        object.__setattr__(self, "rule", member(Rule, self.rule, "rule", where, of_op))
-        if self.apply is not None:
-            object.__setattr__(self, "apply", member(Apply, self.apply, "apply", where, of_op))
-        if self.apply not in (None, Apply.CAST) and self.rule is not Rule.FP32:
-            raise PolicyError(
-                f"{where}: apply {self.apply!s} {of_op} needs rule fp32, not {self.rule!s}."
-            )
-        if self.instead and self.rule is not Rule.FORBID:
-            raise PolicyError(
-                f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
-            )
-        if self.format and self.format not in LOW:
-            raise PolicyError(
-                f"{where}: format {self.format!r} {of_op} is not one of {', '.join(LOW)}."
-            )
+class Asking(Protocol):
+    """The part of a `region.Region` that a decision depends on."""
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """What no two rows of a policy share."""
-        return self.scope, self.of, self.format
-
-    def left_by(self, others: Iterable["Row"]) -> tuple["Row", ...]:
-        """What remains of this row where others speak instead: for a format, or nothing."""
-        mine = {self.format} if self.format else set(LOW)
-        taken = {low for row in others for low in ((row.format,) if row.format else LOW)}
-        if not mine & taken:
-            return (self,)
-        return tuple(replace(self, format=low) for low in sorted(mine - taken))
-
+    def enabled(self) -> bool: ...
     @property
-    def where(self) -> str:
-        """The format and the scope that the row speaks for, as words."""
-        at = f" in {self.scope!r}" if self.scope else ""
-        return f"{f' ({self.format})' if self.format else ''}{at}"
+    def format(self) -> str: ...
+    @property
+    def scope(self) -> str: ...
 
-    def __str__(self) -> str:
-        by = f", {self.source}" if self.source else ""
-        return f"{self.of}{self.where} = {self.rule}{by}"
+
+class RowsUsed(Protocol):
+    """A record of a run, such as `Decisions` and `Report`, that knows which rows won in it."""
+
+    def rows(self) -> set[Row]: ...
 
 
 class Decision(NamedTuple):
@@ -274,7 +178,7 @@ class Policy:
                 other = own.setdefault((row.of, row.format), row)
                 if other.rule is not row.rule:
                     tied.append((other, row))
-            rows = (*_without(rows, own.values(), _holds_in_scope), *own.values())
+            rows = (*without(rows, own.values(), holds_in_scope), *own.values())
         for one, other in tied:
             if one in rows:  # else a stronger pattern has settled it
                 raise PolicyError(
@@ -340,7 +244,7 @@ class Policy:
         return Why(op, format, scope, row, self.name)
 
     def decide(
-        self, op: str, formats: Sequence[str], region: "Region", spelling: str = ""
+        self, op: str, formats: Sequence[str], region: Asking, spelling: str = ""
     ) -> Decision:
         """In which format `op` runs, and what comes out.
 
@@ -439,12 +343,11 @@ class Policy:
         Raises:
             PolicyError: an unknown op, class or rule, or two rules for one op.
         """
-        from polymp.rules import policy_files  # which builds policies
-
         lists = {"lower": lower, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
         lists |= {"first": first, "keep": keep, "parts": parts}
-        name = name or self.name.rstrip("*") + "*"
-        return policy_files.override(self, name, lists, rules or {}, scopes or {})
+        where = f"override of policy {self.name!r}"
+        rows = parse.overriding(lists, rules or {}, scopes or {}, where)
+        return Policy(name or self.name.rstrip("*") + "*", rows, self.halves).over(self)
 
     def over(self, base: "Policy") -> "Policy":
         """This policy, with the rows of `base` that it does not speak of.
@@ -452,10 +355,10 @@ class Policy:
         A row replaces what it inherits on all that it speaks of in its scope: one for a class also
         the rows for the ops of the class.
         """
-        kept = _without(base.rows, self.rows, _holds_instead)
+        kept = without(base.rows, self.rows, holds_instead)
         return Policy(self.name, (*kept, *self.rows), self.halves)
 
-    def unused(self, record: "Decisions") -> tuple[Row, ...]:
+    def unused(self, record: RowsUsed) -> tuple[Row, ...]:
         """The rows that ruled no op of a run; what a typo in a scope looks like.
 
         Args:
@@ -463,41 +366,3 @@ class Policy:
         """
         used = record.rows()
         return tuple(row for row in self.rows if row not in used)
-
-
-def _without(
-    rows: Sequence[Row], own: Iterable[Row], speaks: Callable[[Row, Row], bool]
-) -> tuple[Row, ...]:
-    """What remains of rows where others of one's own speak instead."""
-    keys = {row.key for row in rows}
-    return tuple(
-        left
-        for row in rows
-        for left in row.left_by([one for one in own if speaks(one, row)])
-        if left is row or left.key not in keys
-    )
-
-
-def _holds_instead(own: Row, other: Row) -> bool:
-    """True if a row replaces one that it inherits."""
-    return own.scope == other.scope and vocabulary().within(other.of, own.of)
-
-
-def _holds_in_scope(own: Row, other: Row) -> bool:
-    """True if a row with a scope speaks where `other` does; a class does not win over an op."""
-    if own.of in (other.of, "all"):
-        return True
-    return not own.of.startswith("class:") and vocabulary().within(other.of, own.of)
-
-
-def member(kind: type[E], value: Any, key: str, where: str, of_op: str) -> E:
-    """The member of an enumeration that has a value.
-
-    Raises:
-        PolicyError: none has; the message says where, and which there are.
-    """
-    try:
-        return kind(value)
-    except ValueError:
-        names = ", ".join(kind)
-        raise PolicyError(f"{where}: {key} {value!r} {of_op} is not one of {names}.") from None

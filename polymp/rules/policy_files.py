@@ -1,4 +1,4 @@
-"""Reading policies: shipped ones by name, users' own from TOML files or plain data; and editing.
+"""Policies from where they are: shipped ones by name, users' own from TOML files or plain data.
 
     [rules]
     softmax = "fp32"
@@ -11,20 +11,19 @@
 `Policy`, or a PolicyError that says where the fault is, what it is and what to write instead.
 """
 
-import difflib
 import json
 import os
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from polymp.errors import PolicyError
-from polymp.rules import scopes
-from polymp.rules.policy import LOW, Policy, Row, Rule, member
-from polymp.rules.vocabulary import nearest, vocabulary
+from polymp.rules import parse
+from polymp.rules.policy import Policy
+from polymp.rules.row import Row
+from polymp.rules.vocabulary import nearest
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Policy
 
@@ -61,7 +60,7 @@ def _file(path: Path, above: tuple[Path, ...]) -> Policy:
         raise PolicyError(f"cannot read policy file {str(path)!r}: {error.strerror}.") from None
     except UnicodeError:
         raise PolicyError(f"cannot read policy file {str(path)!r}: it is not UTF-8.") from None
-    return _policy(_parse(text, str(path)), path.stem, str(path), (*above, path.resolve()))
+    return _policy(parse.toml(text, str(path)), path.stem, str(path), (*above, path.resolve()))
 
 
 @cache
@@ -71,7 +70,7 @@ def _shipped(name: str) -> Policy:
             f"no policy {name!r}.{nearest(name, shipped())} "
             f"Shipped: {', '.join(shipped())}; a file's name ends in .toml."
         )
-    return _policy(_parse(text(name), f"policies/{name}.toml"), name, f"policies/{name}.toml")
+    return _policy(parse.toml(text(name), f"policies/{name}.toml"), name, f"policies/{name}.toml")
 
 
 def text(name: str) -> str:
@@ -97,67 +96,19 @@ def shipped_rows() -> frozenset[Row]:
 
 def summary(name: str) -> str:
     """What a shipped policy is for, in a sentence."""
-    return str(_parse(text(name), name).get("summary", ""))
-
-
-def override(
-    policy: Policy,
-    name: str,
-    by_rule: Mapping[str, Sequence[str]],
-    rules: Mapping[str, Any],
-    inside: Mapping[str, Mapping[str, Any]],
-) -> Policy:
-    """`Policy.override`."""
-    where = f"override of policy {policy.name!r}"
-    table: dict[str, Any] = {}
-    for of, value in [
-        *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),
-        *_table(rules, "rules", where).items(),
-    ]:
-        if table.setdefault(of, value) != value:
-            raise PolicyError(f"{where} gives {of!r} two rules: {table[of]} and {value}. Keep one.")
-    return _policy({"name": name, "rules": table, "scopes": inside}, "", where, base=policy)
-
-
-def _names(ops: Any, rule: str, where: str) -> Sequence[str]:
-    if isinstance(ops, str) or not isinstance(ops, Iterable):
-        raise PolicyError(f"{where}: {rule}={ops!r} is not a list of ops. Write {rule}=[{ops!r}].")
-    names = list(ops)
-    for op in names:
-        if not isinstance(op, str):
-            raise PolicyError(f"{where}: {rule} has {op!r}; ops are named by strings.")
-    return names
-
-
-def _parse(content: str, where: str) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(content)
-    except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{where} is not TOML: {error}.") from None
-
-
-_KEYS = ("name", "summary", "extends", "halves", "rules", "scopes")
+    return str(parse.toml(text(name), name).get("summary", ""))
 
 
 def _policy(
-    data: Mapping[str, Any],
-    name: str,
-    where: str = "",
-    above: tuple[Path, ...] = (),
-    base: Policy | None = None,
+    data: Mapping[str, Any], name: str, where: str = "", above: tuple[Path, ...] = ()
 ) -> Policy:
     name = str(data.get("name", name))
     where = where or f"policy {name!r}"
-    _only(data, _KEYS, where)
+    parse.check_keys(data, where)
     extends = data.get("extends")
-    if extends is not None:
-        base = _base(extends, where, above)
-    rows = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
-    for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
-        scopes.check(scope, where)
-        key = f"scopes.{scope}"
-        rows += _rows(_table(inside, key, where), scope, where)
-    policy = Policy(name, tuple(rows), str(data.get("halves", base.halves if base else "widen")))
+    base = None if extends is None else _base(extends, where, above)
+    rows = parse.rows(data, where)
+    policy = Policy(name, rows, str(data.get("halves", base.halves if base else "widen")))
     return policy.over(base) if base else policy
 
 
@@ -170,72 +121,6 @@ def _base(extends: Any, where: str, above: tuple[Path, ...]) -> Policy:
         return load(extends)
     except PolicyError as error:
         raise PolicyError(f"{where}: extends = {extends!r}: {error}") from None
-
-
-def _table(value: Any, key: str, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        what = "from pattern to rules" if key == "scopes" else "from op to rule"
-        raise PolicyError(f"{where}: {key} must be a table {what}, got {value!r}.")
-    return value
-
-
-def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
-    for of, value in table.items():
-        if not isinstance(of, str):
-            raise PolicyError(f"{where}: ops are named by strings, not {of!r}.")
-        if of == "class":
-            raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
-        vocabulary().check(of, where)
-        value, of_op = _told(value, of, where), f"for op {of!r}"
-        _only(value, (*_OF_ROW, *LOW), where, of_op)
-        if not value.keys() & {"rule", *LOW}:
-            raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a format.")
-        for low in LOW:
-            if low in value:
-                own = _told(value[low], of, where)
-                _only(own, _OF_ROW, where, f"{of_op} in {low}")
-                yield _row(of, own, low, scope, where)
-        if "rule" in value:
-            yield _row(of, value, "", scope, where)
-        elif value.keys() & {"apply", "instead"}:
-            raise PolicyError(
-                f"{where}: {of_op[4:]} has rules for formats alone; put the rest there."
-            )
-
-
-_OF_ROW = ("rule", "apply", "instead")
-
-
-def _told(value: Any, of: str, where: str) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        return {"rule": value}
-    if not isinstance(value, Mapping):
-        raise PolicyError(f"{where}: op {of!r} has {value!r}, which is neither a rule nor a table.")
-    return value
-
-
-def _row(of: str, value: Mapping[str, Any], format: str, scope: str, where: str) -> Row:
-    rule = member(Rule, value.get("rule"), format or "rule", where, f"for op {of!r}")
-    instead = str(value.get("instead", ""))
-    return Row(of, rule, format, scope, value.get("apply"), instead, where)
-
-
-def _only(data: Mapping[str, Any], known: Sequence[str], where: str, of_op: str = "") -> None:
-    for key, value in data.items():
-        if key in known:
-            continue
-        if not isinstance(key, str):
-            raise PolicyError(f"{where}: keys are strings, not {key!r}.")
-        close = difflib.get_close_matches(key, known, cutoff=0.7)
-        if of_op and isinstance(value, str) and value in tuple(Rule) and not close:
-            op = of_op.removeprefix("for op ").strip("'")  # softmax.int = "fp32" in TOML
-            raise PolicyError(
-                f'{where}: quote the name of an overload: "aten:{op}.{key}" = "{value}".'
-            )
-        place = f" {of_op}" if of_op else ""
-        raise PolicyError(
-            f"{where}: unknown key {key!r}{place}.{nearest(key, known)} Known: {', '.join(known)}."
-        )
 
 
 def to_toml(policy: Policy) -> str:

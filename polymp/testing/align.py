@@ -12,9 +12,9 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from polymp.diagnostics import plain_text
-from polymp.diagnostics.report import FORWARD, Call
+from polymp.diagnostics.call import FORWARD, Call
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Rule
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 # What the frameworks call a cast that the program asks for.

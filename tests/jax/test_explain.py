@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import polymp
 from polymp.backends.jax.diagnostics.explain import traced
-from polymp.diagnostics.report import BACKWARD, FORWARD
+from polymp.diagnostics.call import BACKWARD, FORWARD
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning
 from polymp.jax import GradScaler, autocast, explain
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from tests import examples
 from tests import random_policies as programs
 from tests.jax.test_random_policies import MINE, arguments, function, mine

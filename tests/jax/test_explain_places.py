@@ -12,7 +12,8 @@ import pytest
 from flax import linen, nnx
 
 import polymp
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.report import Report
 from polymp.jax import autocast, explain
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8

@@ -22,7 +22,7 @@ from polymp import Policy
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.jax import autocast
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from tests import random_policies as given
 from tests.frameworks import in_jax as fw
 from tests.random_policies import MINE, NAMES, SIZE, WRONG, Call, Framework, Module

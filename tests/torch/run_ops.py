@@ -183,8 +183,8 @@ def wrong_policy(device: str) -> Any:
     """torch's table with every rule changed for another one."""
     from dataclasses import replace
 
-    from polymp.rules import policy as rules
     from polymp.rules import policy_files
+    from polymp.rules import row as rules
 
     right = policy_files.load(f"torch-{device}")
     other = {

@@ -23,7 +23,7 @@ import polymp
 from polymp import Policy
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules import decisions
-from polymp.rules.policy import LOW
+from polymp.rules.row import LOW
 from polymp.torch import autocast, scoped
 from tests import random_policies as given
 from tests.frameworks import in_torch as fw

@@ -14,7 +14,8 @@ import torch
 
 from polymp import PolicyError, policy
 from polymp.backends.torch.autocast import cast_cache, regions
-from polymp.rules.policy import Policy, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import Row, Rule
 from polymp.torch import GradScaler, autocast
 
 X = torch.ones(1, 4)

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polymp
-from polymp.diagnostics.report import BACKWARD, FORWARD, Report
+from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.report import Report
 from polymp.errors import PolicyError
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from polymp.torch import autocast, explain, scoped
 from tests import examples
 from tests import random_policies as programs

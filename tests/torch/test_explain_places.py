@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import polymp
 from polymp.backends.torch.autocast import kernels, torch_table
 from polymp.backends.torch.compat import modes
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE, Call, Report
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.report import Report
 from polymp.rules import decisions
 from polymp.torch import autocast, explain
 

@@ -5,7 +5,7 @@ import pytest
 from polymp.backends.torch.autocast import cast_cache, kernels, torch_table
 from polymp.backends.torch.compat import dispatcher, overload
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Apply, Rule
+from polymp.rules.row import LOW, Apply, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.torch.changes import LACKS, NAMED, VERSION
 

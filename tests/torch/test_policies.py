@@ -119,7 +119,8 @@ def test_an_op_left_out_still_lets_ops_inside_it_autocast():
 def test_a_policy_that_is_torchs_own_installs_nothing(tmp_path):
     """In a fresh process, as a user's file under another name."""
     code = (
-        "from polymp.rules.policy import Policy, Row, Rule\n"
+        "from polymp.rules.policy import Policy\n"
+        "from polymp.rules.row import Row, Rule\n"
         "from polymp.rules import policy_files\n"
         "from polymp.torch import autocast\n"
         "from pathlib import Path\n"

@@ -17,7 +17,7 @@ from torch import nn
 from polymp.backends.torch.autocast import kernels, recurrent, torch_table
 from polymp.backends.torch.compat import nn_modules
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Rule
+from polymp.rules.row import LOW, Rule
 from tests.torch.inside import inside
 from tests.torch.outcomes import fake_mode, on_cuda
 

@@ -17,8 +17,9 @@ from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.plan import AS_CALLED, Step
 from polymp.backends.jax.autocast.sections import Ruled, Section
 from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
-from polymp.rules.policy import Decision, Rule
+from polymp.rules.policy import Decision
 from polymp.rules.region import Region
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 if TYPE_CHECKING:

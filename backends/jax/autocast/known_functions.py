@@ -10,6 +10,7 @@ the place of its function. Nothing is patched, and a function need not leave a c
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -18,7 +19,7 @@ from jax.extend import core
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
 from polymp.errors import PolicyError
-from polymp.rules.custom_ops import register_op
+from polymp.rules.custom_ops import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 T = TypeVar("T")
@@ -230,7 +231,12 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
     """
 
     def decorate(given: T) -> T:
-        register_op(name, rule, jax=given, kind=kind)
+        where = f"register_op({name!r})"
+        op = checked(name, rule, kind, where)
+        primitives, functions = spelled(given, where)
+        vocabulary().register(replace(op, jax=primitives, functions=functions))
+        if functions:
+            FUNCTIONS.add(given, name)
         return given
 
     return decorate

@@ -43,8 +43,9 @@ from polymp.backends.jax.autocast.values import (
 from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decisions
-from polymp.rules.policy import Decision, Policy, Rule
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
+from polymp.rules.row import Rule
 
 UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
 
@@ -353,7 +354,7 @@ class Program:
         )
 
 
-def _followed(step: Step, record: decisions.Decisions, region: Region) -> Step:
+def _followed(step: Step, record: decisions.Recorder, region: Region) -> Step:
     """The step, with a name on all that it becomes, if calls are followed."""
     under = region.policy.name if region.enabled and region.policy is not None else ""
     name = record.follow(step, region.format if region.enabled else "", under)

@@ -7,7 +7,8 @@ from functools import cache
 from polymp.backends.jax.autocast import op_facts
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Policy, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import Op, nearest, vocabulary
 
 

@@ -24,10 +24,11 @@ from polymp.backends.jax.diagnostics.explain import Site, Traced, equations, tra
 from polymp.backends.jax.diagnostics.instrument import Event, Facts, Twin, is_measured
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.blame import DIVIDING, Node, blame
+from polymp.diagnostics.call import BACKWARD, FORWARD, Call
 from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
-from polymp.diagnostics.report import BACKWARD, FORWARD, Call
 
 
 class _Program(NamedTuple):

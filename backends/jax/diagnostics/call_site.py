@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import regions
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
 
 
 class Scope(NamedTuple):

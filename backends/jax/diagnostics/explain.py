@@ -24,7 +24,8 @@ from polymp.backends.jax.autocast.op_facts import LAYOUT
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes, is_library, source
 from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.modules import nnx
-from polymp.diagnostics.report import FORWARD, Call, Report
+from polymp.diagnostics.call import FORWARD, Call
+from polymp.diagnostics.report import Report
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import decisions
 
@@ -47,7 +48,7 @@ class Followed(NamedTuple):
     saved: dict[str, int]
 
 
-class Record(decisions.Decisions):
+class Record(decisions.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
     def __init__(self) -> None:

@@ -27,8 +27,8 @@ from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, FREE, LAYOUT
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.diagnostics.explain import Site, inside
+from polymp.diagnostics.call import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, SHIFT
-from polymp.diagnostics.report import BACKWARD, FORWARD
 from polymp.dtypes import FORMATS
 
 # Of a larger array, every n-th value is in the sample, about as many as these.

@@ -25,7 +25,8 @@ from polymp.backends.jax.autocast.plan import Cast, Plan, Step
 from polymp.backends.jax.autocast.sections import SECTION
 from polymp.backends.jax.autocast.values import declared
 from polymp.errors import PolicyError
-from polymp.rules.policy import Rule, Why
+from polymp.rules.policy import Why
+from polymp.rules.row import Rule
 
 
 class Low(NamedTuple):

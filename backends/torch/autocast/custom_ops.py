@@ -8,6 +8,7 @@ decision in front of the call.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,8 @@ from polymp.backends.torch.autocast.run_op import forbid
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import decisions
-from polymp.rules.custom_ops import register_function, register_op
-from polymp.rules.policy import Rule
+from polymp.rules.custom_ops import checked
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 T = TypeVar("T")
@@ -99,12 +100,17 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
 
     def decorate(given: Any) -> Any:
         if dispatcher.qualified_name(given) is not None:
-            register_op(name, rule, torch=given, kind=kind)
+            where = f"register_op({name!r})"
+            op = checked(name, rule, kind, where)
+            names = overloads(given, where)
+            vocabulary().register(replace(op, aten=names))
+            install(names)
             return given
         if not callable(given):
             raise TypeError(f"polymp.torch.register({name!r}): {given!r} is not callable")
         spelled = f"python::{given.__module__}.{given.__qualname__}"
-        register_function(name, rule, kind, f"polymp.torch.register({name!r})", spelled)
+        op = checked(name, rule, kind, f"polymp.torch.register({name!r})")
+        vocabulary().register(replace(op, aten=(spelled,)))
         if isinstance(given, type) and issubclass(given, torch.autograd.Function):
             return _Decided(given, name)
         return functools.wraps(given)(functools.partial(_decided, name, given, given))

@@ -34,8 +34,9 @@ from polymp.backends.torch.autocast.validate import check
 from polymp.backends.torch.compat import accelerators, dispatcher, dynamo, modes
 from polymp.errors import PolicyError
 from polymp.rules import decisions
-from polymp.rules.policy import LOW, Decision, Policy, Rule
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 
 _libraries: dict[str, Library] = {}  # by namespace of the ops

@@ -15,8 +15,9 @@ from polymp.backends.torch.autocast import op_facts, recurrent, regions, torch_t
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
 from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
-from polymp.rules.policy import LOW, Apply, Decision, Policy, Row, Rule
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
+from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 Call = Callable[..., Any]

@@ -15,7 +15,8 @@ from polymp import versions
 from polymp.backends.torch.autocast.op_facts import UNTOUCHED, has_low, in_float32
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")

@@ -11,7 +11,8 @@ from polymp.backends.torch.autocast import op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import LOW, Apply, Policy, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 

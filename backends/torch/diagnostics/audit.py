@@ -36,10 +36,11 @@ from polymp.backends.torch.diagnostics.measure import (
 )
 from polymp.backends.torch.diagnostics.op_tracer import Own, Ran, Running, Watch, float_tensors
 from polymp.backends.torch.scaler.closure_step import closure_of
-from polymp.diagnostics.audit_records import Audit, Fault, Measured, Operand
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+from polymp.diagnostics.call import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, joined
-from polymp.diagnostics.report import BACKWARD
 from polymp.dtypes import FORMATS
 
 # Ops whose number keeps something from being zero: what the format makes zero is then missing.

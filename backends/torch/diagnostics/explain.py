@@ -20,7 +20,8 @@ from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import accelerators, autograd, storage
 from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
 from polymp.backends.torch.modules.scoped import scoped_anew
-from polymp.diagnostics.report import Call, Report
+from polymp.diagnostics.call import Call
+from polymp.diagnostics.report import Report
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy

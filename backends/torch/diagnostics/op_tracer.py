@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polymp.backends.torch.autocast import regions, weight_cast_cache
 from polymp.backends.torch.compat import autograd, dispatcher, flop_count, modes, storage
 from polymp.backends.torch.diagnostics.call_site import Place, Places
-from polymp.diagnostics.report import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decisions
-from polymp.rules.policy import Row
+from polymp.rules.row import Row
 from polymp.rules.vocabulary import vocabulary
 
 # Kernels that are an op of the vocabulary under another name.
@@ -129,7 +129,7 @@ class Running:
         self.ops += 1
 
 
-class Watch(decisions.Decisions):
+class Watch(decisions.Recorder):
     """Follows what runs in a thread, and in the backward passes that it starts.
 
     Args:

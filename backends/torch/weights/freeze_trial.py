@@ -21,7 +21,7 @@ from polymp.backends.torch.autocast import cast_cache, regions
 from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import freeze_usage
 from polymp.errors import PolicyError
-from polymp.rules.policy import LOW
+from polymp.rules.row import LOW
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:

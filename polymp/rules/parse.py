@@ -1,0 +1,161 @@
+"""Reading the rows of a policy from plain data, which is what a TOML file or a dict holds.
+
+    data -> check keys -> rows, and what the table says besides
+
+Every PolicyError says where the fault is, what it is and what to write instead. Nothing here knows
+what a policy does with its rows.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from polymp.errors import PolicyError
+from polymp.rules import scopes
+from polymp.rules.row import LOW, Row, Rule, member
+from polymp.rules.vocabulary import nearest, vocabulary
+
+_KEYS = ("name", "summary", "extends", "halves", "rules", "scopes")
+
+
+def toml(content: str, where: str) -> Mapping[str, Any]:
+    """The data of a TOML file.
+
+    Raises:
+        PolicyError: it is not TOML.
+    """
+    try:
+        return tomllib.loads(content)
+    except tomllib.TOMLDecodeError as error:
+        raise PolicyError(f"{where} is not TOML: {error}.") from None
+
+
+def check_keys(data: Mapping[str, Any], where: str) -> None:
+    """Refuse a table of a policy with keys that mean nothing.
+
+    Raises:
+        PolicyError: there is one.
+    """
+    _only(data, _KEYS, where)
+
+
+def rows(data: Mapping[str, Any], where: str) -> tuple[Row, ...]:
+    """The rows of a table: those in "rules", then those in "scopes".
+
+    Args:
+        data: as a policy's file has it; see `policy_files`.
+        where: the table is, for messages and as the rows' source.
+
+    Raises:
+        PolicyError: they are no rows.
+    """
+    found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
+    for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
+        scopes.check(scope, where)
+        key = f"scopes.{scope}"
+        found += _rows(_table(inside, key, where), scope, where)
+    return tuple(found)
+
+
+def overriding(
+    by_rule: Mapping[str, Sequence[str]],
+    rules: Mapping[str, Any],
+    inside: Mapping[str, Mapping[str, Any]],
+    where: str,
+) -> tuple[Row, ...]:
+    """The rows that `Policy.override` is given.
+
+    Args:
+        by_rule: ops by the rule that they are to have.
+        rules: rows as a table has them.
+        inside: rows by pattern of module paths.
+        where: they are, for messages and as their source.
+
+    Raises:
+        PolicyError: they are no rows, or give an op two rules.
+    """
+    table: dict[str, Any] = {}
+    for of, value in [
+        *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),
+        *_table(rules, "rules", where).items(),
+    ]:
+        if table.setdefault(of, value) != value:
+            raise PolicyError(f"{where} gives {of!r} two rules: {table[of]} and {value}. Keep one.")
+    return rows({"rules": table, "scopes": inside}, where)
+
+
+def _names(ops: Any, rule: str, where: str) -> Sequence[str]:
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise PolicyError(f"{where}: {rule}={ops!r} is not a list of ops. Write {rule}=[{ops!r}].")
+    names = list(ops)
+    for op in names:
+        if not isinstance(op, str):
+            raise PolicyError(f"{where}: {rule} has {op!r}; ops are named by strings.")
+    return names
+
+
+def _table(value: Any, key: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        what = "from pattern to rules" if key == "scopes" else "from op to rule"
+        raise PolicyError(f"{where}: {key} must be a table {what}, got {value!r}.")
+    return value
+
+
+def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
+    for of, value in table.items():
+        if not isinstance(of, str):
+            raise PolicyError(f"{where}: ops are named by strings, not {of!r}.")
+        if of == "class":
+            raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
+        vocabulary().check(of, where)
+        value, of_op = _told(value, of, where), f"for op {of!r}"
+        _only(value, (*_OF_ROW, *LOW), where, of_op)
+        if not value.keys() & {"rule", *LOW}:
+            raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a format.")
+        for low in LOW:
+            if low in value:
+                own = _told(value[low], of, where)
+                _only(own, _OF_ROW, where, f"{of_op} in {low}")
+                yield _row(of, own, low, scope, where)
+        if "rule" in value:
+            yield _row(of, value, "", scope, where)
+        elif value.keys() & {"apply", "instead"}:
+            raise PolicyError(
+                f"{where}: {of_op[4:]} has rules for formats alone; put the rest there."
+            )
+
+
+_OF_ROW = ("rule", "apply", "instead")
+
+
+def _told(value: Any, of: str, where: str) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        return {"rule": value}
+    if not isinstance(value, Mapping):
+        raise PolicyError(f"{where}: op {of!r} has {value!r}, which is neither a rule nor a table.")
+    return value
+
+
+def _row(of: str, value: Mapping[str, Any], format: str, scope: str, where: str) -> Row:
+    rule = member(Rule, value.get("rule"), format or "rule", where, f"for op {of!r}")
+    instead = str(value.get("instead", ""))
+    return Row(of, rule, format, scope, value.get("apply"), instead, where)
+
+
+def _only(data: Mapping[str, Any], known: Sequence[str], where: str, of_op: str = "") -> None:
+    for key, value in data.items():
+        if key in known:
+            continue
+        if not isinstance(key, str):
+            raise PolicyError(f"{where}: keys are strings, not {key!r}.")
+        close = difflib.get_close_matches(key, known, cutoff=0.7)
+        if of_op and isinstance(value, str) and value in tuple(Rule) and not close:
+            op = of_op.removeprefix("for op ").strip("'")  # softmax.int = "fp32" in TOML
+            raise PolicyError(
+                f'{where}: quote the name of an overload: "aten:{op}.{key}" = "{value}".'
+            )
+        place = f" {of_op}" if of_op else ""
+        raise PolicyError(
+            f"{where}: unknown key {key!r}{place}.{nearest(key, known)} Known: {', '.join(known)}."
+        )

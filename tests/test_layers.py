@@ -1,0 +1,203 @@
+"""Who may import whom: every room imports only rooms below it, and no modules import in a circle.
+
+Imports inside functions and for type checkers count. That importing a module runs the `__init__`
+of the packages around it does not: `polymp/__init__.py` is the top of the API, not its base.
+"""
+
+import ast
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import polymp
+
+# The lowest first. Rooms on one line do not import each other.
+LAYERS = """
+errors dtypes
+versions
+rules policies
+scaling
+diagnostics
+speed
+backends
+backends.torch backends.jax
+backends.torch.compat backends.jax.compat
+backends.jax.modules
+backends.torch.autocast backends.jax.autocast
+backends.torch.modules
+backends.torch.weights backends.torch.scaler backends.jax.weights backends.jax.scaler
+backends.torch.diagnostics backends.jax.diagnostics
+backends.torch.speed backends.jax.speed
+_api torch jax
+polymp
+testing
+cli
+__main__
+"""
+LEVELS = {room: at for at, row in enumerate(LAYERS.split("\n")) for room in row.split()}
+
+# Not yet so. Each goes with the circle or the upward import that it names, and none may come.
+KNOWN_UPWARD = {
+    ("polymp.backends.jax.modules.scoped", "polymp.backends.jax.autocast.plan"),
+    ("polymp.backends.jax.modules.scoped", "polymp.backends.jax.autocast.regions"),
+}
+KNOWN_CIRCLES = [
+    {
+        f"polymp.backends.jax.autocast.{name}"
+        for name in "evaluate function_calls passes planner sharded_weights".split()
+    },
+    {
+        f"polymp.backends.jax.scaler.{name}"
+        for name in "grad_scaler gradient_stats optimizer_step value_and_grad".split()
+    },
+]
+
+PACKAGE = Path(polymp.__file__).parent
+TOPS = (PACKAGE, PACKAGE / "backends", PACKAGE / "policies")  # the latter two are links
+
+Graph = Mapping[str, set[str]]
+
+
+@cache
+def ours() -> Graph:
+    """The imports of every module of polymp."""
+    return graph(sources())
+
+
+def sources() -> dict[str, str]:
+    """The text of every module by its name."""
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text()
+        for top in TOPS
+        for path in top.rglob("*.py")
+    }
+
+
+def graph(texts: Mapping[str, str], known: Iterable[str] = ()) -> Graph:
+    """The modules of polymp that each module imports, wherever in its text.
+
+    Args:
+        texts: by the modules' names.
+        known: names of other modules.
+    """
+    names = {*texts, *known}
+    return {name: set(imported(ast.parse(text), names)) - {name} for name, text in texts.items()}
+
+
+def imported(tree: ast.AST, known: set[str]) -> Iterable[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports name modules in full"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else str(node.module) for name in inner]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] == "polymp")
+
+
+def room(module: str) -> str:
+    """The room of a module: the longest name in the table that it begins with."""
+    name = module.removeprefix("polymp.")
+    while name not in LEVELS:
+        assert "." in name, f"{module} has no layer"
+        name = name.rpartition(".")[0]
+    return name
+
+
+def upward(imports: Graph) -> set[tuple[str, str]]:
+    """The imports that do not lead down, and those from one backend into the other."""
+    return {
+        (one, other)
+        for one, others in imports.items()
+        for other in others
+        if room(one) != room(other)
+        if LEVELS[room(one)] <= LEVELS[room(other)] or {side(one), side(other)} == {"torch", "jax"}
+    }
+
+
+def side(module: str) -> str:
+    """Which backend a module is part of, "" if of none."""
+    parts = [*room(module).split("."), ""]
+    return parts[1] if parts[0] == "backends" else ""
+
+
+def circle(imports: Graph) -> list[str]:
+    """Modules that import each other in a circle; none if there is no circle."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_rooms_import_only_what_is_below_them() -> None:
+    assert upward(ours()) - KNOWN_UPWARD == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    imports = {
+        one: {other for other in others if not any({one, other} <= c for c in KNOWN_CIRCLES)}
+        for one, others in ours().items()
+    }
+    assert circle(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "target"),
+    [
+        ("rules.planted", "from polymp.scaling.scale_rule import step", "scaling.scale_rule"),
+        (
+            "rules.planted",
+            "def f():\n    from polymp.scaling import scale_rule",
+            "scaling.scale_rule",
+        ),
+        ("dtypes.planted", "if TYPE_CHECKING:\n    import polymp.errors", "errors"),
+        ("speed.planted", "from polymp import backends", "backends"),
+        (
+            "backends.torch.scaler.planted",
+            "import polymp.backends.jax.compat",
+            "backends.jax.compat",
+        ),
+        ("backends.jax.scaler.planted", "import polymp.jax", "jax"),
+    ],
+)
+def test_an_upward_import_is_found(module: str, text: str, target: str) -> None:
+    name = f"polymp.{module}"
+    planted = {**ours(), **graph({name: text}, known=ours())}
+    assert upward(planted) - KNOWN_UPWARD == {(name, f"polymp.{target}")}
+
+
+def test_a_circle_is_found() -> None:
+    one, other = "polymp.rules.planted", "polymp.rules.too"
+    texts = {
+        one: "if TYPE_CHECKING:\n    from polymp.rules.too import X",
+        other: "def f():\n    from polymp.rules import planted",
+    }
+    assert {*circle(graph(texts))} == {one, other}
+
+
+def test_every_package_is_listed() -> None:
+    """And its files that are no modules, so that an installed copy has them."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join(path.parent.relative_to(PACKAGE.parent).parts)
+        for top in TOPS
+        for path in top.rglob("__init__.py")
+    }
+    assert sorted(project["packages"]) == sorted(found)
+    data = {
+        path
+        for name, patterns in project["package-data"].items()
+        for pattern in patterns
+        for path in (PACKAGE.parent / Path(*name.split("."))).glob(pattern)
+    }
+    others = {p for top in TOPS for p in top.rglob("*") if p.is_file() and p.suffix[:3] != ".py"}
+    assert data == others

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp import versions
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names, policy_code
 from polymp.backends.torch.compat import (
     accelerators,
     autograd,
@@ -92,21 +92,21 @@ def test_the_front_key_is_where_torch_func_looks_first():
 
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
-    before = [torch.get_autocast_dtype(slot) for slot in regions._SLOTS]
+    before = [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS]
     seen = []
-    for slot in regions._SLOTS:
+    for slot in policy_code.SLOTS:
         with pytest.raises((RuntimeError, NotImplementedError)):
             torch.ones(1, device=slot)
-        for dtype in regions.FORMATS:
+        for dtype in dtype_names.NAMES:
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
     thread = threading.Thread(
-        target=lambda: seen.extend(torch.get_autocast_dtype(slot) for slot in regions._SLOTS)
+        target=lambda: seen.extend(torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS)
     )
     thread.start()
     thread.join()
-    assert seen == list(regions._NONE), "a new thread starts with no policy"
-    for slot, dtype in zip(regions._SLOTS, before, strict=True):
+    assert seen == list(policy_code.NONE), "a new thread starts with no policy"
+    for slot, dtype in zip(policy_code.SLOTS, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polymp.backends.torch.autocast import cast_cache, kernels, torch_table
+from polymp.backends.torch.autocast import cast_cache, front_kernel, torch_table
 from polymp.backends.torch.compat import dispatcher, overload
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Apply, Rule
@@ -104,6 +104,6 @@ def test_a_device_without_a_table_has_an_empty_policy():
 
 
 def test_kernels_are_read_before_ours_stand_beside_them():
-    kernels.install_for_transforms("cpu")
+    front_kernel.put_on("cpu")
     assert "add_.Tensor" not in torch_table.kernels("cpu")
     assert not any(op.endswith("_") for op in torch_table.kernels("cpu"))

@@ -15,7 +15,13 @@ import torch
 from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.backends.torch.autocast import (
+    compiled_region,
+    dtype_names,
+    kernels,
+    regions,
+    torch_table,
+)
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
@@ -99,7 +105,7 @@ class autocast:  # the name is torch's
             self._traced[0].__enter__()
         else:
             if _is_torch_function_mode_enabled():
-                regions.tell_export(self._ticket)
+                compiled_region.tell_export(self._ticket)
             regions.enter(self._ticket)
         return self
 
@@ -111,12 +117,12 @@ class autocast:  # the name is torch's
         else:
             regions.leave(self._ticket)
             if _is_torch_function_mode_enabled():
-                regions.tell_export(None)
+                compiled_region.tell_export(None)
         return False
 
-    def _again(self) -> regions.Traced:
+    def _again(self) -> compiled_region.CompiledRegion:
         """The region once more, for code that torch.compile traces."""
-        return regions.Traced(
+        return compiled_region.CompiledRegion(
             self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
         )
 
@@ -189,7 +195,7 @@ def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
 ) -> tuple[str, bool]:
     kind = device.partition(":")[0]  # "cuda:0" speaks for all of cuda
-    region = Region("torch", kind, enabled, regions.FORMATS[dtype], cache, policy)
+    region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
     kernels.prepare(region)
     return regions.ticket(region), enabled
 

@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from polymp.backends.torch.autocast import kernels, regions, torch_table, validate
+from polymp.backends.torch.autocast import (
+    dtype_names,
+    kernels,
+    policy_code,
+    torch_table,
+    validate,
+)
 from polymp.backends.torch.autocast.api import autocast
 from polymp.backends.torch.autocast.custom_function import cast_inside
 from polymp.backends.torch.autocast.run_op import forbid
@@ -157,18 +163,18 @@ def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) ->
     if device is None or not torch.is_autocast_enabled(device):
         return plain(*args, **kwargs)
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
-    formats = ",".join([regions.FORMATS[t.dtype] for t in floats])
-    low = regions.FORMATS[torch.get_autocast_dtype(device)]
-    rule, run, out = _decision(name, device, low, formats, *regions.code_in_force())
+    formats = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
+    low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
+    rule, run, out = _decision(name, device, low, formats, *policy_code.in_force())
     if rule == "parts":
         return plain(*args, **kwargs)
     if run:
-        dtype = regions.DTYPES[run]
+        dtype = dtype_names.DTYPES[run]
         args = tuple([cast_inside(arg, device, dtype) for arg in args])
         kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
     with _off():
         result = ruled(*args, **kwargs)
-    return cast_inside(result, device, regions.DTYPES[out]) if out else result
+    return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
 
 
 @dynamo.at_trace_time
@@ -176,7 +182,7 @@ def _decision(
     name: str, device: str, low: str, formats: str, *code: torch.dtype
 ) -> tuple[str, str, str]:
     """Rule, format of the inputs and format of the results; "" leaves them. Plain values only."""
-    policy = regions.policy_at(device, *code) or torch_table.policy(device)
+    policy = policy_code.policy_at(device, *code) or torch_table.policy(device)
     row = policy.winner(name, low)
     if row is None:
         return "parts", "", ""

@@ -63,3 +63,7 @@ def has_low(overload: str, device: str, format: str) -> bool:
     if op.kind == "fft":
         return device in ("cuda", "xpu") and format == "float16"
     return op.kind != "linear_algebra"
+
+
+# Batched, these become matmul, which has a rule, whether or not they have one themselves.
+BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})

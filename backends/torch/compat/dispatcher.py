@@ -135,6 +135,16 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     return call
 
 
+def library_of(name: str) -> Library:
+    """The library for kernels of an op that stay; one for each namespace."""
+    return _library(name.rpartition("::")[0] or "aten")
+
+
+@functools.cache
+def _library(namespace: str) -> Library:
+    return Library(namespace, "IMPL")
+
+
 @contextmanager
 def temporary_library(namespace: str) -> Iterator[Library]:
     """A library whose kernels go when the block ends, and those that they replaced come back."""

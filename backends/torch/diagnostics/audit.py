@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polymp.backends.torch.autocast import regions, torch_table
+from polymp.backends.torch.autocast import dtype_names, torch_table
 from polymp.backends.torch.compat import autograd, dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics.measure import (
     Bins,
@@ -154,7 +154,7 @@ class Measures(Watch):
         results = [t for t in made if measurable(t)]
         if running.direction != BACKWARD:
             del results[1:]  # statistics, such as the mean beside a norm
-        run = regions.FORMATS[results[0].dtype] if results else ""
+        run = dtype_names.NAMES[results[0].dtype] if results else ""
         lost = None
         numbers: tuple[float, ...] = ()
         with Own(self._off):
@@ -188,7 +188,7 @@ class Measures(Watch):
             origins = self._read([source])
             fits = measurable(source) and measurable(result)
             ranges = (range_of(result),) if fits else ()
-            run = regions.FORMATS[result.dtype]
+            run = dtype_names.NAMES[result.dtype]
             lost = Lost.of(source, result) if fits and run == "float16" else None
             operands = self._measured([source]) if self._operands else ()
         reads = ((source.dtype, source.shape),)
@@ -444,8 +444,8 @@ class Measures(Watch):
                 return name
         shape = "x".join(map(str, t.shape)) or "scalar"
         if storage.storage_key(t) in self._received:
-            return f"what other ranks sent ({regions.FORMATS[t.dtype]} {shape})"
-        return f"an argument ({regions.FORMATS[t.dtype]} {shape})"
+            return f"what other ranks sent ({dtype_names.NAMES[t.dtype]} {shape})"
+        return f"an argument ({dtype_names.NAMES[t.dtype]} {shape})"
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model is not None:
@@ -492,7 +492,7 @@ class Measures(Watch):
                 continue
             largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
             inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
-            format = regions.FORMATS[dtype]
+            format = dtype_names.NAMES[dtype]
             found.append(Operand(format, tuple(shape), 0.0, largest, 0.0, inf, nan, name))
         return tuple(found)
 
@@ -569,7 +569,7 @@ _NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0])
 def _operand_of(dtype: torch.dtype, shape: torch.Size, found: torch.Tensor, name: str) -> Operand:
     smallest, largest, zeros, inf, nan = found.tolist()
     smallest = smallest if math.isfinite(smallest) else 0.0
-    format = regions.FORMATS[dtype]
+    format = dtype_names.NAMES[dtype]
     return Operand(format, tuple(shape), smallest, largest, zeros, inf, nan, name)
 
 

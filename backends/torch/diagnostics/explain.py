@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import accelerators, autograd, storage
 from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
@@ -215,9 +215,9 @@ _NOT_THERE = (
 
 def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
     if isinstance(dtype, str):
-        if dtype not in regions.DTYPES:
+        if dtype not in dtype_names.DTYPES:
             raise TypeError(f"explain(dtype={dtype!r}): use 'bfloat16' or 'float16'.")
-        dtype = regions.DTYPES[dtype]
+        dtype = dtype_names.DTYPES[dtype]
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise TypeError(
             f"explain(dtype={dtype}): the low format of a region is bfloat16 or float16."

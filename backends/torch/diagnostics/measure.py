@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import modes
 from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
 from polymp.dtypes import FORMATS
@@ -32,7 +32,7 @@ def measurable(t: Any) -> bool:
         isinstance(t, torch.Tensor)
         and t.is_floating_point()
         and t.layout is torch.strided
-        and regions.FORMATS[t.dtype] in FORMATS
+        and dtype_names.NAMES[t.dtype] in FORMATS
         and t.numel() > 0
         and t.device.type != "meta"
         and modes.is_plain(t)

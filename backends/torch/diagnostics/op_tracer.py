@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch.autocast import regions, weight_cast_cache
+from polymp.backends.torch.autocast import dtype_names, regions, weight_cast_cache
 from polymp.backends.torch.compat import autograd, dispatcher, flop_count, modes, storage
 from polymp.backends.torch.diagnostics.call_site import Place, Places
 from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
@@ -501,12 +501,12 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
 
 def formats(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
     """The formats of tensors."""
-    return tuple(regions.FORMATS[t.dtype] for t in tensors)
+    return tuple(dtype_names.NAMES[t.dtype] for t in tensors)
 
 
 def spared(running: Running, given: Any) -> None:
     """Note the casts of parameters that a call was spared: it ran low, and none was made."""
-    low = regions.DTYPES.get(running.region)
+    low = dtype_names.DTYPES.get(running.region)
     if running.row is None or not running.run or set(running.run) != {running.region}:
         return
     kind = "held" if weight_cast_cache.weights else "cached"

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.explain import call_of
@@ -184,7 +184,7 @@ def _movement(
 ) -> torch.Tensor:
     """How far one result of an op may be from the exact one, number by number."""
     (of, kind), name = _op(func), func.overloadpacket.__name__
-    format = regions.FORMATS[t.dtype]
+    format = dtype_names.NAMES[t.dtype]
     flops = flop_count.flops(func, args, kwargs, result)
     size = max(x.numel() for x in reads)
     terms = 1.0
@@ -257,7 +257,7 @@ class Program:
         follower.looks_away = False
         with ExitStack() as region:
             if self._dtype is not None:
-                dtype = regions.DTYPES[self._dtype]
+                dtype = dtype_names.DTYPES[self._dtype]
                 region.enter_context(autocast("cpu", dtype, policy=self._policy))
             results = trees.results(self._fn(*args, **kwargs), "torch")
         gradients = self._gradients(results, inputs, follower) if inputs else {}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch.autocast import cast_cache, regions
+from polymp.backends.torch.autocast import cast_cache, dtype_names
 from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import freeze_usage
 from polymp.errors import PolicyError
@@ -260,7 +260,7 @@ class Trial:
         differs = freeze_usage.first_difference(compared, steady)
         ours, theirs = differs or (None, None)
         raised = f" It raises {type(error).__name__}: {error}" if error else ""
-        low_format = regions.FORMATS[self._region.fast_dtype]
+        low_format = dtype_names.NAMES[self._region.fast_dtype]
         raise PolicyError(
             f"{what} does not run with weights in {low_format} as under autocast.{raised} "
             f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import nn_modules, storage
 
 
@@ -179,7 +179,7 @@ class Uses(TorchDispatchMode):
                 group.save()
                 group.stays(f"written by {func}{_in(where)}")
             else:
-                group.stays(f"read in {regions.FORMATS[t.dtype]} by {func}{_in(where)}")
+                group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
 
 
 # What tells the format of a tensor, or makes it be read where no op is seen.
@@ -327,7 +327,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _formats(tree: Any) -> tuple[str, ...]:
-    return tuple(regions.FORMATS[t.dtype] for t in _tensors(tree))
+    return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
 
 
 def _in(path: str) -> str:

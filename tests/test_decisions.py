@@ -297,7 +297,7 @@ def test_torch_runs_its_own_kernels_again() -> None:
         [sys.executable, "-c", NATIVE], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    again = ["['kernels.py'] ['mm']", "() []", "True"]
+    again = ["['autocast_kernel.py'] ['mm']", "() []", "True"]
     assert run.stdout.splitlines() == ["() []", *again, *again]
 
 

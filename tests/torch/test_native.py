@@ -3,7 +3,7 @@
 import pytest
 
 from polymp.backends.torch.autocast import cast_cache, front_kernel, torch_table
-from polymp.backends.torch.compat import dispatcher, overload
+from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Apply, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -62,7 +62,7 @@ def test_counts_by_rule(device, low):
 
 def test_the_vocabulary_names_what_torch_has_and_what_other_versions_have():
     names = {name for op in vocabulary().ops.values() for name in op.aten if "::" not in name}
-    assert {name for name in names if overload(name) is None} == LACKS
+    assert {name for name in names if dispatcher.overload(name) is None} == LACKS
     assert not LACKS & {op for device in torch_table.DEVICES for op in ruled(device)}
 
 

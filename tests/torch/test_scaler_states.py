@@ -195,7 +195,7 @@ def test_a_copy_keeps_what_was_asked_for() -> None:
     scaler = polymps(on_stuck="raise", stuck_after=7, strict=True, named=model)
     for twin in (copy.copy(scaler), copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
         assert twin._options == scaler._options
-        assert twin._rule == scaler._state.rule
+        assert twin._state.rule == scaler._state.rule
     assert copy.copy(polymps(on_stuck=told.append))._options.on_stuck == told.append
 
 

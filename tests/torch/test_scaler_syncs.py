@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.compat import accelerators
 from polymp.backends.torch.scaler import unscale
+from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
@@ -343,7 +344,7 @@ def in_graphs(kind: Any, graphed: bool, clip: bool = False) -> tuple[list[Any], 
 
     graph = Graph()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradScaler, "_capturing", lambda self: True)
+        patch.setattr(DeviceState, "capturing", lambda self: True)
         with graph:
             forward_and_backward()
     seen = []
@@ -394,7 +395,7 @@ def test_a_whole_iteration_replayed_is_that_of_eager_code(name: str) -> None:
         graph, seen = Graph(), []
         with pytest.MonkeyPatch.context() as patch:
             if graphed:
-                patch.setattr(GradScaler, "_capturing", lambda self: True)
+                patch.setattr(DeviceState, "capturing", lambda self: True)
                 with graph:
                     iterate()
             else:

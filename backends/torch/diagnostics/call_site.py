@@ -13,6 +13,13 @@ import torch
 from torch import nn
 
 from polymp.backends.torch.compat import nn_modules
+from polymp.backends.torch.scaler import (
+    fused_step,
+    grad_scaler,
+    loss_scalers,
+    scale_update,
+    unscale,
+)
 
 
 class Place(NamedTuple):
@@ -107,7 +114,7 @@ def _kind(filename: str) -> str:
             return "update"
         return _TORCH_S.get(end, "library")
     if filename.startswith(_OURS):
-        return "update" if Path(filename).name in _SCALING else "library"
+        return "update" if filename in _SCALING else "library"
     if filename.startswith("<"):
         return "user" if filename.startswith(_TYPED) else "library"
     standard = filename.startswith(_STANDARD) and "site-packages" not in filename
@@ -121,5 +128,5 @@ _TORCH_S = {
 }
 _OPTIM = "optim" + os.sep
 _SCALING = frozenset(
-    {"grad_scaler.py", "loss_scalers.py", "unscale.py", "scale_update.py", "fused_step.py"}
+    module.__file__ for module in (grad_scaler, loss_scalers, unscale, scale_update, fused_step)
 )

@@ -109,8 +109,10 @@ class DeviceState:
 
     def noted_loss(self) -> torch.Tensor:
         """`loss`, made if it is not there."""
-        self.tensors()
-        return cast(torch.Tensor, self.loss)
+        if self.loss is None:
+            self.tensors()
+        assert self.loss is not None
+        return self.loss
 
     def remember(self, state: ScaleState) -> None:
         """Note that the tensors hold this state now."""

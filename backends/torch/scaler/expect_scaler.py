@@ -15,16 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import optimizers
-from polymp.backends.torch.scaler import unscale
+from polymp.backends.torch.scaler import grad_scaler, loss_scalers, unscale
 from polymp.errors import ScalerWarning, UnscaledError
 
 # Modules whose functions step optimizers for a scaler.
 _SCALERS = frozenset(
-    {
-        "polymp.backends.torch.scaler.grad_scaler",
-        "polymp.backends.torch.scaler.loss_scalers",
-        "torch.amp.grad_scaler",
-    }
+    module.__name__ for module in (grad_scaler, loss_scalers, torch.amp.grad_scaler)
 )
 
 

@@ -211,7 +211,8 @@ class GradScaler(ScalerReadings):
     def _made_scale(self, device: torch.device) -> torch.Tensor:
         if self._state.scale is None:
             self._lazy_init_scale_growth_tracker(device)
-        return cast(torch.Tensor, self._state.scale)
+            assert self._state.scale is not None
+        return self._state.scale
 
     def _factor(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if not self._looked and (low := regions.latest_low(loss.device.type)) is not None:

@@ -76,14 +76,14 @@ class ScalerReadings:
     _growth_interval = _constant("interval")
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self._state
-        for name, value in (("_scale", state.scale), ("_growth_tracker", state.tracker)):
-            if value is None:
-                raise AssertionError(
-                    f"Attempted {funcname} but {name} is None.  This may indicate your script did "
-                    "not use scaler.scale(loss or outputs) earlier in the iteration."
-                )
-        return cast(torch.Tensor, state.scale), cast(torch.Tensor, state.tracker)
+        scale, tracker = self._state.scale, self._state.tracker
+        if scale is None or tracker is None:
+            name = "_scale" if scale is None else "_growth_tracker"
+            raise AssertionError(
+                f"Attempted {funcname} but {name} is None.  This may indicate your script did "
+                "not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return scale, tracker
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:

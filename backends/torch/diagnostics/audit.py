@@ -34,7 +34,9 @@ from polymp.backends.torch.diagnostics.measure import (
     numbers,
     range_of,
 )
-from polymp.backends.torch.diagnostics.op_tracer import Own, Ran, Running, Watch, float_tensors
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Own, Ran
 from polymp.backends.torch.scaler.closure_step import closure_of
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
@@ -57,7 +59,7 @@ class _Event(NamedTuple):
     """An op that ran, as `blame` will see it.
 
     Attributes:
-        running: the call that it is part of.
+        op_call: the call that it is part of.
         origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
             those that no event made; None for one that cannot be measured.
         ranges: of its results.
@@ -70,7 +72,7 @@ class _Event(NamedTuple):
         cast: True for a cast.
     """
 
-    running: Running
+    op_call: OpCall
     origins: tuple[int | None, ...]
     ranges: tuple[Range, ...]
     run: str
@@ -99,8 +101,8 @@ class _Site(NamedTuple):
     numbers: set[float]
 
 
-class Measures(Watch):
-    """A watch that measures what it sees.
+class Measures(OpTracer):
+    """A tracer that measures what it sees.
 
     Args:
         model: whose modules and parameters are named; None for those of the outermost module.
@@ -150,23 +152,23 @@ class Measures(Watch):
             self._received_in(ran, made)
             return
         origins, operands = kept
-        running, func = ran.running, ran.func
+        op_call, func = ran.op_call, ran.func
         results = [t for t in made if measurable(t)]
-        if running.direction != BACKWARD:
+        if op_call.direction != BACKWARD:
             del results[1:]  # statistics, such as the mean beside a norm
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         lost = None
         numbers: tuple[float, ...] = ()
         with Own(self._off):
             ranges = tuple(map(range_of, results))
-            if run == "float16" and not running.place.updating:
-                if self._operands or self._again(running) % _EVERY == 0:
+            if run == "float16" and not op_call.place.updating:
+                if self._operands or self._again(op_call) % _EVERY == 0:
                     lost = _against_float32(ran, results)
                 if func.overloadpacket.__name__ in _ADDING:
                     numbers = tuple(x for x in _floats(ran) if 0 < abs(x) < _TINY)
             given = any(not math.isfinite(x) for x in _floats(ran))
             reads = tuple((t.dtype, t.shape) for t in ran.reads)
-            event = _Event(running, origins, ranges, run, lost, numbers, given, reads, operands)
+            event = _Event(op_call, origins, ranges, run, lost, numbers, given, reads, operands)
             self._note(event, results)
         self._written(ran, made)
 
@@ -176,13 +178,13 @@ class Measures(Watch):
             self._forget(t)
             self._received.add(storage.storage_key(t))
 
-    def _again(self, running: Running) -> int:
+    def _again(self, op_call: OpCall) -> int:
         """How often an op was called at its site before."""
-        site = running.op, running.spelling, running.place, running.direction
+        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
         return self._visits[site] - 1
 
-    def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
+    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
         with Own(self._off):
             origins = self._read([source])
@@ -192,7 +194,7 @@ class Measures(Watch):
             lost = Lost.of(source, result) if fits and run == "float16" else None
             operands = self._measured([source]) if self._operands else ()
         reads = ((source.dtype, source.shape),)
-        event = _Event(running, origins, ranges, run, lost, (), False, reads, operands, True)
+        event = _Event(op_call, origins, ranges, run, lost, (), False, reads, operands, True)
         self._events.append(event)
         self._made(result)
 
@@ -203,7 +205,7 @@ class Measures(Watch):
             of = args[0]
             made = self._maker.get(storage.storage_key(of)) if torch.is_tensor(of) else None
             if made is not None:
-                self._of_node[number] = self._events[made[0]].running
+                self._of_node[number] = self._events[made[0]].op_call
 
     def unwatched(self, result: Any) -> None:
         for t in float_tensors(result):
@@ -244,13 +246,13 @@ class Measures(Watch):
 
     def _note(self, event: _Event, results: list[torch.Tensor]) -> None:
         self._events.append(event)
-        running = event.running
-        if running.place.updating or not results:
+        op_call = event.op_call
+        if op_call.place.updating or not results:
             return
-        at = self._scales_at if running.direction == BACKWARD else 0
+        at = self._scales_at if op_call.direction == BACKWARD else 0
         key = (
-            at, running.op, running.spelling, running.place, running.direction, running.region,
-            running.row, event.run,
+            at, op_call.op, op_call.spelling, op_call.place, op_call.direction, op_call.region,
+            op_call.row, event.run,
         )  # fmt: skip
         found = self._sites.get(key)
         if found is None:
@@ -267,7 +269,7 @@ class Measures(Watch):
             self._made(t)
         if dispatcher.writes(ran.func):
             for t in dispatcher.written(ran.func, ran.args, ran.kwargs):
-                if ran.running.place.updating:
+                if ran.op_call.place.updating:
                     self._forget(t)  # a parameter, after its step
                 else:
                     self._made(t)
@@ -403,7 +405,7 @@ class Measures(Watch):
         losses = Lost.read([e.lost for e in events if e.lost is not None])
         nodes = []
         for event, was in zip(events, bad, strict=True):
-            finite, vanished = event.run == "float16" and event.running.op not in DIVIDING, 0.0
+            finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
             if event.lost is not None:
                 finite, vanished = next(losses)
             which = next((spoiled[at] for at in event.origins if at in spoiled), "")
@@ -420,7 +422,7 @@ class Measures(Watch):
                     event.given,
                     bool(event.ranges),
                     cast=event.cast,
-                    op=event.running.op,
+                    op=event.op_call.op,
                 )
             )
         found = blame(nodes)
@@ -454,26 +456,26 @@ class Measures(Watch):
 
     def _fault(self, found: Blame, bad: list[str]) -> Fault:
         event, first = self._events[found.node], self._events[found.first]
-        running, why = event.running, found.why
+        op_call, why = event.op_call, found.why
         if event.cast and found.kind == "overflow":
             why = f"an input of it is beyond {event.run}'s largest number when it is cast"
         became = bad[found.first]
-        if first.running is not running:
-            at = f" in {first.running.place.module}" if first.running.place.module else ""
-            became = f"{became}, of {first.running.op}{at} {first.running.place.source}".rstrip()
+        if first.op_call is not op_call:
+            at = f" in {first.op_call.place.module}" if first.op_call.place.module else ""
+            became = f"{became}, of {first.op_call.op}{at} {first.op_call.place.source}".rstrip()
         return Fault(
-            running.op,
-            running.spelling,
-            running.place.module,
-            running.place.source,
-            running.direction,
+            op_call.op,
+            op_call.spelling,
+            op_call.place.module,
+            op_call.place.source,
+            op_call.direction,
             found.kind,
             event.run,
-            running.row,
+            op_call.row,
             self._operands_of(event),
             became,
             why,
-            running.region,
+            op_call.region,
         )
 
     def _operands_of(self, event: _Event) -> tuple[Operand, ...]:

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import accelerators, autograd, storage
-from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.call import Call
 from polymp.diagnostics.report import Report
@@ -27,8 +28,8 @@ from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 
 
-class _Calls(Watch):
-    """A watch that also counts what is kept for backward."""
+class _Calls(OpTracer):
+    """A tracer that also counts what is kept for backward."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
@@ -59,29 +60,29 @@ class _Calls(Watch):
         for key, (_, node, size) in self._saved.items():
             if key not in self._leaves and node in self._of_node:
                 self._of_node[node].kept += size
-        return [call_of(running) for running in self.calls]
+        return [call_of(op_call) for op_call in self.calls]
 
 
-def call_of(running: Running) -> Call:
+def call_of(op_call: OpCall) -> Call:
     """What is reported of a call."""
-    known = [f for f in running.run if f in FORMATS]
+    known = [f for f in op_call.run if f in FORMATS]
     return Call(
         "torch",
-        running.op,
-        running.spelling,
-        running.place.module,
-        running.place.source,
-        running.direction,
-        running.region,
-        running.row,
-        running.inputs or (),
+        op_call.op,
+        op_call.spelling,
+        op_call.place.module,
+        op_call.place.source,
+        op_call.direction,
+        op_call.region,
+        op_call.row,
+        op_call.inputs or (),
         widest(known) if known else "",
-        running.outputs,
-        running.casts,
-        running.cast_bytes,
-        tuple(running.saved.items()),
-        running.flops,
-        running.kept,
+        op_call.outputs,
+        op_call.casts,
+        op_call.cast_bytes,
+        tuple(op_call.saved.items()),
+        op_call.flops,
+        op_call.kept,
     )
 
 
@@ -89,12 +90,12 @@ def call_of(running: Running) -> Call:
 def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Report]:
     """`with explain() as report:`; see `explain`."""
     report = Report(title=title)
-    watch = _Calls(model)
+    tracer = _Calls(model)
     try:
-        with watch:
+        with tracer:
             yield report
     finally:
-        report.fill(watch.finished(), *watch.region)
+        report.fill(tracer.finished(), *tracer.region)
 
 
 def explain(

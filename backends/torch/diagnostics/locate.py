@@ -1,6 +1,6 @@
 """`locate`: replay a step that broke, and name the op that broke it.
 
-The step runs once more under a watch that also measures what every op is given. What it writes is
+The step runs once more under a tracer that also measures what every op is given. What it writes is
 put back when it is over, so that a run can go on as if nobody had looked.
 """
 
@@ -67,17 +67,17 @@ def locate(
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    watch = Measures(model, operands=True)
+    tracer = Measures(model, operands=True)
     with _put_back():
         try:
-            with watch:
+            with tracer:
                 step_fn(*args, **kwargs)
         except Exception:
-            fault = watch.fault()
+            fault = tracer.fault()
             if fault is None:
                 raise
             return fault
-        return watch.fault()
+        return tracer.fault()
 
 
 class _Undo(TorchDispatchMode):

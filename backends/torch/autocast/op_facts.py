@@ -101,3 +101,6 @@ FACTORIES = frozenset(
     "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ "
     "_local_scalar_dense is_same_size _has_same_storage_numel".split()
 )
+
+# Ops whose number keeps something from being zero: what the format makes zero is then missing.
+ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})

@@ -1,10 +1,10 @@
 """The contraction in each form in which polymp could lower it: how fast, and how exact.
 
 Shapes of a transformer: forward, and both gradients, of one operand that is an activation and of
-one that is a parameter where there is one. The forms are those of
-backends/jax/autocast/contraction.py, where `FORMS` says which one a platform gets; whether rightly,
-is what this shows. Beside them float32 operands. Programs run in turn; the ratio of the medians is
-what counts, and the middle half of the paired ratios stands beside it.
+one that is a parameter where there is one. The forms are those of contraction_forms.py in
+backends/jax/autocast, where `FORMS` says which one a platform gets; whether rightly, is what this
+shows. Beside them float32 operands. Programs run in turn; the ratio of the medians is what counts,
+and the middle half of the paired ratios stands beside it.
 
     python benchmarks/contraction.py              # about 2 minutes on two cores
     python benchmarks/contraction.py --rounds 3 --shapes attention
@@ -27,13 +27,13 @@ import numpy as np
 from jax import lax
 from pairing import Row, machine, measure, row, save, show, timed
 
-from polymp.backends.jax.autocast import contraction
+from polymp.backends.jax.autocast import contraction, contraction_forms
 
 PLAIN = "float32 operands"
 FORMS: dict[str, Callable[..., Any]] = {
-    "row by row": contraction.row_by_row,
-    "as asked": contraction.result_as_asked,
-    "float32 result": contraction.float32_result,
+    "row by row": contraction_forms.row_by_row,
+    "as asked": contraction_forms.result_as_asked,
+    "float32 result": contraction_forms.float32_result,
 }
 PARTS = ("forward", "gradient of the left", "gradient of the right")
 LOW = "bfloat16"
@@ -123,13 +123,13 @@ def program(shape: Shape, part: str, plain: bool = False) -> Callable[..., Any]:
 @contextmanager
 def lowered_as(form: Callable[..., Any]) -> Iterator[None]:
     """Every platform lowers the contraction in this form; afterwards, in its own again."""
-    for platform in contraction.FORMS:
-        contraction.lower_as(form, platform)
+    for platform in contraction_forms.FORMS:
+        contraction_forms.lower_as(form, platform)
     try:
         yield
     finally:
-        for platform, own in contraction.FORMS.items():
-            contraction.lower_as(own, platform)
+        for platform, own in contraction_forms.FORMS.items():
+            contraction_forms.lower_as(own, platform)
 
 
 def compiled(shape: Shape, part: str, form: Callable[..., Any] | None) -> Callable[[], Any]:
@@ -192,10 +192,10 @@ class Bench:
     def record(self) -> dict[str, Any]:
         """The findings as pairing.py has them."""
         names = {form: name for name, form in FORMS.items()}
-        names[contraction.convolutions_low] = "as asked, but convolutions low"
+        names[contraction_forms.convolutions_low] = "as asked, but convolutions low"
         return {
             "rounds": self.rounds,
-            "chosen": {platform: names[form] for platform, form in contraction.FORMS.items()},
+            "chosen": {platform: names[form] for platform, form in contraction_forms.FORMS.items()},
             "tables": {TITLE: self.rows},
             "errors": self.errors,
             "missing": self.missing,

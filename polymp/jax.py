@@ -2,8 +2,9 @@
 
 from polymp.backends.jax.autocast.api import autocast, call_in, lower, upper
 from polymp.backends.jax.autocast.known_functions import register
-from polymp.backends.jax.diagnostics.audit import Audited, audit, locate
+from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.explain import explain
+from polymp.backends.jax.diagnostics.locate import locate
 from polymp.backends.jax.modules.pin import Pins, pin
 from polymp.backends.jax.modules.scoped import scoped
 from polymp.backends.jax.scaler.expect_scaler import expect_scaler

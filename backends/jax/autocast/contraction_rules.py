@@ -10,7 +10,8 @@ from functools import partial, reduce
 from typing import Any
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.contraction import contraction_p, float32_result
+from polymp.backends.jax.autocast.contraction import contraction_p
+from polymp.backends.jax.autocast.contraction_forms import float32_result
 
 
 def register_rules() -> None:

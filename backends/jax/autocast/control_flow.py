@@ -15,91 +15,81 @@ from typing import Any
 import jax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import (
-    contraction_rules,
-    custom_derivatives,
-    function_calls,
-    passes,
-    regions,
-)
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
-from polymp.backends.jax.autocast.known_functions import FUNCTIONS
-from polymp.backends.jax.autocast.plan import Kept, Plan, Planner, Step
-from polymp.backends.jax.autocast.planner import Handler, Planned, Program
-from polymp.backends.jax.autocast.sections import SECTION
+from polymp.backends.jax.autocast.frame import Frame, Planned
+from polymp.backends.jax.autocast.plan import Inside, Plan, Step
 from polymp.backends.jax.autocast.values import Known, Origin, fits
+from polymp.backends.jax.jaxprs import inside, with_programs
 from polymp.dtypes import widest
-from polymp.rules import decisions
 from polymp.rules.region import Region
-from polymp.rules.vocabulary import vocabulary
 
 
-def _knowns(program: Program, atoms: Iterable[Any]) -> list[Known]:
-    return [program.known(atom) for atom in atoms]
+class _Rebound(Inside):
+    """A primitive that holds closed programs: it gets the rewritten ones."""
+
+    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+        return bind(step, values, **with_programs(step.eqn, list(map(closed, self.plans))))
 
 
-# jit: a call
+# jit and remat: a call, and one whose body is computed again
 
 
-def _plan_jit(program: Program, eqn: Any, region: Region) -> Planned:
-    inner = eqn.params["jaxpr"]
-    known = _knowns(program, eqn.invars)
-    if not compat.only_arrays(inner):
-        return _as_written(program, eqn)
-    plan = program.planner.plan(inner, known, region)
-    writes = [k.format for k in plan.outs]
-    return program.step(eqn, [None] * len(known), writes, _rebound, parts=(plan,)), list(plan.outs)
+def plan_jit(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A jitted function."""
+    program = eqn.params["jaxpr"]
+    if not compat.only_arrays(program):
+        return _as_written(frame, eqn)
+    return _called(frame, eqn, program, region, _Rebound)
 
 
-def _rebound(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    (plan,) = step.parts
-    return bind(step, values, jaxpr=closed(plan))
+def plan_remat(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A function whose values are computed again for its derivative."""
+    return _called(frame, eqn, compat.close(eqn.params["jaxpr"]), region, _Remat)
 
 
-# remat: a call whose body is computed again
+def _called(frame: Frame, eqn: Any, program: Any, region: Region, kind: type[Inside]) -> Planned:
+    plan = frame.planner.plan(program, map(frame.known, eqn.invars), region)
+    outs = list(plan.outs)
+    reads, writes = [None] * len(eqn.invars), [k.format for k in outs]
+    return frame.step(eqn, reads, writes, inside=kind((plan,))), outs
 
 
-def _plan_remat(program: Program, eqn: Any, region: Region) -> Planned:
-    inner = compat.close(eqn.params["jaxpr"])
-    known = _knowns(program, eqn.invars)
-    plan = program.planner.plan(inner, known, region)
-    writes = [k.format for k in plan.outs]
-    return program.step(eqn, [None] * len(known), writes, _remat, parts=(plan,)), list(plan.outs)
-
-
-def _remat(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    (plan,) = step.parts
-    if plan.as_written:
-        return bind(step, values)
-    jaxpr, consts = compat.lifted(closed(plan))
-    return bind(step, [*consts, *values], jaxpr=jaxpr)
+class _Remat(Inside):
+    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+        (plan,) = self.plans
+        if plan.as_written:
+            return bind(step, values)
+        jaxpr, consts = compat.lifted(closed(plan))
+        return bind(step, [*consts, *values], jaxpr=jaxpr)
 
 
 # scan and while: loops
 
 
-def _plan_scan(program: Program, eqn: Any, region: Region) -> Planned:
-    inner = eqn.params["jaxpr"]
-    known = _knowns(program, eqn.invars)
-    if not compat.only_arrays(inner):
-        return _as_written(program, eqn)
-    num_consts, num_carry = compat.scan_sizes(eqn.params)
-    first = num_consts + num_carry
-    consts, init, xs = known[:num_consts], known[num_consts:first], known[first:]
-    slices = [k._replace(product=False) for k in xs]
-    carry = [k.format for k in init]
+def plan_loop(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A scan or a while loop."""
+    body, *tests = programs = inside(eqn)
+    if not all(compat.only_arrays(program.closed) for program in programs):
+        return _as_written(frame, eqn)
+    known = list(map(frame.known, eqn.invars))
+    fixed, start, over = body.split(known)
+    rows = [k._replace(product=False) for k in over]
+    carry = [k.format for k in start]
 
-    def body(results: Sequence[str | None] | None) -> Plan:
+    def planned(results: Sequence[str | None] | None) -> Plan:
         state = [Known(f) for f in carry]
-        return program.planner.plan(inner, [*consts, *state, *slices], region, results)
+        return frame.planner.plan(body.closed, [*fixed, *state, *rows], region, results)
 
-    while (wider := _join(carry, body(None).outs[:num_carry])) != carry:
+    while (wider := _join(carry, planned(None).outs[: len(carry)])) != carry:
         carry = wider
-    num_ys = len(eqn.outvars) - num_carry
-    plan = body([*carry, *[None] * num_ys])
-    reads = [*[None] * num_consts, *carry, *[None] * len(xs)]
+    plan = planned([*carry, *[None] * (len(eqn.outvars) - len(carry))])
     outs = [Known(k.format) for k in plan.outs]
-    return program.step(eqn, reads, [k.format for k in outs], _rebound, parts=(plan,)), outs
+    reads: list[str | None] = [None] * len(known)
+    for at, format in zip(body.carried, carry, strict=True):
+        reads[at], known[at] = format, Known(format)
+    plans = [plan, *(frame.planner.plan(test.closed, test.of(known), region) for test in tests)]
+    step = frame.step(eqn, reads, [k.format for k in outs], inside=_Rebound(tuple(plans)))
+    return step, outs
 
 
 def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None]:
@@ -109,48 +99,20 @@ def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None
     ]
 
 
-def _plan_while(program: Program, eqn: Any, region: Region) -> Planned:
-    params = eqn.params
-    known = _knowns(program, eqn.invars)
-    inner, test = params["body_jaxpr"], params["cond_jaxpr"]
-    if not compat.only_arrays(inner) or not compat.only_arrays(test):
-        return _as_written(program, eqn)
-    of_test = params["cond_nconsts"]
-    first = of_test + params["body_nconsts"]
-    test_consts, consts, init = known[:of_test], known[of_test:first], known[first:]
-    carry = [k.format for k in init]
-
-    def body(results: Sequence[str | None] | None) -> Plan:
-        state = [Known(f) for f in carry]
-        return program.planner.plan(inner, [*consts, *state], region, results)
-
-    while (wider := _join(carry, body(None).outs)) != carry:
-        carry = wider
-    outs = [Known(f) for f in carry]
-    plans = body(carry), program.planner.plan(test, [*test_consts, *outs], region)
-    reads = [*[None] * first, *carry]
-    return program.step(eqn, reads, carry, _while, parts=plans), outs
-
-
-def _while(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    body, test = step.parts
-    return bind(step, values, body_jaxpr=closed(body), cond_jaxpr=closed(test))
-
-
 # cond: branches
 
 
-def _plan_cond(program: Program, eqn: Any, region: Region) -> Planned:
-    branches = eqn.params["branches"]
-    known = _knowns(program, eqn.invars[1:])
-    if not all(map(compat.only_arrays, branches)):
-        return _as_written(program, eqn)
-    planner = program.planner
-    free = [planner.plan(branch, known, region) for branch in branches]
+def plan_cond(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A choice between programs."""
+    known = list(map(frame.known, eqn.invars))
+    branches = [(branch.closed, branch.of(known), region) for branch in inside(eqn)]
+    if not all(compat.only_arrays(branch) for branch, _, _ in branches):
+        return _as_written(frame, eqn)
+    free = [frame.planner.plan(*branch) for branch in branches]
     formats = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
-    plans = tuple(planner.plan(branch, known, region, formats) for branch in branches)
+    plans = tuple(frame.planner.plan(*branch, formats) for branch in branches)
     outs = [Known(f) for f in formats]
-    return program.step(eqn, [None] * len(eqn.invars), formats, _cond, parts=plans), outs
+    return frame.step(eqn, [None] * len(known), formats, inside=_Rebound(plans)), outs
 
 
 def _meet(outs: Sequence[Known]) -> str | None:
@@ -164,83 +126,42 @@ def _meet(outs: Sequence[Known]) -> str | None:
     return format if all(fits(number, format) for number in numbers) else "float32"
 
 
-def _cond(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    return bind(step, values, branches=tuple(map(closed, step.parts)))
-
-
 # shard_map: one program on many devices
 
 
-def _plan_shard_map(program: Program, eqn: Any, region: Region) -> Planned:
-    inner = compat.close(eqn.params["jaxpr"])
-    known = [k._replace(number=None) for k in _knowns(program, eqn.invars)]
-    plan = program.planner.plan(inner, known, region)
+def plan_shard_map(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A program on many devices."""
+    (program,) = inside(eqn)
+    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    plan = frame.planner.plan(program.closed, known, region)
     outs = [Known(k.format, product=k.product) for k in plan.outs]
-    writes = [k.format for k in outs]
-    return program.step(eqn, [None] * len(known), writes, _shard_map, parts=(plan,)), outs
+    reads, writes = [None] * len(known), [k.format for k in outs]
+    return frame.step(eqn, reads, writes, inside=_Mapped((plan,))), outs
 
 
-def _shard_map(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    (plan,) = step.parts
-    params = step.params
-    if plan.as_written:
-        return bind(step, values)
-    mapped: Any = jax.shard_map(
-        lambda *args: tuple(run(plan, args)),
-        mesh=params["mesh"],
-        in_specs=params["in_specs"],
-        out_specs=params["out_specs"],
-        axis_names=params["newly_manual_axes"],
-        check_vma=params["check_vma"],
-    )
-    outs: Sequence[Any] = mapped(*values)
-    return outs
+class _Mapped(Inside):
+    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+        (plan,) = self.plans
+        params = step.params
+        if plan.as_written:
+            return bind(step, values)
+        mapped: Any = jax.shard_map(
+            lambda *args: tuple(run(plan, args)),
+            mesh=params["mesh"],
+            in_specs=params["in_specs"],
+            out_specs=params["out_specs"],
+            axis_names=params["newly_manual_axes"],
+            check_vma=params["check_vma"],
+        )
+        outs: Sequence[Any] = mapped(*values)
+        return outs
 
 
-def _as_written(program: Program, eqn: Any) -> Planned:
+def _as_written(frame: Frame, eqn: Any) -> Planned:
     """For a body that takes references or tokens, whose types no cast can follow."""
-    program.planner.warn(
+    frame.planner.warn(
         eqn.primitive.name,
         "polymp.jax.autocast leaves this {!r} as it is written: its body takes references or "
         "tokens, whose types no cast can follow.",
     )
-    return program.as_written(eqn)
-
-
-CONTROL: dict[str, Handler] = {
-    "jit": _plan_jit,
-    "pjit": _plan_jit,
-    "checkpoint": _plan_remat,
-    "remat": _plan_remat,
-    "remat2": _plan_remat,
-    "scan": _plan_scan,
-    "while": _plan_while,
-    "cond": _plan_cond,
-    "shard_map": _plan_shard_map,
-    "custom_jvp_call": custom_derivatives.plan_jvp,
-    "custom_vjp_call": custom_derivatives.plan_vjp,
-    SECTION: function_calls.plan_section,
-}
-
-
-def planner(region: Region, kept: Kept | None = None) -> Planner:
-    """A planner that knows every control primitive above, for a program in a region.
-
-    Args:
-        region: that holds in the program.
-        kept: plans of earlier calls. A record wants every decision made anew, and leaves them out.
-    """
-    FUNCTIONS.refresh()
-    contraction_rules.register_rules()
-    colours = region.promotion == "weak" or regions.any_weak()
-    if decisions.current() is not None:
-        kept = None
-    # What else plans depend on: jax's configuration, and the ops that are known by now.
-    settings = compat.trace_context(), len(vocabulary().registered), len(FUNCTIONS.ops)
-    return Planner(
-        lambda *args: Program(args[0], CONTROL, *args[1:]).plan(),
-        passes.off(),
-        colours,
-        kept,
-        settings,
-    )
+    return frame.as_written(eqn)

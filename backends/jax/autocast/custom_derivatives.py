@@ -5,100 +5,87 @@ The rule is never read off the equation. The equation is wrapped as a function a
 rule is planned when a derivative is first asked for, in the region of the call.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, Self
 
 import jax
-import numpy as np
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import bind, cast, run
+from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
-from polymp.backends.jax.autocast.plan import Plan, Step
-from polymp.backends.jax.autocast.planner import Planned, Program
+from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.values import Known
 from polymp.rules.region import Region
 
 
-def plan_jvp(program: Program, eqn: Any, region: Region) -> Planned:
+def plan_jvp(frame: Frame, eqn: Any, region: Region) -> Planned:
     """Plan a `jax.custom_jvp` function."""
-    return _plan(program, eqn, region, _Forward)
+    return _plan(frame, eqn, region, _Forward)
 
 
-def plan_vjp(program: Program, eqn: Any, region: Region) -> Planned:
+def plan_vjp(frame: Frame, eqn: Any, region: Region) -> Planned:
     """Plan a `jax.custom_vjp` function."""
-    return _plan(program, eqn, region, _Reverse)
+    return _plan(frame, eqn, region, _Reverse)
 
 
-def _plan(program: Program, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
-    known = [program.known(atom)._replace(number=None) for atom in eqn.invars]
-    plan = program.planner.plan(eqn.params["call_jaxpr"], known, region)
+def _plan(frame: Frame, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
+    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
     outs = [Known(k.format, product=k.product, weak=k.weak) for k in plan.outs]
-    writes = [k.format for k in outs]
-    parts = plan, rules(program, eqn, plan)
-    return program.step(eqn, [None] * len(known), writes, _emit, parts=parts), outs
+    reads, writes = [None] * len(known), [k.format for k in outs]
+    return frame.step(eqn, reads, writes, inside=rules(frame, eqn, plan)), outs
 
 
-def _emit(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    plan, rules = step.parts
-    if plan.as_written and not plan.region.enabled:
-        return bind(step, values)
-    outs: Sequence[Any] = rules.call(values)
-    return outs
-
-
-# Makes a plan one for inputs that come in low formats; see `lower_inputs`. In: the plan, by input
-# the low format or None, the outputs that may come low, and the name of the function. Out: the
-# plan, and by output the low format or None.
-Change = Callable[
-    [Plan, Sequence[str | None], Iterable[int], str], tuple[Plan, Sequence[str | None]]
-]
-
-
-class _Rules:
+class _Rules(Inside):
     """The derivative rules of one equation, in the formats of its plan.
 
     Args:
-        program: that the equation is part of.
+        frame: of the program that the equation is part of.
         eqn: the equation.
         plan: of the program that the equation calls.
     """
 
-    def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
-        self.planner = program.planner
+    def __init__(self, frame: Frame, eqn: Any, plan: Plan) -> None:
+        super().__init__((plan,))
+        self.planner = frame.planner
         self.eqn = eqn
-        self.plan = plan
-        self.floats = [_is_float(var) for var in eqn.invars]
-        self.float_outs = [_is_float(var) for var in eqn.outvars]
+        self.floats = [is_inexact(var.aval) for var in eqn.invars]
+        self.float_outs = [is_inexact(var.aval) for var in eqn.outvars]
         self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
         self.name = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
         self.made: dict[Any, Any] = {}
         self.planned_as: tuple[Any, Change] | None = None
+        self.lows: list[str | None] = []  # by input, the low format that it is stored in
 
-    def stored(self, plan: Plan, change: "Change") -> "_Rules":
-        """These rules where some inputs come low: planned as ever, then changed.
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
 
-        Args:
-            plan: of the program that the equation calls, for those inputs.
-            change: what makes a plan of a rule one for low inputs.
-        """
+    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+        if self.plan.as_written and not self.plan.region.enabled:
+            return bind(step, values)
+        return self.call(values)
+
+    def passed_on(self) -> Sequence[int]:
+        return ()  # the rule hands on what the function does, in the same formats
+
+    def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
+        """These rules where some inputs come low: planned as ever, then changed."""
         rules = copy(self)
-        rules.plan, rules.made, rules.planned_as = plan, {}, (self, change)
+        rules.plans, rules.lows, rules.made = plans, list(lows), {}
+        rules.planned_as = self, change
         return rules
 
     def original(self, *args: Any) -> Any:
         """The equation as a function, at its declared formats."""
         primitive = self.eqn.primitive
         return primitive.bind(*args, **primitive.get_bind_params(self.eqn.params))
-
-    def lows(self) -> list[str | None]:
-        """By input, the low format that it is stored in."""
-        assert self.planned_as is not None
-        pairs = zip(self.plan.known, self.planned_as[0].plan.known, strict=True)
-        return [now.format if now.format != planned.format else None for now, planned in pairs]
 
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:
         """The closed jaxpr of a rule, traced where the call was."""
@@ -127,6 +114,19 @@ class _Half(NamedTuple):
     moves: tuple[bool, ...] = ()
     tree: Any = None
     stored: Sequence[str | None] = ()
+
+
+def _once(method: Callable[..., _Half]) -> Callable[..., _Half]:
+    """A method that plans for each choice of arguments once; kept where its rules keep things."""
+
+    @wraps(method)
+    def call(self: _Rules, *choice: tuple[bool, ...]) -> _Half:
+        if choice not in self.made:
+            self.made[choice] = method(self, *choice)
+        half: _Half = self.made[choice]
+        return half
+
+    return call
 
 
 class _Forward(_Rules):
@@ -161,19 +161,13 @@ class _Forward(_Rules):
         ]
         return tuple(flat[:count]), tuple(tangents)
 
+    @_once
     def planned(self, moving: tuple[bool, ...]) -> _Half:
         """The rule, when these arguments move."""
-        made = self.made
-        if moving not in made:
-            made[moving] = self.both(moving)
-        half: _Half = made[moving]
-        return half
-
-    def both(self, moving: tuple[bool, ...]) -> _Half:
         if self.planned_as is not None:
             before, change = self.planned_as
             half: _Half = before.planned(moving)
-            plan, _ = change(half.plan, [*self.lows(), *[None] * sum(moving)], (), self.name)
+            plan, _ = change(half.plan, [*self.lows, *[None] * sum(moving)], (), self.name)
             return half._replace(plan=plan)
         avals = [var.aval for var in self.eqn.invars]
         moves: list[bool] = []
@@ -202,8 +196,8 @@ class _Reverse(_Rules):
     cotangent, and gets a plan for each such choice.
     """
 
-    def __init__(self, program: Program, eqn: Any, plan: Plan) -> None:
-        super().__init__(program, eqn, plan)
+    def __init__(self, frame: Frame, eqn: Any, plan: Plan) -> None:
+        super().__init__(frame, eqn, plan)
         self.num_consts = eqn.params.get("num_consts", 0)
 
     def call(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -246,29 +240,15 @@ class _Reverse(_Rules):
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return function
 
+    @_once
     def forward(self, moving: tuple[bool, ...]) -> _Half:
         """The forward half, when these arguments are differentiated."""
-        made = self.made
-        if moving not in made:
-            made[moving] = self.planned_forward(moving)
-        half: _Half = made[moving]
-        return half
-
-    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
-        """The backward half, when these arguments are differentiated and these cotangents come."""
-        made = self.made
-        if (moving, coming) not in made:
-            made[moving, coming] = self.planned_backward(moving, coming)
-        half: _Half = made[moving, coming]
-        return half
-
-    def planned_forward(self, moving: tuple[bool, ...]) -> _Half:
         count = len(self.plan.outs)
         if self.planned_as is not None:
             before, change = self.planned_as
             half: _Half = before.forward(moving)
             saved = range(count, len(half.plan.outs))
-            plan, outs = change(half.plan, self.lows(), saved, self.name)
+            plan, outs = change(half.plan, self.lows, saved, self.name)
             return half._replace(plan=plan, stored=outs[count:])
         skip = self.num_consts
         trees: list[Any] = []
@@ -293,7 +273,9 @@ class _Reverse(_Rules):
         plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, wanted)
         return _Half(plan, tree=trees[0])
 
-    def planned_backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+    @_once
+    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> _Half:
+        """The backward half, when these arguments are differentiated and these cotangents come."""
         first = self.forward(moving)
         if self.planned_as is not None:
             before, change = self.planned_as
@@ -347,11 +329,6 @@ def _moving(tangents: Sequence[Any], floats: Sequence[bool]) -> tuple[bool, ...]
         is_float and not isinstance(tangent, zero)
         for tangent, is_float in zip(tangents, floats, strict=True)
     )
-
-
-def _is_float(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, Var
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
-from polymp.backends.jax.autocast.plan import Plan, Step
+from polymp.backends.jax.autocast.plan import Kind, Plan, Step
 from polymp.backends.jax.autocast.sharded_weights import rounded_first
 from polymp.rules import decisions
 
@@ -55,11 +55,11 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
     given = (*plan.consts, *args)
     recorder = compat.recorder(given)
     bind, put, whole = compat.put, compat.put, _itself
-    simple: set[Any] = {"bind", "cast"}  # what takes values that are recorded, and no more
+    simple = {Kind.BIND, Kind.CAST}  # what takes values that are recorded, and no more
     if recorder is not None:
         bind, put, whole = recorder.bind, recorder.put, recorder.tracer
         if recorder.meshless:
-            simple.add("contract")
+            simple.add(Kind.CONTRACT)
 
     def read(operand: Any, put: Put) -> Any:
         kind = type(operand)
@@ -92,11 +92,11 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
             if eqn.ctx is not here:
                 with eqn.ctx.manager:
                     outs = _step(step, [whole(read(o, bind)) for o in step.operands], compat.put)
-            elif step.how in simple:
+            elif step.kind in simple:
                 outs = _step(step, [read(o, put) for o in step.operands], put)
             else:
                 outs = _step(step, [whole(read(o, put)) for o in step.operands], compat.put)
-            if record is not None and step.how == "cast" and _changes(eqn):
+            if record is not None and step.kind is Kind.CAST and _changes(eqn):
                 record.spared(step, "cancelled")
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = out
@@ -133,24 +133,24 @@ _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
 def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
-    eqn, how = step.eqn, step.how
-    if how == "bind":
+    eqn, kind = step.eqn, step.kind
+    if kind is Kind.BIND:
         outs = put(eqn.primitive, values, _params(step))
-    elif how == "cast":
+    elif kind is Kind.CAST:
         return values
-    elif how == "round":
+    elif kind is Kind.ROUND:
         outs = rounded_first(step, values, bind, cast)
-    elif how == "contract":
-        (run_in,) = step.parts
+    elif kind is Kind.CONTRACT:
         (out,) = step.writes
+        assert step.low is not None
         assert out is not None, "a contraction has a float result"
         if put is compat.put:  # there may be axes over which they vary
             values = list(compat.varying_alike(*values))
-        outs = put(
-            contraction_p, values, contraction_params(eqn.primitive, eqn.params, run_in, out)
-        )
+        params = contraction_params(eqn.primitive, eqn.params, step.low, out)
+        outs = put(contraction_p, values, params)
     else:
-        outs = how(step, values)
+        assert step.inside is not None
+        outs = step.inside.emit(step, values)
     if step.returns is None:
         return outs
     return [

@@ -1,29 +1,30 @@
-"""Calls of functions that a policy knows, and primitives that users registered.
+"""Calls of functions that a policy knows, each taken as one op, and primitives of users.
 
-`ruled` says which section an equation belongs to, `plan_section` by which row a section runs.
-Inside it nothing else is asked: what is computed there has one format.
+A policy has a row for softmax; a trace shows a maximum, a difference, an exponential, a sum and a
+quotient. Neighbours that were traced in the same call of a function that the policy rules become
+one `Section`, which has the shape of an equation on the outside and of a closed jaxpr inside. Its
+row says how it runs. Inside it nothing else is asked: what is computed there has one format.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import jax
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.evaluate import cast, run
+from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
-from polymp.backends.jax.autocast.plan import AS_CALLED, Step
-from polymp.backends.jax.autocast.sections import Ruled, Section
+from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
+from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
 from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.autocast.planner import Planned, Program
 
 
 def is_registered(name: str) -> bool:
@@ -32,40 +33,143 @@ def is_registered(name: str) -> bool:
     return op is not None and bool(op.rule)
 
 
-def plan_registered(program: "Program", eqn: Any, region: Region) -> "Planned":
+def plan_registered(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A user's primitive: its own shape rule says what comes out of cast operands."""
-    known = [program.known(atom)._replace(number=None) for atom in eqn.invars]
+    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
     hard = tuple(k.format for k in known if k.format)
     if not hard or any(map(fixed, eqn.invars)):
-        return program.as_written(eqn)
+        return frame.as_written(eqn)
     name = eqn.primitive.name
-    decision = program.decision(op_of(name), hard, region, name)
+    decision = frame.decision(op_of(name), hard, region, name)
     if decision.rule is Rule.PARTS:
-        return program.as_written(eqn)
+        return frame.as_written(eqn)
     reads = [(decision.run or k.format) if k.format else None for k in known]
     writes = compat.formats_out(eqn, reads)
     returns = None
     if decision.out is not None:
         returns = tuple(decision.out if f in ELIGIBLE else None for f in writes)
     outs = [Known(f if f in ELIGIBLE else None) for f in returns or writes]
-    return program.step(eqn, reads, writes, returns=returns), outs
+    return frame.step(eqn, reads, writes, returns=returns), outs
 
 
-def ruled(program: "Program", eqn: Any) -> Ruled | None:
+class _Ruled(NamedTuple):
+    """What makes equations one section.
+
+    Attributes:
+        op: of the vocabulary.
+        call: what tells a call of the function in one place from those in others.
+        region: that the call is in.
+        inside: where in the function the equation was traced; None if that tells nothing.
+    """
+
+    op: str
+    call: Any
+    region: Any
+    inside: Any
+
+    def goes_on(self, first: "_Ruled") -> bool:
+        """True if this is of the same call as the first equation of a section.
+
+        A call in a loop has the same place each time; it begins anew where its first equation
+        comes again.
+        """
+        return self[:3] == first[:3] and (self.inside is None or self.inside != first.inside)
+
+
+class _Primitive(NamedTuple):
+    """What stands for a primitive in a section."""
+
+    name: str
+
+
+SECTION = "polymp_section"
+
+
+class Section:
+    """Equations of one op, as one equation and as the program inside it.
+
+    Attributes:
+        primitive: by whose name a plan tells sections from equations.
+        op: of the vocabulary.
+        region: that it is in.
+        eqns: the equations.
+        invars: what they read from outside; variables only.
+        outvars: what of theirs is read outside.
+    """
+
+    primitive = _Primitive(SECTION)
+    constvars: Sequence[Any] = ()
+    consts: Sequence[Any] = ()
+
+    def __init__(self, ruled: _Ruled, eqns: Sequence[Any], invars: Any, outvars: Any) -> None:
+        self.op = ruled.op
+        self.region = ruled.region
+        self.eqns = eqns
+        self.invars = invars
+        self.outvars = outvars
+        self.params: dict[str, Any] = {}
+        self.source_info = eqns[0].source_info
+        self.ctx = eqns[0].ctx
+
+    @property
+    def jaxpr(self) -> "Section":
+        return self
+
+    @property
+    def debug_info(self) -> Any:
+        raise AttributeError("a section was traced from no function of its own")
+
+
+def sections(frame: Frame) -> Sequence[Any]:
+    """The equations of a frame's program, those of one call as a section."""
+    jaxpr = frame.jaxpr
+    eqns = jaxpr.eqns
+    keys = [_ruled(frame, eqn) for eqn in eqns]
+    if not any(keys):
+        return list(eqns)
+    groups: list[tuple[_Ruled | None, list[Any]]] = []
+    for eqn, key in zip(eqns, keys, strict=True):
+        first = groups[-1][0] if groups else None
+        if key is not None and first is not None and key.goes_on(first):
+            groups[-1][1].append(eqn)
+        else:
+            groups.append((key, [eqn]))
+    made: list[Any] = []
+    read = {id(v) for v in jaxpr.outvars}  # by what comes later, for we go backwards
+    for key, group in reversed(groups):
+        written = [v for eqn in group for v in eqn.outvars]
+        outvars = [v for v in written if id(v) in read]
+        own = {id(v) for v in written}
+        invars = {
+            id(v): v
+            for eqn in group
+            for v in eqn.invars
+            if type(v) is not Literal and id(v) not in own
+        }
+        made.extend(
+            group[::-1]
+            if key is None or not outvars
+            else [Section(key, group, list(invars.values()), outvars)]
+        )
+        read.update(id(v) for eqn in group for v in eqn.invars)
+    return made[::-1]
+
+
+def _ruled(frame: Frame, eqn: Any) -> _Ruled | None:
     """The section that an equation belongs to: the outermost function that a row speaks of."""
-    if program.region.policy is AS_CALLED:
+    if frame.region.policy is AS_CALLED:
         return None
     region = None
     for found in FUNCTIONS.of(eqn):
         if region is None:
-            region, _ = program.planner.place(eqn.source_info.name_stack, program.region)
+            region, _ = frame.planner.stacks.place(eqn.source_info.name_stack, frame.region)
         if not region.enabled:
             return None
         kind, rule = vocabulary().ops[found.op].kind, _rule(found.op, region)
         if rule is Rule.LOWER and kind in op_facts.WITH_PRODUCTS:
             continue
         if rule is not Rule.PARTS or kind in op_facts.AS_WRITTEN:
-            return Ruled(found.op, found.call, region, found.inside)
+            return _Ruled(found.op, found.call, region, found.inside)
     return None
 
 
@@ -80,11 +184,11 @@ def _rule(op: str, region: Region) -> Rule:
     return row.rule
 
 
-def plan_section(program: "Program", section: Section, _: Region) -> "Planned":
+def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     """Plan a call of a known function by the row of its op."""
-    known = [program.known(atom)._replace(number=None) for atom in section.invars]
+    known = [frame.known(atom)._replace(number=None) for atom in section.invars]
     region = section.region
-    program.stack = compat.no_scopes()  # those inside have their own
+    frame.stack = compat.no_scopes()  # those inside have their own
     floats = [k.format for k in known if k.format]
     hard, like = floats, None
     if vocabulary().ops[section.op].kind in op_facts.WITH_PARAMETERS:
@@ -94,7 +198,7 @@ def plan_section(program: "Program", section: Section, _: Region) -> "Planned":
         like = {shape for _, shape in main}
     decision = Decision(Rule.PARTS)
     if _rule(section.op, region) is not Rule.PARTS:
-        decision = program.decision(section.op, tuple(hard), region, "")
+        decision = frame.decision(section.op, tuple(hard), region, "")
     if decision.rule is Rule.LOWER and vocabulary().picks(section.op):
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:
@@ -112,7 +216,7 @@ def plan_section(program: "Program", section: Section, _: Region) -> "Planned":
     else:
         reads = [(run or k.format) if k.format else None for k in known]
     met = [k._replace(format=f, weak=False) for k, f in zip(known, reads, strict=True)]
-    plan = program.planner.plan(section, met, inside)
+    plan = frame.planner.plan(section, met, inside)
     writes = tuple(k.format for k in plan.outs)
     outs = [k._replace(number=None, weak=False) for k in plan.outs]
     returns = None
@@ -129,31 +233,51 @@ def plan_section(program: "Program", section: Section, _: Region) -> "Planned":
             for f, v in zip(writes, section.outvars, strict=True)
         )
         outs = [k._replace(format=f) if f else k for k, f in zip(outs, returns, strict=True)]
-    parts = plan, tuple(reads), returns
     keep = decision.rule is Rule.FP32_KEEP
     if keep and decision.out in LOW and not any(eqn.effects for eqn in section.eqns):
         finals = tuple(k.format for k in outs)
-        return program.step(section, [None] * len(reads), finals, _again, parts=parts), outs
-    return program.step(section, reads, writes, _inlined, None, returns, parts), outs
+        kept = _Again((plan,), tuple(reads), returns)
+        return frame.step(section, [None] * len(reads), finals, inside=kept), outs
+    inlined = _Inlined((plan,), tuple(reads), returns)
+    return frame.step(section, reads, writes, returns=returns, inside=inlined), outs
 
 
-def _inlined(step: Step, values: Sequence[Any]) -> Sequence[Any]:
-    """A section runs where it is."""
-    plan, _, _ = step.parts
-    return run(plan, values)
+@dataclass(eq=False)
+class _Inlined(Inside):
+    """A section that runs where it is.
+
+    Attributes:
+        reads: by operand, the format that the plan takes it in.
+        returns: format to cast each result to afterwards; None to leave them.
+    """
+
+    reads: tuple[str | None, ...]
+    returns: tuple[str | None, ...] | None
+
+    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+        return run(self.plans[0], values)
+
+    def passed_on(self) -> Sequence[int]:
+        outs = range(len(self.plans[0].outs))
+        return [i for i in outs if self.returns is None or self.returns[i] is None]
+
+    def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
+        reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))
+        return replace(self, plans=plans, reads=reads)
 
 
-def _again(step: Step, values: Sequence[Any]) -> Sequence[Any]:
+class _Again(_Inlined):
     """A section that returns a low format: its operands are saved as they came, nothing wider.
 
     For backward it is computed again, as a fused kernel would.
     """
-    plan, reads, returns = step.parts
 
-    def section(*values: Any) -> Sequence[Any]:
-        outs = run(plan, [cast(v, f) if f else v for v, f in zip(values, reads, strict=True)])
-        finals = returns or [None] * len(outs)
-        return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
+    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+        def section(*values: Any) -> Sequence[Any]:
+            pairs = zip(values, self.reads, strict=True)
+            outs = run(self.plans[0], [cast(v, f) if f else v for v, f in pairs])
+            finals = self.returns or [None] * len(outs)
+            return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
 
-    outs: Sequence[Any] = jax.checkpoint(section)(*values)
-    return outs
+        outs: Sequence[Any] = jax.checkpoint(section)(*values)
+        return outs

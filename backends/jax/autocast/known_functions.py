@@ -18,6 +18,7 @@ from jax.extend import core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.jaxprs import JITTED, RULED, inside
 from polymp.errors import PolicyError
 from polymp.rules.custom_ops import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
@@ -97,7 +98,7 @@ class Functions:
         if isinstance(function, jax.numpy.ufunc):  # leaves no frame, but a call of its own
             numbers = [1.0] * function.nin
             for eqn in jax.make_jaxpr(function)(*numbers).eqns:
-                for closed in _calls(eqn):
+                for closed in _called(eqn):
                     self.places[compat.traced_from(closed)] = op
             return
         code = code_of(function)
@@ -121,7 +122,7 @@ class Functions:
         """The known functions around an equation, from the outermost inwards."""
         frames = compat.frames(eqn.source_info.traceback)
         outside = self.ops.keys().isdisjoint(map(id, frames.codes))
-        if outside and eqn.primitive.name not in _CALLS:
+        if outside and eqn.primitive.name not in _NAMED:
             return ()
         return self._around(eqn, frames)
 
@@ -134,7 +135,7 @@ class Functions:
                     types = tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
                     inner = tuple(ids[:at]), tuple(frames.places[: at + 1]), eqn.primitive, types
                     yield Found(self.ops[ids[at]], outer, inner)
-        for closed in _calls(eqn):
+        for closed in _called(eqn):
             if op := self.places.get(compat.traced_from(closed)):
                 yield Found(op, id(eqn), None)
 
@@ -146,15 +147,12 @@ class Functions:
             self._borders.add(id(code))
 
 
-def _calls(eqn: Any) -> Iterator[Any]:
-    """The jaxpr of a call, if the equation is one."""
-    if eqn.primitive.name in _CALLS:
-        for name in ("jaxpr", "call_jaxpr"):
-            if name in eqn.params:
-                yield eqn.params[name]
+def _called(eqn: Any) -> list[Any]:
+    """The jaxpr of a call that keeps its function's name, if the equation is one."""
+    return [one.closed for one in inside(eqn)] if eqn.primitive.name in _NAMED else []
 
 
-_CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call"})
+_NAMED = JITTED | RULED
 
 # Where wrappers keep what they wrap: functools, jax's custom_jvp and custom_vjp, functools.partial,
 # bound methods.

@@ -53,9 +53,6 @@ FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
 # Return one of their operands' numbers, so a constant beyond a format's range may be clamped to it.
 CHOICES = frozenset("clamp concatenate max min pad select_n stack".split())
 
-# Run a program once, whose inputs are their operands and whose outputs are their results.
-CALLS = frozenset({"jit", "pjit", "checkpoint", "remat", "remat2", "shard_map"})
-
 # Hold a program of their own that is not the user's to rewrite: run as written, without a word.
 OPAQUE = frozenset(
     """

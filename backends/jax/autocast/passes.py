@@ -1,69 +1,24 @@
-"""Passes: what is done to a plan so that fewer casts are left, and why the numbers stay.
+"""Passes over a planned frame, so that fewer casts are left, and why the numbers stay.
 
-    bias_fold   a parameter added to a contraction's result takes its format  as adds are planned
-    sharing     a computed value is cast once for all who read it low         as reads are planned
-    pull_up     what float32 ops alone read is computed in float32            backwards, at the end
-    pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end
+    pull_up     what float32 ops alone read is computed in float32
+    pull_down   a layout that low ops alone read is made of low numbers
 
-`pull_up` and `pull_down` are one walk from the last step to the first, and none where the plan
-holds no cast. `without` switches passes off, for tests.
+They are one walk from the last step to the first, and none where the plan holds no cast.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.extend import core
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import op_facts
-from polymp.backends.jax.autocast.plan import Cast, Step
+from polymp.backends.jax.autocast.frame import Frame
+from polymp.backends.jax.autocast.pass_switches import Pass
+from polymp.backends.jax.autocast.plan import Cast, Kind, Step
 from polymp.backends.jax.autocast.values import LOW, Origin, declared, fits
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.autocast.planner import Program
-
-
-class Pass(StrEnum):
-    """The passes, by name."""
-
-    BIAS_FOLD = "bias_fold"
-    SHARING = "sharing"
-    PULL_UP = "pull_up"
-    PULL_DOWN = "pull_down"
-
-
-# The passes that are switched off. Part of the key of every trace, as `regions.AMBIENT` is.
-_OFF: Any = jax.make_user_context(frozenset())
-
-
-def off() -> frozenset[str]:
-    """The names of the passes that are switched off here."""
-    found: frozenset[str] = _OFF.value
-    return found
-
-
-@contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Plan what is traced meanwhile, in this thread, without some passes: for tests and experts.
-
-    Args:
-        names: of the passes.
-
-    Raises:
-        ValueError: there is no such pass.
-    """
-    if unknown := [name for name in names if name not in list(Pass)]:
-        raise ValueError(
-            f"without({', '.join(map(repr, names))}): {', '.join(map(repr, unknown))} is no pass. "
-            f"The passes are {', '.join(Pass)}."
-        )
-    with _OFF(off().union(map(str, names))):
-        yield
-
 
 # What is computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = op_facts.ELEMENTWISE | {
@@ -106,7 +61,7 @@ NARROWED = frozenset(
 _MIXED = "mixed"
 
 
-def improve(program: "Program") -> None:
+def improve(frame: Frame) -> None:
     """Pull casts up and down, where that leaves fewer or smaller ones.
 
     What is read in one other format than its own, and in no other, is computed in that format:
@@ -118,9 +73,9 @@ def improve(program: "Program") -> None:
     already, or will be, as one of its layouts is. Or where one operand needs one, and another is
     low and need not be cast up, or the result spreads it over more elements.
     """
-    up, down = (p not in program.planner.off for p in (Pass.PULL_UP, Pass.PULL_DOWN))
-    if program.casts and (up or down):
-        _Walk(program, up, down).run()
+    up, down = (p not in frame.planner.off for p in (Pass.PULL_UP, Pass.PULL_DOWN))
+    if frame.casts and (up or down):
+        _Walk(frame, up, down).run()
 
 
 class _Walk:
@@ -132,8 +87,8 @@ class _Walk:
         moved: True if some value has another format than it was planned in.
     """
 
-    def __init__(self, program: "Program", up: bool, down: bool) -> None:
-        self.program = program
+    def __init__(self, frame: Frame, up: bool, down: bool) -> None:
+        self.frame = frame
         self.up, self.down = up, down
         self.formats: dict[Any, str | None] = {}
         self.cast: set[tuple[Any, str]] = set()
@@ -143,15 +98,15 @@ class _Walk:
         self._layouts: dict[tuple[Any, str], set[Any]] | None = (
             None  # of a source, cast to a format
         )
-        constvars, _ = compat.binders(program.closed)
+        constvars, _ = compat.binders(frame.closed)
         self._inert = {  # of float variables; a constant that is there has no gradient
             var: not isinstance(value, jax.core.Tracer)
-            for var, value in zip(constvars, program.consts, strict=True)
+            for var, value in zip(constvars, frame.consts, strict=True)
         }
 
     def run(self) -> None:
-        program, steps = self.program, self.program.steps
-        env, formats = program.env, self.formats
+        frame, steps = self.frame, self.frame.steps
+        env, formats = frame.env, self.formats
         self.results()
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
@@ -175,17 +130,17 @@ class _Walk:
                     if operand.shared:
                         self.cast.add((operand.atom, operand.format))
         if self.moved:  # what was read with a cast may now come in that format already
-            program.steps = list(map(self.settled, steps))
+            frame.steps = list(map(self.settled, steps))
 
     def results(self) -> None:
         """The formats in which the program's outputs are read."""
-        program = self.program
-        atoms = program.jaxpr.outvars
-        for atom, want in zip(atoms, program.wanted or [None] * len(atoms), strict=True):
+        frame = self.frame
+        atoms = frame.jaxpr.outvars
+        for atom, want in zip(atoms, frame.wanted or [None] * len(atoms), strict=True):
             if type(atom) is core.Literal:
                 continue
-            have = program.env[atom].format
-            if want == "float32" and have != want and not program.gradients:
+            have = frame.env[atom].format
+            if want == "float32" and have != want and not frame.gradients:
                 want = None  # what hands on a low value rounds it, as its caller's plan says
             self.reads(atom, want if want and have else have)
 
@@ -196,35 +151,35 @@ class _Walk:
 
     def recast(self, step: Step, format: str) -> Step:
         """The step with its result, and what it reads of floats, in a format."""
-        program, eqn = self.program, step.eqn
+        frame, eqn = self.frame, step.eqn
         (var,) = eqn.outvars
-        program.env[var] = program.env[var]._replace(format=format, product=False)
+        frame.env[var] = frame.env[var]._replace(format=format, product=False)
         self.moved = True
-        if step.how == "contract":
+        if step.kind is Kind.CONTRACT:
             return step._replace(writes=(format,))
-        reads = [format if program.known(atom).format else None for atom in eqn.invars]
-        program.stack = step.stack
-        return program.step(eqn, reads, (format,), params=step.params)
+        reads = [format if frame.known(atom).format else None for atom in eqn.invars]
+        frame.stack = step.stack
+        return frame.step(eqn, reads, (format,), params=step.params)
 
     def widens(self, step: Step) -> bool:
         if declared(step.eqn.outvars[0]) != "float32":
             return False
-        if step.how == "contract":
-            return self.program.gradients
-        return step.how == "bind" and step.eqn.primitive.name in WIDENED
+        if step.kind is Kind.CONTRACT:
+            return self.frame.gradients
+        return step.kind is Kind.BIND and step.eqn.primitive.name in WIDENED
 
     def narrows(self, step: Step, low: str) -> bool:
-        eqn, program = step.eqn, self.program
+        eqn, frame = step.eqn, self.frame
         name = eqn.primitive.name
-        if step.how != "bind" or name not in NARROWED or step.writes[0] != "float32":
+        if step.kind is not Kind.BIND or name not in NARROWED or step.writes[0] != "float32":
             return False
         (var,) = eqn.outvars
         if declared(var) != "float32" or not self.pays(step, low):
             return False
-        if not program.planner.place(eqn.source_info.name_stack, program.region)[0].enabled:
+        if not frame.planner.stacks.place(eqn.source_info.name_stack, frame.region)[0].enabled:
             return False  # it runs as written
         # A parameter's casts are not shared, so neither are those of its layouts.
-        computed = program.env[var].origin is Origin.COMPUTED
+        computed = frame.env[var].origin is Origin.COMPUTED
         if not (computed or self.inert(var)):
             return False
         if name == "pad":
@@ -236,7 +191,7 @@ class _Walk:
         """True if what moves leaves fewer casts than there are, or smaller ones."""
         needed, ups = set(), 0
         for atom in step.eqn.invars:
-            known = self.program.known(atom)
+            known = self.frame.known(atom)
             if known.format in (None, low):
                 ups += known.format == low
                 continue
@@ -260,7 +215,7 @@ class _Walk:
         """True if what a variable is a layout of is cast in some other layout too."""
         if self._layouts is None:
             self._sources, self._layouts = {}, {}
-            for step in self.program.steps:
+            for step in self.frame.steps:
                 if _only_moves(step):
                     (atom,), (out,) = step.eqn.invars, step.eqn.outvars
                     self._sources[out] = self._sources.get(atom, atom)
@@ -290,15 +245,15 @@ class _Walk:
         return self._known_inert(atom)
 
     def _is_open(self, atom: Any) -> bool:
-        return type(atom) is not core.Literal and atom not in self._inert and _is_float(atom)
+        return type(atom) is not core.Literal and atom not in self._inert and is_inexact(atom.aval)
 
     def _known_inert(self, atom: Any) -> bool:
-        return type(atom) is core.Literal or not _is_float(atom) or self._inert[atom]
+        return type(atom) is core.Literal or not is_inexact(atom.aval) or self._inert[atom]
 
     def _maker(self, var: Any) -> Any:
         """The equation that makes a variable; None for an input or a constant."""
         if self._makers is None:
-            self._makers = {v: step.eqn for step in self.program.steps for v in step.eqn.outvars}
+            self._makers = {v: step.eqn for step in self.frame.steps for v in step.eqn.outvars}
         return self._makers.get(var)
 
     def settled(self, step: Step) -> Step:
@@ -311,14 +266,14 @@ class _Walk:
         """True for a cast of what has that format already."""
         if type(operand) is not Cast or type(operand.atom) is core.Literal:
             return False
-        format: str | None = self.program.env[operand.atom].format
+        format: str | None = self.frame.env[operand.atom].format
         return format == operand.format
 
 
 def _only_moves(step: Step) -> bool:
     """True for a step that puts the elements of one float32 value in another order or shape."""
     eqn = step.eqn
-    if step.how != "bind" or eqn.primitive.name not in NARROWED or len(eqn.invars) != 1:
+    if step.kind is not Kind.BIND or eqn.primitive.name not in NARROWED or len(eqn.invars) != 1:
         return False
     (atom,), (var,) = eqn.invars, eqn.outvars
     return (
@@ -328,8 +283,3 @@ def _only_moves(step: Step) -> bool:
 
 def _size(atom: Any) -> int:
     return prod(atom.aval.shape)
-
-
-def _is_float(atom: Any) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))

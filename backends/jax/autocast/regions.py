@@ -17,12 +17,16 @@ from typing import Any
 import jax
 
 from polymp.backends.jax import compat
+from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 AMBIENT: Any = jax.make_user_context(None)
 
 # The number of the explanation that is being made. What is traced for one serves no other.
 EXPLAINED: Any = jax.make_user_context(None)
+
+# Inside a function that a row names, nothing else is asked.
+AS_CALLED = Policy("the rule of the call", ())
 
 _MARK = re.compile(r"polymp:[\w.:-]+")
 
@@ -54,6 +58,11 @@ class _Marks:
 
 
 _MARKS = _Marks()
+
+
+def is_inside() -> bool:
+    """True where an autocast function is traced, be its region enabled or not."""
+    return AMBIENT.value is not None
 
 
 @contextmanager
@@ -147,3 +156,36 @@ def any_weak() -> bool:
 def is_mark(name: str) -> bool:
     """True for the name of a scope that `entered` opened."""
     return name in _MARKS.regions
+
+
+class NameStacks:
+    """Reads the name stacks of equations, each once."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Any, Region | None, Any, str]] = {}
+        self._scoped: dict[tuple[Region, str], Region] = {}
+
+    def place(self, stack: Any, outer: Region) -> tuple[Region, Any]:
+        """The region of a name stack inside a region, and the stack without our marks."""
+        _, marked, plain, path = self._read.get(id(stack)) or self._looked_at(stack)
+        if outer.policy is AS_CALLED:  # the op around it decides for all inside
+            return outer, plain
+        region = marked or outer
+        if region.policy is None or not region.policy.scopes:
+            return region, plain
+        scope = ".".join(filter(None, (outer.scope, path)))
+        if (region, scope) not in self._scoped:
+            self._scoped[region, scope] = replace(region, scope=scope)
+        return self._scoped[region, scope], plain
+
+    def path(self, stack: Any) -> str:
+        """The scopes of a name stack as a path of modules."""
+        return (self._read.get(id(stack)) or self._looked_at(stack))[3]
+
+    def _looked_at(self, stack: Any) -> tuple[Any, Region | None, Any, str]:
+        marked = innermost(stack)
+        plain = stack if marked is None else compat.without_scopes(stack, is_mark)
+        scopes = (name for name in compat.scope_names(plain) if name != SCALED)
+        path = ".".join(scopes).replace("/", ".")
+        found = self._read[id(stack)] = stack, marked, plain, path
+        return found

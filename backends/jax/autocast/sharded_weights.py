@@ -7,18 +7,17 @@ always does, in float32: nothing is rounded before devices add it up.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
-from polymp.backends.jax.autocast.plan import Cast, Step
+from polymp.backends.jax.autocast.frame import Frame
+from polymp.backends.jax.autocast.plan import Cast, Kind, Step
 from polymp.backends.jax.autocast.values import LOW
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.autocast.planner import Program
+from polymp.backends.jax.jaxprs import CALLS
 
 # Send the elements of one array to other devices, and change none of them.
 TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
@@ -26,20 +25,21 @@ TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermu
 _WIDE = "float32"
 
 
-def round_before(program: "Program") -> None:
+def round_before(frame: Frame) -> None:
     """Have parameters rounded before they travel, where contractions alone read them afterwards."""
-    steps = program.steps
+    steps = frame.steps
     if not any(step.eqn.primitive.name in TRAVELS for step in steps):
         return
-    reads = _reads(program.closed, steps)
+    reads = _reads(frame.closed, steps)
     for at, step in enumerate(steps):
-        if step.how != "bind" or step.eqn.primitive.name not in TRAVELS:
+        if step.kind is not Kind.BIND or step.eqn.primitive.name not in TRAVELS:
             continue
         (operand,), (var,) = step.operands, step.eqn.outvars
         formats = reads.get(var, set())
         if len(formats) == 1 and formats <= LOW and type(operand) is not Cast:
-            if program.known(operand).is_parameter:
-                steps[at] = step._replace(how="round", parts=tuple(formats))
+            if frame.known(operand).is_parameter:
+                (low,) = formats
+                steps[at] = step._replace(kind=Kind.ROUND, low=low)
 
 
 def _reads(jaxpr: Any, steps: Sequence[Step]) -> dict[Any, set[str]]:
@@ -67,13 +67,13 @@ _MOVES = op_facts.LAYOUT | TRAVELS
 def _formats(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
     """By operand of a step, the formats in which it, or what reads its result, reads it."""
     name, formats = step.eqn.primitive.name, {_WIDE}
-    if name in op_facts.CALLS and step.parts:
-        (plan,) = step.parts
+    if name in CALLS and step.inside is not None:
+        (plan,) = step.inside.plans
         inside = _reads(plan.jaxpr, plan.steps)
         return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
-    if step.how == "contract":
-        formats = {step.parts[0]}
-    elif step.how in ("bind", "round") and name in _MOVES and step.returns is None:
+    if step.kind is Kind.CONTRACT and step.low:
+        formats = {step.low}
+    elif step.kind in (Kind.BIND, Kind.ROUND) and name in _MOVES and step.returns is None:
         (var,) = step.eqn.outvars
         formats = reads.get(var, set())
     return [formats] * len(step.operands)
@@ -83,12 +83,12 @@ def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Se
     """The result of a step, whose operand is rounded first; its derivative is that of the step.
 
     Args:
-        step: its parts are the low format.
+        step: of kind ROUND.
         values: of its operand.
         bind: makes the results of the step's primitive.
         cast: makes an array in another format.
     """
-    (low,), (out,) = step.parts, step.writes
+    low, (out,) = step.low, step.writes
 
     def moved(x: Any) -> Any:
         (result,) = bind(step, [x])

@@ -15,11 +15,14 @@ from jax import lax
 from jax.extend import core
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.api import PolicyLike, autocast, is_array
+from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT
-from polymp.backends.jax.diagnostics.explain import inside, traced, with_sites
+from polymp.backends.jax.diagnostics.calls import with_sites
 from polymp.backends.jax.diagnostics.flops import flops
+from polymp.backends.jax.diagnostics.traced_call import traced
+from polymp.backends.jax.jaxprs import inside, interpreted, scanned
 from polymp.diagnostics import trees
 from polymp.diagnostics.rounding import EXACT, Run, Step, movement
 from polymp.dtypes import FORMATS
@@ -71,7 +74,7 @@ class Program:
     ) -> None:
         tree = tuple(args), dict(kwargs)
         self._given = {path: jnp.asarray(x) for path, x in trees.arrays(tree).items()}
-        floats = [p for p, x in self._given.items() if _is_float(x)]
+        floats = [p for p, x in self._given.items() if is_float(x)]
         self._graded = floats if cotangent is not None else []
         transformed = fn if dtype is None else autocast(fn, dtype=dtype, policy=policy)
         self._paths: list[str] = []
@@ -81,7 +84,7 @@ class Program:
                 whole = {path: own.get(path, x) for path, x in arrays.items()}
                 args, kwargs = trees.rebuilt(tree, iter(whole.values()))
                 results = trees.results(transformed(*args, **kwargs), "jax")
-                low = {path: x for path, x in results.items() if _is_float(x)}
+                low = {path: x for path, x in results.items() if is_float(x)}
                 return low, {path: x for path, x in results.items() if path not in low}
 
             own = {path: arrays[path] for path in self._graded}
@@ -168,61 +171,45 @@ class _Walk:
 
     def program(self, closed: Any, args: Sequence[Any], parent: Any = ()) -> list[Any]:
         """The results of a closed jaxpr."""
-        jaxpr, consts = compat.opened(closed)
-        constvars, invars = compat.binders(closed)
-        env: dict[Any, Any] = dict(zip(constvars, consts, strict=True))
-        env.update(zip(invars, args, strict=True))
 
-        def read(v: Any) -> Any:
-            return v.val if hasattr(v, "val") else env[v]
+        def equation(at: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
+            return self._equation(eqn, values, parent, at)
 
-        for at, eqn in enumerate(jaxpr.eqns):
-            outs = self._equation(eqn, [read(v) for v in eqn.invars], parent, at)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return interpreted(closed, args, equation)
 
     def _equation(self, eqn: Any, values: list[Any], parent: Any, at: int) -> Sequence[Any]:
         name = eqn.primitive.name
         if name == "scan" and self.seed is not None:
             return self._scan(eqn, values)
-        programs = list(inside(eqn))
+        programs = inside(eqn)
         if programs and name not in ("scan", "while", "cond"):
-            program = compat.close(programs[0][0])
-            return self.program(program, values, (*parent, at, 0))
+            return self.program(programs[0].closed, values, (*parent, at, 0))
         outs = list(compat.put(eqn.primitive, values, eqn.params))
         if self.seed is not None:
             return [self._moved(eqn, values, x) for x in outs]
-        self.made[parent, id(eqn)] = [x for x in outs if _is_float(x)]
+        self.made[parent, id(eqn)] = [x for x in outs if is_float(x)]
         return outs
 
     def _scan(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         """A scan whose body is moved, in another way each time."""
-        params = eqn.params
-        consts, carries = compat.scan_sizes(params)
-        body = params["jaxpr"]
-        fixed, first, over = values[:consts], values[consts:][:carries], values[consts + carries :]
+        (body,) = inside(eqn)
 
-        def step(state: Any, xs: Any) -> Any:
-            number, carry = state
+        def turn(number: Any, row: list[Any]) -> Any:
             inner = _Walk(self.seed * np.uint32(7919) + number, self.alike)
-            outs = inner.program(body, [*fixed, *carry, *xs])
-            return (number + np.uint32(1), outs[:carries]), outs[carries:]
+            return number + np.uint32(1), inner.program(body.closed, row), None
 
         self._moves += 1
-        start = np.uint32(self._moves * 104729), list(first)
-        (_, last), stacked = lax.scan(
-            step, start, list(over), length=params["length"], reverse=params["reverse"]
-        )
-        return [*last, *stacked]
+        outs, _ = scanned(eqn, turn, values, np.uint32(self._moves * 104729))
+        return outs
 
     def _moved(self, eqn: Any, values: list[Any], x: Any) -> Any:
         """One result, moved by its rounding."""
         name = eqn.primitive.name
-        if not _is_float(x) or x.size == 0 or (name in _CHOOSES):
+        if not is_float(x) or x.size == 0 or (name in _CHOOSES):
             return x
         if name == "convert_element_type":
             (given,) = values
-            if not _is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
+            if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
                 return x
             return self._by(x, FORMATS[x.dtype.name].eps / 2 * _magnitude(x))
         of = eqn.params["of"].name if name == "polymp_contraction" else name
@@ -244,7 +231,7 @@ class _Walk:
         magnitude = _magnitude(x)
         by = roundoff * magnitude
         if within and terms > 1 and of in _SUMS:
-            bare = [jnp.abs(v) if _is_float(v) else v for v in values]
+            bare = [jnp.abs(v) if is_float(v) else v for v in values]
             magnitude = _magnitude(compat.put(eqn.primitive, bare, eqn.params)[0])
         return self._by(x, by + within * magnitude)
 
@@ -261,10 +248,6 @@ class _Walk:
 
 def _magnitude(x: Any) -> Any:
     return jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))
-
-
-def _is_float(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _array(x: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from polymp.backends.jax.arrays import is_float
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
 from polymp.rules import scopes
@@ -95,7 +96,7 @@ def pin(params: Any, format: str, paths: Sequence[str] = ("*",)) -> Pins:
         raise PolicyError(f"pin(): no format {format!r}; known: {', '.join(FORMATS)}")
     if isinstance(paths, str):
         raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
-    leaves = [path for path, leaf in _leaves(params) if _is_float(leaf)]
+    leaves = [path for path, leaf in _leaves(params) if is_float(leaf)]
     pinned: set[str] = set()
     for pattern in paths:
         scopes.check(pattern, "pin()")
@@ -117,7 +118,7 @@ def _leaves(params: Any) -> list[tuple[str, Any]]:
 
 def _converted(params: Any, format_of: Any) -> Any:
     def convert(keys: Any, leaf: Any) -> Any:
-        return leaf.astype(format_of(_path(keys))) if _is_float(leaf) else leaf
+        return leaf.astype(format_of(_path(keys))) if is_float(leaf) else leaf
 
     state = _state(params)
     new = jax.tree_util.tree_map_with_path(convert, state)
@@ -153,7 +154,3 @@ def key_name(key: Any) -> Any:
         if hasattr(key, field):
             return getattr(key, field)
     return key
-
-
-def _is_float(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, np.floating)

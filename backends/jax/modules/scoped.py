@@ -9,22 +9,13 @@ called in it, however it got there, for as long as that call lasts.
 import functools
 import sys
 import threading
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import jax
-from jax.extend import core
 
-from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.plan import Planner
 from polymp.backends.jax.modules.pin import key_name
-from polymp.callsite import outside
-from polymp.errors import PolicyWarning
-from polymp.rules import scopes
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
 
 M = TypeVar("M")
 
@@ -178,12 +169,15 @@ _CALLED, _HOOKS = _Called(), _Hooks()
 
 
 @contextmanager
-def naming() -> Iterator[None]:
+def naming(inside: Callable[[], bool]) -> Iterator[None]:
     """Name the modules of every nnx and equinox model that is called in an autocast function.
 
     Which models those are shows when they are called: they may come from `nnx.merge`, or from a
     closure. So `__call__` of every such class is another one meanwhile, which does nothing more
     outside of autocast functions.
+
+    Args:
+        inside: True where an autocast function runs, in the thread that asks.
     """
     _CALLED.paths.clear()
     with _HOOKS.lock:
@@ -192,7 +186,7 @@ def naming() -> Iterator[None]:
             plain = vars(cls).get("__call__")
             if hasattr(plain, "__get__") and not _has_name(cls):
                 _HOOKS.plain[cls] = plain
-                cls.__call__ = _looked_at(plain)
+                cls.__call__ = _looked_at(plain, inside)
     try:
         yield
     finally:
@@ -203,18 +197,23 @@ def naming() -> Iterator[None]:
                 cls.__call__ = plain
 
 
+def called_paths() -> set[str]:
+    """The paths of all modules in the models that were called in this thread under `naming`."""
+    return _CALLED.paths
+
+
 def _subclasses(classes: Iterable[Any]) -> Iterator[Any]:
     for cls in classes:
         yield cls
         yield from _subclasses(cls.__subclasses__())
 
 
-def _looked_at(plain: Any) -> Any:
+def _looked_at(plain: Any, inside: Callable[[], bool]) -> Any:
     @functools.wraps(plain)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = plain.__get__(self, type(self))
         known = _has_name(type(self)) or id(self) in _CALLED.ids
-        if known or regions.AMBIENT.value is None:
+        if known or not inside():
             return bound(*args, **kwargs)
         with ExitStack() as stack:
             stack.enter_context(_HOOKS.lock)  # the model may be another thread's too
@@ -225,59 +224,3 @@ def _looked_at(plain: Any) -> Any:
             return bound(*args, **kwargs)
 
     return __call__
-
-
-# Patterns that match nothing
-
-
-def warn_of_unmatched(closed: Any, region: Region, fn: Any) -> None:
-    """Warn of patterns that match no module path: neither of an op nor in a model that was named.
-
-    Args:
-        closed: the program, as traced.
-        region: that holds in it where no mark says otherwise.
-        fn: that was traced.
-    """
-    planner = Planner(None)  # type: ignore[arg-type]  # it plans nothing
-    paths = {"", *_CALLED.paths}
-    policies = [region.policy]
-
-    def walk(jaxpr: Any, outer: str) -> None:
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            stack = eqn.source_info.name_stack
-            inside, _ = planner.place(stack, region)
-            policies.append(inside.policy)
-            path = ".".join(filter(None, (outer, planner.stacks[id(stack)][3])))
-            paths.add(path)
-            for inner in core.jaxprs_in_params(eqn.params):
-                walk(inner, path)
-
-    walk(closed, "")
-    for policy in filter(None, dict.fromkeys(policies)):
-        matched = {p for p in policy.scopes if any(scopes.depth(p, path) for path in paths)}
-        if unmatched := [p for p in policy.scopes if p not in matched]:
-            message = _said_of(policy, unmatched, paths, getattr(fn, "__name__", repr(fn)))
-            warnings.warn(message, PolicyWarning, stacklevel=outside())
-
-
-def _said_of(policy: Policy, unmatched: list[str], found: set[str], name: str) -> str:
-    """A warning that names the patterns that match nothing, and what may have been meant."""
-    names = [path.split(".") for path in found if path]
-    paths = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
-    first = sorted(paths, key=lambda path: (path.count("."), path))[:3]
-    some = f"paths are, for example, {', '.join(map(repr, first))}."
-    said = []
-    for pattern in unmatched:
-        close = [repr(one) for one in scopes.nearest(pattern, paths)]
-        hint = f"did you mean {' or '.join(close)}?" if close else some if paths else _NONE
-        said.append(f"{pattern!r}: {hint}")
-    return (
-        f"autocast(): policy {policy.name!r} has rules for paths that no module of {name} has. "
-        f"{' '.join(said)}"
-    )
-
-
-_NONE = (
-    "it calls no module that has a name. Modules of linen and haiku have names, and so have models "
-    "of nnx and equinox that are called in it; for all else there is jax.named_scope(name)."
-)

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.jaxprs import Inner, inside, interpreted
 from polymp.backends.jax.scaler.gradient_stats import on_host
 from polymp.errors import ScalerWarning, UnscaledError
 
@@ -84,20 +85,13 @@ def _traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The closed jaxpr of a call; jitted functions know which arguments are static."""
     if hasattr(fn, "trace"):
         return compat.traced_jaxpr(fn.trace(*args, **kwargs))
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    arrays, together = apart((args, kwargs), is_typed)
 
     def flat(*arrays: Any) -> Any:
-        left = iter(arrays)
-        given = [next(left) if _is_array(leaf) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(tree, given)
+        args, kwargs = together(arrays)
         return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if isinstance(x, jax.Array)]
 
     return jax.make_jaxpr(flat)(*arrays)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 class _Value(NamedTuple):
@@ -167,24 +161,17 @@ class _Flow:
             back: True if it is a part of what a transposition made.
             scope: True if it is in the scope of a scaler.
         """
-        env: dict[Any, _Value] = {}
 
-        def read(var: Any) -> _Value:
-            return _constant(var.val) if isinstance(var, core.Literal) else env[var]
-
-        constvars, invars = compat.binders(closed)
-        env |= zip(constvars, map(_constant, compat.opened(closed)[1]), strict=True)
-        env |= zip(invars, values, strict=True)
-        for eqn in compat.opened(closed)[0].eqns:
+        def equation(_: int, eqn: Any, known: list[_Value]) -> list[_Value]:
             stack = eqn.source_info.name_stack
-            inside = back or compat.in_backward(stack)
+            part = back or compat.in_backward(stack)
             scoped = scope or regions.SCALED in compat.scope_names(stack)
-            known = [read(var) for var in eqn.invars]
-            if not inside:
-                known = [self.left(value) for value in known]
-            env |= zip(eqn.outvars, self.equation(eqn, known, inside, scoped), strict=True)
-        out = [read(var) for var in compat.opened(closed)[0].outvars]
-        return out if back else [self.left(value) for value in out]
+            if not part:
+                known = list(map(self.left, known))
+            return self.equation(eqn, known, part, scoped)
+
+        out = interpreted(closed, values, equation, _constant)
+        return out if back else list(map(self.left, out))
 
     def left(self, value: _Value) -> _Value:
         """A value that leaves the backward pass: a gradient, if it came from there."""
@@ -194,9 +181,10 @@ class _Flow:
 
     def equation(self, eqn: Any, known: list[_Value], back: bool, scope: bool) -> list[_Value]:
         name = eqn.primitive.name
-        inner = self.inner(eqn, name, known, back, scope)
-        if inner is not None:
-            return inner
+        programs = [one for one in inside(eqn) or _called(eqn) if one.gives]
+        if programs:
+            outs = (self.looped(one, one.of(known), back, scope) for one in programs)
+            return [_all_joined(values) for values in zip(*outs, strict=True)]
         constant, given = _folded(name, known), _given(name, known)
         if not back:
             return [_Value(constant, given)] * len(eqn.outvars)
@@ -216,48 +204,28 @@ class _Flow:
             for var in eqn.outvars
         ]
 
-    def inner(
-        self, eqn: Any, name: str, known: list[_Value], back: bool, scope: bool
-    ) -> list[_Value] | None:
-        """The results of an equation that holds programs; None if it holds none, or one of whose
-        arguments nothing is known.
-        """
-        if name == "scan":
-            consts, carry = compat.scan_sizes(eqn.params)
-            return self.loop(eqn.params["jaxpr"], known, consts, carry, back, scope)
-        if name == "while":
-            skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            rest = known[skip:]
-            carry = len(rest) - consts
-            return self.loop(eqn.params["body_jaxpr"], rest, consts, carry, back, scope)
-        if name == "cond":
-            outs = [
-                self.body(compat.close(branch), known[1:], back=back, scope=scope)
-                for branch in eqn.params["branches"]
-            ]
-            return [_all_joined(values) for values in zip(*outs, strict=True)]
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            held = eqn.params.get(key)
-            if not hasattr(held, "eqns"):
-                continue
-            closed = compat.close(held)
-            fits = len(compat.binders(closed)[1]) == len(known)
-            if fits and len(compat.opened(closed)[0].outvars) == len(eqn.outvars):
-                return self.body(closed, known, back=back, scope=scope)
-        return None
-
-    def loop(
-        self, closed: Any, known: list[_Value], consts: int, carry: int, back: bool, scope: bool
-    ) -> list[_Value]:
-        """The results of a loop: what may be in its carry grows until it does not."""
-        closed = compat.close(closed)
-        fixed, state, rows = known[:consts], known[consts:][:carry], known[consts + carry :]
+    def looped(self, program: Inner, known: list[_Value], back: bool, scope: bool) -> list[_Value]:
+        """The results of a program: what may be in a loop's carry grows until it does not."""
+        start, end = program.fixed, program.fixed + program.carries
         while True:
-            out = self.body(closed, [*fixed, *state, *rows], back=back, scope=scope)
-            joined = [a.joined(b) for a, b in zip(state, out[:carry], strict=True)]
+            out = self.body(program.closed, known, back=back, scope=scope)
+            state, after = known[start:end], out[: program.carries]
+            joined = [a.joined(b) for a, b in zip(state, after, strict=True)]
             if list(map(repr, joined)) == list(map(repr, state)):  # NaN != NaN
-                return [*joined, *out[carry:]]
-            state = joined
+                return [*joined, *out[program.carries :]]
+            known = [*known[:start], *joined, *known[end:]]
+
+
+def _called(eqn: Any) -> list[Inner]:
+    """The program of an unknown equation, if its inputs and outputs are those of the equation."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        held = eqn.params.get(key)
+        if hasattr(held, "eqns"):
+            closed = compat.close(held)
+            inputs, outputs = compat.binders(closed)[1], compat.opened(closed)[0].outvars
+            if (len(inputs), len(outputs)) == (len(eqn.invars), len(eqn.outvars)):
+                return [Inner(closed, range(len(inputs)))]
+    return []
 
 
 def _all_joined(values: Sequence[_Value]) -> _Value:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from polymp.backends.jax.scaler import optimizer_step
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.backends.jax.scaler.tree_math import is_array
+from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
+from polymp.backends.jax.scaler.tree_math import is_carried, shown_format
 from polymp.backends.jax.scaler.value_and_grad import with_scale
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def linen_train_step(
         raise TypeError(f"linen_train_step needs a flax TrainState, got {type(state)}.")
     if replace is not None and not has_aux:
         raise TypeError("linen_train_step hands aux to replace: pass has_aux=True with it.")
-    scaled_loss = with_scale(scaler, loss_fn, has_aux, "linen_train_step")
+    scaled_loss = with_scale(scaler.scale, loss_fn, has_aux, "linen_train_step")
     grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(state.params, *args)
     # The "gradients" of float8's own scales are their next values, and no scale is in them.
     as_is = {}
@@ -92,8 +92,15 @@ def linen_train_step(
         new: TrainState = state.apply_gradients(grads=grads, **fields)  # type: ignore[no-untyped-call]
         return new
 
-    state, scaler, finite = optimizer_step.step(
-        scaler, grads, update, (state,), loss=loss, as_is=as_is, axis_names=axis_names
+    state, scaler, finite = stepped(
+        scaler,
+        optimizer_step.step,
+        grads,
+        update,
+        (state,),
+        loss=loss,
+        as_is=as_is,
+        axis_names=axis_names,
     )
     return (loss, aux) if has_aux else loss, state, scaler, finite
 
@@ -150,7 +157,7 @@ def nnx_train_step(
             "nnx_train_step needs an nnx.Optimizer(model, tx, wrt=nnx.Param), got "
             f"{type(optimizer)}."
         )
-    scaled_loss = with_scale(scaler, loss_fn, has_aux, "nnx_train_step")
+    scaled_loss = with_scale(scaler.scale, loss_fn, has_aux, "nnx_train_step")
     before = _values(model, optimizer)
     differentiate = nnx.grad(scaled_loss, argnums=nnx.DiffState(0, optimizer.wrt), has_aux=True)
     grads, (loss, aux) = differentiate(model, *args)
@@ -170,9 +177,7 @@ def nnx_train_step(
         optimizer.update(model, grads)
         return nnx.state((model, optimizer))
 
-    state, scaler, finite = optimizer_step.step(
-        scaler, grads, update, (start,), loss=loss, axis_names=axis_names
-    )
+    state, scaler, finite = scaler.step(grads, update, start, loss=loss, axis_names=axis_names)
     nnx.update((model, optimizer), state)
     return (loss, aux) if has_aux else loss, scaler, finite
 
@@ -186,7 +191,7 @@ def _values(*nodes: Any) -> dict[Any, Any]:
 
 def _formats(value: Any) -> Any:
     leaves, structure = jax.tree.flatten(value)
-    return structure, [optimizer_step.shown_format(x) if is_array(x) else x for x in leaves]
+    return structure, [shown_format(x) if is_carried(x) else x for x in leaves]
 
 
 def _check(scaler: Any, name: str) -> None:

@@ -7,6 +7,8 @@ in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_r
 
 import dataclasses
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -15,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp.backends.jax.scaler import gradient_stats, optimizer_step, scale_mark, tree_math
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.scaler import gradient_stats, optimizer_step, scale_update, tree_math
 from polymp.backends.jax.scaler import value_and_grad as differentiating
-from polymp.backends.jax.scaler.scale_update import advance
+from polymp.callsite import outside
+from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling.gradient_report import NO_EFFECT, GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 
@@ -126,7 +130,10 @@ class GradScaler:
             )
         if not self.enabled:
             return tree
-        return scale_mark.multiplied(tree, self._one_scale(), self.rule)
+        if regions.latest_low() == "bfloat16" and self.rule not in _TOLD.rules:
+            _TOLD.rules.add(self.rule)
+            warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
+        return tree_math.multiplied(tree, scale_update.factor(self.state))
 
     def unscale(
         self, grads: Any, *, axis_names: str | Sequence[str] | None = None
@@ -144,7 +151,7 @@ class GradScaler:
         """
         if not self.enabled:
             return grads, jnp.asarray(True)
-        scale, grads = self._one_scale(), tree_math.settled(grads)
+        scale, grads = scale_update.factor(self.state), tree_math.settled(grads)
         return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
 
     def update(self, finite: Any, *, loss_finite: Any = True) -> "GradScaler":
@@ -159,12 +166,7 @@ class GradScaler:
         """
         if not self.enabled:
             return self
-        self._one_scale()
-        found = (
-            optimizer_step.one_bool("finite", finite),
-            optimizer_step.one_bool("loss_finite", loss_finite),
-        )
-        return _make(advance(self.rule, self.state, *found), self.rule, self.enabled)
+        return self._with(scale_update.update(self.rule, self.state, finite, loss_finite))
 
     def loss_finite(self, loss: Any, *, axis_names: str | Sequence[str] | None = None) -> Any:
         """Bool []: every float of `loss`, not yet scaled, is finite. For `update`.
@@ -208,7 +210,9 @@ class GradScaler:
             TypeError: `update` is no function, or changed the structure, a shape, a dtype, or what
                 is no array.
         """
-        return optimizer_step.step(self, grads, update, state, loss=loss, axis_names=axis_names)
+        return stepped(
+            self, optimizer_step.step, grads, update, state, loss=loss, axis_names=axis_names
+        )
 
     def value_and_grad(
         self,
@@ -244,7 +248,15 @@ class GradScaler:
             TypeError: `fun` is no function; when called, it returned something else.
         """
         return differentiating.value_and_grad(
-            self, fun, argnums, has_aux, axis_names=axis_names, allow_int=allow_int
+            self.rule if self.enabled else None,
+            self.state,
+            self.scale,
+            fun,
+            argnums,
+            has_aux,
+            self._with,
+            axis_names=axis_names,
+            allow_int=allow_int,
         )
 
     def report(self, grads: Any, names: Any = None, *, scaled: bool = True) -> GradientReport:
@@ -264,7 +276,7 @@ class GradScaler:
         Raises:
             TypeError: something is traced, or `names` is no such tree.
         """
-        return gradient_stats.report(self, grads, names, scaled)
+        return gradient_stats.report(self.rule, self.state, grads, names, scaled)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as Python numbers, under torch.amp's names; see `scale_rule.to_state_dict`.
@@ -274,7 +286,7 @@ class GradScaler:
         """
         if not self.enabled:
             return {}
-        if isinstance(self._one_scale(), jax.core.Tracer):
+        if isinstance(scale_update.factor(self.state), jax.core.Tracer):
             raise TypeError(
                 "state_dict() gives Python numbers, which traced code does not have: return the "
                 "scaler from the function, and call state_dict() outside."
@@ -309,19 +321,27 @@ class GradScaler:
         shown |= self.rule._asdict() | {"enabled": self.enabled}
         return f"GradScaler({', '.join(f'{k}={_shown(v)}' for k, v in shown.items())})"
 
-    def _one_scale(self) -> Any:
-        """The factor of losses and divisor of gradients: the scale, float32 [].
+    def _with(self, state: ScaleState) -> "GradScaler":
+        return self if state is self.state else _make(state, self.rule, self.enabled)
 
-        A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its
-        inverse, for 0.
-        """
-        scale = self.state.scale
-        if scale.shape != ():
-            raise TypeError(
-                f"this GradScaler is a batch of shape {scale.shape}; call its methods in jax.vmap."
-            )
-        return jnp.clip(scale, scale_rule.SMALLEST, scale_rule.LARGEST)
 
+def stepped(
+    scaler: GradScaler, function: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[Any, GradScaler, Any]:
+    """Call `optimizer_step.step` or `choose` for a scaler; the next scaler comes for the state."""
+    rule = scaler.rule if scaler.enabled else None
+    result, state, finite = function(rule, scaler.state, *args, **options)
+    return result, scaler._with(state), finite
+
+
+class _Told(threading.local):
+    """The rules of the scalers that this thread was warned of: each step makes another scaler."""
+
+    def __init__(self) -> None:
+        self.rules: set[ScaleRule] = set()
+
+
+_TOLD = _Told()
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(GradScaler))
 
@@ -380,5 +400,5 @@ def _on_device(state: ScaleState) -> ScaleState:
 def _shown(value: Any) -> str:
     """An array's value, or its format where it has none yet."""
     if isinstance(value, jax.core.Tracer):
-        return optimizer_step.shown_format(value)
+        return tree_math.shown_format(value)
     return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)

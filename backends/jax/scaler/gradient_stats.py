@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import operator
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polymp.backends.jax.scaler.tree_math import is_float
+from polymp.backends.jax.scaler.scale_update import factor
+from polymp.backends.jax.scaler.tree_math import is_scalable
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient, GradientReport
-from polymp.scaling.scale_rule import ScaleState
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 _INT32 = 2**31  # a leaf with as many values is counted in int64
 
@@ -45,15 +43,16 @@ class Counts(NamedTuple):
         return tuple(Gradient(name, shape, *numbers) for name, shape, numbers in rows)
 
 
-def report(scaler: GradScaler, grads: Any, names: Any, scaled: bool) -> GradientReport:
-    """`GradScaler.report`."""
-    if any(isinstance(x, jax.core.Tracer) for x in scaler.state):
+def report(
+    rule: ScaleRule, state: ScaleState, grads: Any, names: Any, scaled: bool
+) -> GradientReport:
+    """`GradScaler.report` for a rule and a state."""
+    if any(isinstance(x, jax.core.Tracer) for x in state):
         raise TypeError(_TRACED)
-    scale = scaler._one_scale()
-    factor = jnp.float32(1) if scaled else on_host(scale)
-    rows = counted(grads, names, factor).rows()
-    scale, *counts = (on_host(x).item() for x in scaler.state)
-    return GradientReport(scaler.rule, ScaleState(scale, *counts), rows)
+    scale = factor(state)
+    rows = counted(grads, names, jnp.float32(1) if scaled else on_host(scale)).rows()
+    scale, *counts = (on_host(x).item() for x in state)
+    return GradientReport(rule, ScaleState(scale, *counts), rows)
 
 
 _TRACED = (
@@ -77,7 +76,7 @@ def counted(grads: Any, names: Any, factor: Any) -> Counts:
     if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
         raise TypeError(_TRACED)
     paths = _paths(pairs) if names is None else _given(names, grads)
-    rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if is_float(x)]
+    rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if is_scalable(x)]
     shapes = tuple(tuple(np.shape(x)) for _, x in rows)
     table = _table([x for _, x in rows], factor)
     table.copy_to_host_async()

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp.backends.jax.scaler import optimizer_step
-from polymp.backends.jax.scaler import tree_math as arithmetic
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.backends.jax.arrays import apart, is_float
+from polymp.backends.jax.scaler import optimizer_step, tree_math
+from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
 from polymp.backends.jax.scaler.optimizer_step import ScaledState
 
 if TYPE_CHECKING:
@@ -96,27 +96,31 @@ def scaled(
         def take(grads: Any) -> tuple[Any, list[Any]]:
             updates, inner = inside.update(grads, state.inner, params, **extra)
             optimizer_step.check_replaces((state.inner,), (inner,), "the optimizer")
-            return updates, optimizer_step.arrays(inner)
+            return updates, apart(inner, tree_math.is_carried)[0]
 
         def skip() -> tuple[Any, list[Any]]:
-            updates, _ = jax.eval_shape(lambda: take(arithmetic.divided(grads, scale)))
-            return _nothing(updates, grads), optimizer_step.arrays(state.inner)
+            updates, _ = jax.eval_shape(lambda: take(tree_math.divided(grads, scale)))
+            return _nothing(updates, grads), kept
 
         scale = state.scaler.state.scale
-        (updates, inner), after, finite = optimizer_step.choose(
-            state.scaler, grads, take, skip, loss=loss, axis_names=axis_names
+        kept, together = apart(state.inner, tree_math.is_carried)
+        (updates, inner), after, finite = stepped(
+            state.scaler,
+            optimizer_step.choose,
+            grads,
+            take,
+            skip,
+            loss=loss,
+            axis_names=axis_names,
         )
-        return updates, ScaledState(after, optimizer_step.with_arrays(state.inner, inner), finite)
+        return updates, ScaledState(after, together(inner), finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _widened(x: Any) -> Any:
     """A parameter as wide as the gradients that the optimizer will see."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
-        return x
-    return x.astype(jnp.float32)
+    return x.astype(jnp.float32) if is_float(x) and x.dtype.itemsize < 4 else x
 
 
 def _nothing(updates: Any, grads: Any) -> Any:

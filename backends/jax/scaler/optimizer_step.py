@@ -1,9 +1,9 @@
 """One step of a scaler: look at loss and gradients, and take the step or skip it.
 
-Gradients, two branches and a scaler in; the result of one branch and the next scaler out. Every
-helper skips in this one way: eager code by asking, traced code by `lax.cond`, whose branch alone
-divides the gradients. A select over all leaves would keep the old state and the new one alive at
-once.
+Gradients, two branches, a rule and a state in; the result of one branch and the next state out.
+Every helper skips in this one way: eager code by asking, traced code by `lax.cond`, whose branch
+alone divides the gradients. A select over all leaves would keep the old state and the new one alive
+at once.
 
 But on GPUs: there XLA reads the predicate of a conditional on the host, which waits for the device
 in every step, while a select becomes part of the optimizer's own loops, which read the old state
@@ -14,7 +14,7 @@ results are selected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from jax import lax
 from jax.dtypes import float0
 from jax.extend import core
 
+from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.backends.jax.scaler.scale_update import factor
+from polymp.backends.jax.scaler.scale_update import update as next_state
+from polymp.backends.jax.scaler.tree_math import shown_format
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 Axes = str | Sequence[str] | None
 
@@ -49,26 +51,27 @@ class ScaledState(NamedTuple):
     finite: Any
 
 
-def look(scaler: GradScaler, grads: Any, loss: Any, axis_names: Axes) -> tuple[Any, Any]:
+def look(state: ScaleState, grads: Any, loss: Any, axis_names: Axes) -> tuple[Any, Any]:
     """Whether gradients and loss are finite, and whether the loss is; bool [] each.
 
     Args:
-        scaler: an enabled one.
+        state: of the scaler.
         grads: a pytree, multiplied by the scale, and `settled`.
         loss: not scaled; None if nobody is to look at it.
         axis_names: see `GradScaler.unscale`.
     """
-    finite = tree_math.all_finite(grads, scaler._one_scale(), axis_names)
+    finite = tree_math.all_finite(grads, factor(state), axis_names)
     if loss is None:
         return finite, jnp.asarray(True)
-    if not any(map(tree_math.is_float, jax.tree.leaves(loss))):
+    if not any(map(tree_math.is_scalable, jax.tree.leaves(loss))):
         raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
-    loss_finite = scaler.loss_finite(loss, axis_names=axis_names)
+    loss_finite = tree_math.all_finite(loss, jnp.float32(1), axis_names)
     return finite & loss_finite, loss_finite
 
 
 def choose(
-    scaler: GradScaler,
+    rule: ScaleRule | None,
+    state: ScaleState,
     grads: Any,
     take: Callable[[Any], Any],
     skip: Callable[[], Any],
@@ -76,11 +79,12 @@ def choose(
     loss: Any = None,
     as_is: Any = (),
     axis_names: Axes = None,
-) -> tuple[Any, GradScaler, Any]:
-    """What `take` makes of the true gradients, or what `skip` says; the next scaler; bool [].
+) -> tuple[Any, ScaleState, Any]:
+    """What `take` makes of the true gradients, or what `skip` says; the next state; bool [].
 
     Args:
-        scaler: whose scale the gradients are multiplied by.
+        rule: of the scaler; None for a disabled one.
+        state: of the scaler whose scale the gradients are multiplied by.
         grads: a pytree.
         take: called with the true gradients.
         skip: returns a pytree of the structure, shapes and dtypes that `take` returns.
@@ -88,10 +92,10 @@ def choose(
         as_is: a pytree that has to be finite as it is, like the gradients.
         axis_names: see `GradScaler.unscale`.
     """
-    if not scaler.enabled:
-        return take(grads), scaler, jnp.asarray(True)
-    scale, grads = scaler._one_scale(), tree_math.settled(grads)
-    finite, loss_finite = look(scaler, grads, loss, axis_names)
+    if rule is None:
+        return take(grads), state, jnp.asarray(True)
+    scale, grads = factor(state), tree_math.settled(grads)
+    finite, loss_finite = look(state, grads, loss, axis_names)
     if jax.tree.leaves(as_is):
         finite &= tree_math.all_finite(as_is, jnp.float32(1), axis_names)
 
@@ -103,7 +107,7 @@ def choose(
         result = _either(finite, grads, apply, skip)
     else:
         result = apply(grads) if finite else skip()
-    return result, scaler.update(finite, loss_finite=loss_finite), finite
+    return result, next_state(rule, state, finite, loss_finite), finite
 
 
 def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable[[], Any]) -> Any:
@@ -111,17 +115,9 @@ def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable
 
     Each is traced once. What has effects, such as a print, is always a conditional.
     """
-    leaves, structure = jax.tree.flatten(grads)
-    at = [
-        i for i, x in enumerate(leaves) if isinstance(x, jax.core.Tracer) and tree_math.is_float(x)
-    ]
-
-    def applied(floats: list[Any]) -> Any:
-        given = dict(zip(at, floats, strict=True))
-        return apply(jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)]))
-
-    floats = [leaves[i] for i in at]
-    taken, shapes = jax.make_jaxpr(applied, return_shape=True)(floats)
+    floats, together = apart(grads, tree_math.is_traced_float)
+    applied = jax.make_jaxpr(lambda floats: apply(together(floats)), return_shape=True)
+    taken, shapes = applied(floats)
     take, keep = core.jaxpr_as_fun(taken), core.jaxpr_as_fun(jax.make_jaxpr(skip)())
 
     def branch(finite: Any, floats: list[Any]) -> list[Any]:
@@ -144,51 +140,32 @@ def _selected(finite: Any, new: Any, old: Any) -> Any:
 
 
 def step(
-    scaler: GradScaler,
+    rule: ScaleRule | None,
+    scaling: ScaleState,
     grads: Any,
     update: Callable[..., Any],
     state: tuple[Any, ...],
     **options: Any,
-) -> tuple[Any, GradScaler, Any]:
-    """`GradScaler.step`; the options are those of `choose`."""
+) -> tuple[Any, ScaleState, Any]:
+    """`GradScaler.step` for a rule and a state; the options are those of `choose`."""
     if not callable(update):
         raise TypeError(
             f"step(grads, update, *state) needs a function for update, got {type(update)}."
         )
     refuse_scaled(state, "step")
-    leaves, structure = jax.tree.flatten(state)
+    kept, together = apart(state, tree_math.is_carried)
 
     def take(grads: Any) -> list[Any]:
         # A copy of the containers: what `update` changes in place is its own.
-        new = update(grads, *jax.tree.unflatten(structure, leaves))
+        new = update(grads, *together(kept))
         new = (new,) if len(state) == 1 else new
         check_replaces(state, new)
-        return arrays(new)
+        return apart(new, tree_math.is_carried)[0]
 
-    def skip() -> list[Any]:
-        return arrays(leaves)
-
-    result, scaler, finite = choose(scaler, grads, take, skip, **options)
-    after = with_arrays(state, result)
+    result, scaling, finite = choose(rule, scaling, grads, take, lambda: kept, **options)
+    after = together(result)
     nnx.write_back(state, after)
-    return after[0] if len(state) == 1 else after, scaler, finite
-
-
-def one_bool(name: str, value: Any) -> Any:
-    """The value as an array.
-
-    Raises:
-        TypeError: it is not one bool.
-    """
-    try:
-        array = jnp.asarray(value)
-        good = array.dtype == jnp.bool_ and array.shape == ()
-        shown = shown_format(array)
-    except (TypeError, ValueError):
-        good, shown = False, repr(value)
-    if not good:
-        raise TypeError(f"{name} must be one bool, got {shown}.")
-    return array
+    return after[0] if len(state) == 1 else after, scaling, finite
 
 
 def refuse_scaled(tree: Any, name: str) -> None:
@@ -203,20 +180,6 @@ def refuse_scaled(tree: Any, name: str) -> None:
             f"{name} was given the state of an optimizer that polymp.jax.scaled has wrapped: it "
             "scales by itself, and gradients would be divided twice. Give the optimizer inside."
         )
-
-
-def arrays(tree: Any) -> list[Any]:
-    """The leaves that a traced program can carry."""
-    return [x for x in jax.tree.leaves(tree) if tree_math.is_array(x)]
-
-
-def with_arrays(tree: Any, replaced: list[Any]) -> Any:
-    """The tree with others for its `arrays`."""
-    leaves, structure = jax.tree.flatten(tree)
-    new = iter(replaced)
-    return jax.tree.unflatten(
-        structure, [next(new) if tree_math.is_array(x) else x for x in leaves]
-    )
 
 
 def check_replaces(old: Any, new: Any, name: str = "update") -> None:
@@ -245,21 +208,15 @@ def check_replaces(old: Any, new: Any, name: str = "update") -> None:
         )
     was = jax.tree_util.tree_leaves_with_path(old)
     for (path, x), y in zip(was, jax.tree.leaves(new), strict=True):
-        if tree_math.is_array(x) and tree_math.is_array(y):
+        if tree_math.is_carried(x) and tree_math.is_carried(y):
             before, after = shown_format(x), shown_format(y)
             same = before == after
         else:
             before, after = x, y
-            same = tree_math.is_array(x) == tree_math.is_array(y) and (x is y or bool(x == y))
+            same = tree_math.is_carried(x) == tree_math.is_carried(y) and (x is y or bool(x == y))
         if not same:
             where = jax.tree_util.keystr(path)
             raise TypeError(
                 f"{name} must keep the shapes and dtypes of the state, and what is no array; "
                 f"state{where} was {before} and came back as {after}."
             )
-
-
-def shown_format(x: Any) -> str:
-    """Dtype and shape of an array, as messages show them."""
-    kind = jax.typeof(x)
-    return f"{kind.dtype}{list(kind.shape)}"

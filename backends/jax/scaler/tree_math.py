@@ -16,14 +16,16 @@ import numpy as np
 from jax import lax
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.autocast import regions
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def multiplied(tree: Any, scale: Any) -> Any:
-    """Every float of the tree times the scale."""
-    return _each_float(operator.mul, tree, scale)
+    """Every float of the tree times the scale, in the scope that `expect_scaler` looks for."""
+    with jax.named_scope(regions.SCALED):
+        return _each_float(operator.mul, tree, scale)
 
 
 @regions.as_written()
@@ -33,12 +35,8 @@ def settled(tree: Any) -> Any:
     It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
     check would call a gradient finite that is Inf where it is used.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    traced = [isinstance(x, jax.core.Tracer) and is_float(x) for x in leaves]
-    held = iter(lax.optimization_barrier([x for x, at in zip(leaves, traced, strict=True) if at]))
-    return jax.tree.unflatten(
-        structure, [next(held) if at else x for x, at in zip(leaves, traced, strict=True)]
-    )
+    floats, together = apart(tree, is_traced_float)
+    return together(lax.optimization_barrier(floats))
 
 
 def divided(tree: Any, scale: Any) -> Any:
@@ -52,7 +50,7 @@ def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = N
 
     On all devices along `axis_names`; None for every axis along which they could find otherwise.
     """
-    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_float(x)], scale)
+    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
     if axis_names is None:
         axis_names = _differing_axes(finite)
     elif isinstance(axis_names, str):
@@ -62,16 +60,27 @@ def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = N
     return lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
 
 
-def is_array(x: Any) -> bool:
+def is_carried(x: Any) -> bool:
     """True for what a traced program can carry: arrays and Python numbers."""
     return isinstance(x, (*_ARRAYS, bool, int, float, complex))
 
 
-def is_float(x: Any) -> bool:
-    """True for float and complex arrays and numbers."""
+def is_scalable(x: Any) -> bool:
+    """True for float and complex arrays and numbers: what a scale multiplies."""
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
+
+
+def is_traced_float(x: Any) -> bool:
+    """True for such an array whose values are not known yet."""
+    return isinstance(x, jax.core.Tracer) and is_scalable(x)
+
+
+def shown_format(x: Any) -> str:
+    """Dtype and shape of an array, as messages show them."""
+    kind = jax.typeof(x)
+    return f"{kind.dtype}{list(kind.shape)}"
 
 
 def _parts(x: Any) -> list[Any]:
@@ -126,6 +135,5 @@ def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -
 
 @regions.as_written()
 def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    results = iter(_by_scale(operation, [x for x in leaves if is_float(x)], scale))
-    return jax.tree.unflatten(structure, [next(results) if is_float(x) else x for x in leaves])
+    floats, together = apart(tree, is_scalable)
+    return together(_by_scale(operation, floats, scale))

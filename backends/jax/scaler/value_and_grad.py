@@ -7,25 +7,25 @@ the scaled one, in its own dtype: a quotient of the scaled loss would not be its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from polymp.backends.jax.scaler import tree_math
-from polymp.backends.jax.scaler.optimizer_step import Axes, look, shown_format
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.backends.jax.scaler.optimizer_step import Axes, look
+from polymp.backends.jax.scaler.scale_update import factor, update
+from polymp.backends.jax.scaler.tree_math import shown_format
+from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 
 def with_scale(
-    scaler: GradScaler, fun: Callable[..., Any], has_aux: bool, name: str
+    scale: Callable[[Any], Any], fun: Callable[..., Any], has_aux: bool, name: str
 ) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
     """The function that returns the scaled loss, and beside it the loss and what else there is.
 
     Args:
-        scaler: gives the scale.
+        scale: multiplies a loss.
         fun: returns a loss, or (loss, aux).
         has_aux: whether it returns a pair.
         name: of the function that `fun` was given to.
@@ -52,7 +52,7 @@ def with_scale(
                 f"{_shown(out)}. Reduce it to one, by .mean() for instance.{hint}"
             )
         loss = jnp.asarray(out)
-        return scaler.scale(loss), (loss, aux)
+        return scale(loss), (loss, aux)
 
     return scaled_fun
 
@@ -61,34 +61,48 @@ _LOSSES = ("float16[]", "bfloat16[]", "float32[]", "float64[]")
 
 
 def _shown(x: Any) -> str:
-    return shown_format(x) if tree_math.is_array(x) else f"{type(x)}"
+    return shown_format(x) if tree_math.is_carried(x) else f"{type(x)}"
 
 
 def value_and_grad(
-    scaler: GradScaler,
+    rule: ScaleRule | None,
+    state: ScaleState,
+    scale: Callable[[Any], Any],
     fun: Callable[..., Any],
     argnums: int | Sequence[int],
     has_aux: bool,
+    after: Callable[[ScaleState], Any],
     *,
     axis_names: Axes,
     **options: Any,
-) -> Callable[..., tuple[tuple[Any, Any], GradScaler, Any]]:
-    """`GradScaler.value_and_grad`."""
+) -> Callable[..., tuple[tuple[Any, Any], Any, Any]]:
+    """`GradScaler.value_and_grad` for a rule and a state.
+
+    Args:
+        rule: of the scaler; None for a disabled one.
+        state: of the scaler.
+        scale: multiplies a loss.
+        fun: see `GradScaler.value_and_grad`, and so are those not named here.
+        argnums: likewise.
+        has_aux: likewise.
+        after: makes the next scaler of its state.
+        axis_names: likewise.
+        options: of `jax.value_and_grad`.
+    """
     given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
         raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
-    differentiated = jax.value_and_grad(
-        with_scale(scaler, fun, has_aux, "value_and_grad"), argnums, has_aux=True, **options
-    )
+    scaled_loss = with_scale(scale, fun, has_aux, "value_and_grad")
+    differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, **options)
 
-    def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], GradScaler, Any]:
+    def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], Any, Any]:
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         value = (loss, aux) if has_aux else loss
-        if not scaler.enabled:
-            return (value, grads), scaler, jnp.asarray(True)
+        if rule is None:
+            return (value, grads), after(state), jnp.asarray(True)
         grads = tree_math.settled(grads)
-        finite, loss_finite = look(scaler, grads, loss, axis_names)
-        after = scaler.update(finite, loss_finite=loss_finite)
-        return (value, tree_math.divided(grads, scaler._one_scale())), after, finite
+        finite, loss_finite = look(state, grads, loss, axis_names)
+        new = update(rule, state, finite, loss_finite)
+        return (value, tree_math.divided(grads, factor(state))), after(new), finite
 
     return call

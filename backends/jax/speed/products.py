@@ -14,8 +14,9 @@ import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.api import autocast
-from polymp.backends.jax.diagnostics.explain import equations, traced
 from polymp.backends.jax.diagnostics.flops import flops
+from polymp.backends.jax.diagnostics.sites import equations
+from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.backends.jax.modules import nnx
 from polymp.speed.advice import BFLOAT16, FLOAT32, Found, Product
 

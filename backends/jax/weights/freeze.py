@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.api import ARRAY, Made, Traced, is_array, trace, transformed
-from polymp.backends.jax.autocast.plan import Kept
+from polymp.backends.jax.autocast.frame import Kept
+from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
 from polymp.backends.jax.autocast.values import LOW
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.weights.lower_inputs import Wide, store
@@ -68,7 +69,7 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
     made = before.made if before else _made(fn)
     apart = nnx.apart(params)
     leaves, tree = jax.tree.flatten(apart.parts)
-    typed = [i for i, leaf in enumerate(leaves) if _is_typed(leaf)]
+    typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
     for i in typed if before else ():
         low = before.stored.get(apart.paths[i]) if before else None
         if low and _dtype(leaves[i]) == low:
@@ -83,8 +84,8 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
         function, parts, _ = nnx.pure_of(made.fn, *given, named)
         given = (parts, {})
     flat, given_tree = jax.tree.flatten(given)
-    call = _Call(function, given_tree, tuple(ARRAY if _is_typed(x) else x for x in flat))
-    arrays = [leaf for leaf in flat if _is_typed(leaf)]
+    call = _Call(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
+    arrays = [leaf for leaf in flat if is_typed(leaf)]
     places = dict(zip(typed, call.first(apart), strict=True))
 
     why = {i: _reason(leaves[i]) for i in typed}
@@ -175,7 +176,7 @@ class Frozen:
         statics: Any,
         arrays: list[Any],
         kept: Kept,
-    ) -> Traced:
+    ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = _Call(fn, tree, statics)
         low = self._expected.low(call)
@@ -223,7 +224,7 @@ class _Call(NamedTuple):
         """By number of a leaf, its place among the arrays."""
         return _places(self.statics)
 
-    def passed_on(self, traced: Traced) -> list[int]:
+    def passed_on(self, traced: PlannedCall) -> list[int]:
         """The outputs that are the state of modules as it came in, which is nobody's result."""
         if not nnx.is_pure(self.fn):
             return []
@@ -324,7 +325,7 @@ def _made(fn: Any) -> Made:
 
 
 def _decided(
-    call: _Call, traced: Traced, candidates: Iterable[int], region: Region
+    call: _Call, traced: PlannedCall, candidates: Iterable[int], region: Region
 ) -> tuple[dict[int, str], dict[int, Wide]]:
     """By place, the format in which an array can be stored, or why it cannot."""
     free = call.passed_on(traced)
@@ -365,13 +366,9 @@ def _reason(leaf: Any) -> str | None:
     return None
 
 
-def _is_typed(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def _dtype(leaf: Any) -> str:
     """The name of an array's dtype as jax has it, without float64 say; of others, their type's."""
-    if not _is_typed(leaf):
+    if not is_typed(leaf):
         return type(leaf).__name__
     if isinstance(leaf, (np.ndarray, np.generic)):
         return str(jax.dtypes.canonicalize_dtype(leaf.dtype).name)

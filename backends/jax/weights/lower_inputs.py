@@ -19,11 +19,12 @@ from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
-from polymp.backends.jax.autocast.control_flow import planner
+from polymp.backends.jax.autocast.function_calls import SECTION
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.autocast.plan import Cast, Plan, Step
-from polymp.backends.jax.autocast.sections import SECTION
+from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Plan, Step
+from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.autocast.values import declared
+from polymp.backends.jax.jaxprs import Inner, inside
 from polymp.errors import PolicyError
 from polymp.rules.policy import Why
 from polymp.rules.row import Rule
@@ -79,7 +80,7 @@ def store(plan: Plan, formats: Sequence[str | None], free: Iterable[int] = ()) -
     """
     key = store, tuple(formats), frozenset(free)
     if key not in plan.made:
-        plan.made[key] = _Program(plan, key[1], key[2]).stored()
+        plan.made[key] = _LowInputs(plan, key[1], key[2]).stored()
     stored: Stored = plan.made[key]
     return stored
 
@@ -93,12 +94,11 @@ _EACH = frozenset(
     ppermute pvary
     """.split()
 )
-_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 Held = list[Low | None]
 
 
-class _Program:
+class _LowInputs:
     """One plan, as its steps take low values."""
 
     def __init__(self, plan: Plan, formats: tuple[str | None, ...], free: frozenset[int]) -> None:
@@ -170,30 +170,28 @@ class _Program:
         """The step for low operands, and which of its results are low."""
         eqn, name = step.eqn, step.eqn.primitive.name
         none: Held = [None] * len(eqn.outvars)
-        if step.how == "contract":
+        if step.kind is Kind.CONTRACT:
             for at, low in enumerate(lows):
-                if low is not None and at < 2 and step.parts == (low.format,):
+                if low is not None and at < 2 and step.low == low.format:
                     self.read |= low.inputs
                     lows[at] = None
-        elif step.how == "cast":
+        elif step.kind is Kind.CAST:
             return self.moved(step, lows)
-        elif step.how == "bind" and name == "convert_element_type":
+        elif step.kind is Kind.BIND and name == "convert_element_type":
             (low,) = lows
             if low is not None and eqn.params["new_dtype"] == low.format:  # as written by the user
                 self.read |= low.inputs
                 return step, none
-        elif step.how in ("bind", "round") and step.returns is None:
+        elif step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None:
             # A number that fills up is rounded only afterwards.
             filled = eqn.params.get("fill_value") is not None
             if name in _EACH:
                 return self.moved(step, lows)
             if name in _MOVES and not filled and (low := _joined(eqn, lows)):
                 return self.moved(step, [low] * len(eqn.outvars))
-        elif step.parts and isinstance(step.parts[0], Plan):
-            inside = self.inside(step, lows)
-            if inside is not None:
-                return inside
-        format = step.parts[0] if step.how == "contract" else "float32"
+        elif step.inside is not None:
+            return self.inside(step, step.inside, lows)
+        format = step.low if step.kind is Kind.CONTRACT else "float32"
         for low in lows:
             if low is not None and not low.inputs <= self.wide.keys():  # the first read is told
                 self.refuse(low, Wide(format, self.reader(step, format)))
@@ -205,17 +203,39 @@ class _Program:
 
     # Programs inside
 
-    def inside(self, step: Step, lows: Held) -> tuple[Step, Held] | None:
-        name = step.eqn.primitive.name
-        if name in op_facts.CALLS or name in _RULES:
-            return self.call(step, lows)
-        if name == "scan":
-            return self.scan(step, lows)
-        if name == "while":
-            return self.loop(step, lows)
-        if name == "cond":
-            return self.cond(step, lows)
-        return self.section(step, lows) if name == SECTION else None
+    def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
+        """The same of a step with programs inside; what a loop carries stays wide."""
+        eqn, name = step.eqn, step.eqn.primitive.name
+        programs = inside(eqn) or [Inner(eqn, range(len(lows)))]
+        for at in dict.fromkeys(at for program in programs for at in program.carried):
+            where = compat.where_written(eqn)
+            self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
+            lows[at] = None
+        before = self.wide.keys() | set()
+        free = self.free_outputs(step, whole, programs, lows)
+        made = [
+            self.enter(plan, program.of(lows), free if program.gives else ())
+            for program, plan in zip(programs, whole.plans, strict=True)
+        ]
+        if name == SECTION:  # inside, nothing is asked: the op decides
+            for i in self.wide.keys() - before:
+                self.wide[i] = Wide(self.wide[i].format, self.reader(step, self.wide[i].format))
+        results = (m.outs for m, program in zip(made, programs, strict=True) if program.gives)
+        moved, outs = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
+        plans = tuple(m.plan for m in made)
+        return moved._replace(inside=whole.stored(plans, _formats(lows), self.of_rule)), outs
+
+    def free_outputs(
+        self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
+    ) -> list[int]:
+        """The outputs of the programs inside that may come low: all branches agree in those."""
+        free = [i for i in whole.passed_on() if i >= programs[0].carries]
+        if step.eqn.primitive.name == "cond":
+            pairs = zip(programs, whole.plans, strict=True)
+            made = [store(plan, _formats(branch.of(lows)), free).outs for branch, plan in pairs]
+            alike = [{low and low.format for low in several} for several in zip(*made, strict=True)]
+            free = [i for i in free if len(alike[i]) == 1]
+        return free
 
     def enter(self, plan: Plan, lows: Held, free: Iterable[int]) -> Stored:
         """The plan of a body whose inputs these are; what it reads, this program reads."""
@@ -230,15 +250,6 @@ class _Program:
         ]
         return made._replace(outs=tuple(outs))
 
-    def call(self, step: Step, lows: Held) -> tuple[Step, Held]:
-        plan, *rest = step.parts
-        # The rule of a custom function hands on what its function does, in the same formats.
-        free = range(len(plan.outs)) if not rest else ()
-        made = self.enter(plan, lows, free)
-        rules = [rule.stored(made.plan, self.of_rule) for rule in rest]
-        moved, outs = self.moved(step, list(made.outs))
-        return moved._replace(parts=(made.plan, *rules)), outs
-
     def of_rule(
         self, plan: Plan, formats: Sequence[str | None], free: Iterable[int], name: str
     ) -> tuple[Plan, list[str | None]]:
@@ -252,61 +263,12 @@ class _Program:
             )
         return made.plan, [low and low.format for low in made.outs]
 
-    def scan(self, step: Step, lows: Held) -> tuple[Step, Held]:
-        consts, carry = compat.scan_sizes(step.eqn.params)
-        self.carried(step, lows, range(consts, consts + carry))
-        (plan,) = step.parts
-        made = self.enter(plan, lows, range(carry, len(plan.outs)))
-        moved, outs = self.moved(step, list(made.outs))
-        return moved._replace(parts=(made.plan,)), outs
-
-    def loop(self, step: Step, lows: Held) -> tuple[Step, Held]:
-        body, test = step.parts
-        params = step.eqn.params
-        of_test = params["cond_nconsts"]
-        first = of_test + params["body_nconsts"]
-        self.carried(step, lows, range(first, len(lows)))
-        made = self.enter(body, lows[of_test:], ())
-        tested = self.enter(test, [*lows[:of_test], *lows[first:]], ())
-        return step._replace(parts=(made.plan, tested.plan)), list(made.outs)
-
-    def carried(self, step: Step, lows: Held, places: Iterable[int]) -> None:
-        name, where = step.eqn.primitive.name, compat.where_written(step.eqn)
-        for at in places:
-            self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
-            lows[at] = None
-
-    def cond(self, step: Step, lows: Held) -> tuple[Step, Held]:
-        free = range(len(step.eqn.outvars))
-        made = [store(p, _formats(lows[1:]), free) for p in step.parts]
-        alike = zip(*([low and low.format for low in m.outs] for m in made), strict=True)
-        free_in_all = [i for i, formats in enumerate(alike) if len(set(formats)) == 1]
-        made = [self.enter(plan, lows[1:], free_in_all) for plan in step.parts]
-        outs: Held = []
-        for several in zip(*(m.outs for m in made), strict=True):
-            low = several[0]
-            inputs = [_inputs(low) for low in several]
-            outs.append(low and Low(low.format, frozenset().union(*inputs)))
-        moved, outs = self.moved(step, outs)
-        return moved._replace(parts=tuple(m.plan for m in made)), outs
-
-    def section(self, step: Step, lows: Held) -> tuple[Step, Held]:
-        plan, reads, returns = step.parts
-        before = self.wide.keys() | set()
-        free = [i for i in range(len(plan.outs)) if returns is None or returns[i] is None]
-        made = self.enter(plan, lows, free)
-        for i in self.wide.keys() - before:  # inside, nothing is asked: the op decides
-            self.wide[i] = Wide(self.wide[i].format, self.reader(step, self.wide[i].format))
-        reads = tuple(low.format if low else f for low, f in zip(lows, reads, strict=True))
-        moved, outs = self.moved(step, list(made.outs))
-        return moved._replace(parts=(made.plan, reads, returns)), outs
-
     # Who reads a value wide
 
     def reader(self, step: Step, format: str | None) -> str:
         """Who reads, in which format, by which row, and where it is written; as a clause."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        region, _ = planner(self.plan.region).place(eqn.source_info.name_stack, self.plan.region)
+        region, _ = NameStacks().place(eqn.source_info.name_stack, self.plan.region)
         if name == SECTION:
             op, region, spelled = eqn.op, eqn.region, ""
             name = op
@@ -337,6 +299,12 @@ def _joined(eqn: Any, lows: Held) -> Low | None:
     if format is None or more:
         return None
     return Low(format, frozenset().union(*map(_inputs, floats)))
+
+
+def _of_all(several: Sequence[Low | None]) -> Low | None:
+    """An output that comes of several programs, which is low in all of them or in none."""
+    low = several[0]
+    return low and Low(low.format, frozenset().union(*map(_inputs, several)))
 
 
 def _inputs(low: Low | None) -> frozenset[int]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from polymp.backends.jax.autocast import contraction
+from polymp.backends.jax.autocast import contraction_forms
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.dtypes import FORMATS
 from tests.support.jax import hlo
@@ -343,10 +343,10 @@ def test_convolutions_have_one_format_on_gpus(name, run):
 
 @pytest.fixture
 def as_on_gpus():
-    contraction.lower_as(contraction.convolutions_low, "cpu")
+    contraction_forms.lower_as(contraction_forms.convolutions_low, "cpu")
     jax.clear_caches()
     yield
-    contraction.lower_as(contraction.FORMS["cpu"], "cpu")
+    contraction_forms.lower_as(contraction_forms.FORMS["cpu"], "cpu")
     jax.clear_caches()
 
 

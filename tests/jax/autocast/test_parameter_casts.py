@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.autocast import planner
+from polymp.backends.jax.autocast.frame import Frame
 from polymp.backends.jax.autocast.plan import Cast
 from polymp.backends.jax.autocast.values import Known
 from polymp.jax import autocast
@@ -61,13 +61,13 @@ def error_of_rnn(length: int, before: Any = lambda w: w) -> float:
 
 def merge_all_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One low copy of a parameter for all that read it."""
-    real = planner.Program.read
+    real = Frame.read
 
     def read(self: Any, atom: Any, format: str | None) -> Any:
         operand = real(self, atom, format)
         return operand._replace(shared=True) if type(operand) is Cast else operand
 
-    monkeypatch.setattr(planner.Program, "read", read)
+    monkeypatch.setattr(Frame, "read", read)
     monkeypatch.setattr(Known, "is_parameter", False)
 
 

@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.autocast import passes
-from polymp.backends.jax.autocast.passes import NARROWED, Pass, without
+from polymp.backends.jax.autocast import pass_switches
+from polymp.backends.jax.autocast.pass_switches import Pass, without
+from polymp.backends.jax.autocast.passes import NARROWED
 from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
@@ -384,17 +385,17 @@ def test_a_trace_with_a_pass_is_not_used_without_it():
 
 
 def test_what_is_switched_off_nests_and_ends():
-    assert passes.off() == frozenset()
+    assert pass_switches.off() == frozenset()
     with without("sharing"):
         with pytest.raises(ZeroDivisionError), without("pull_up", "sharing"):
-            _ = len(passes.off()) / (len(passes.off()) - 2)
+            _ = len(pass_switches.off()) / (len(pass_switches.off()) - 2)
         seen: list[Any] = []
-        thread = Thread(target=lambda: seen.append(passes.off()))
+        thread = Thread(target=lambda: seen.append(pass_switches.off()))
         thread.start()
         thread.join()
         assert seen == [frozenset()], "another thread is told"
-        assert passes.off() == {"sharing"}
-    assert passes.off() == frozenset()
+        assert pass_switches.off() == {"sharing"}
+    assert pass_switches.off() == frozenset()
 
 
 def test_a_pass_that_there_is_not():
@@ -404,7 +405,7 @@ def test_a_pass_that_there_is_not():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"), without("pull_down", "fold"):
         pass
-    assert passes.off() == frozenset()
+    assert pass_switches.off() == frozenset()
 
 
 def test_a_rule_that_is_planned_later_has_the_passes_of_its_call():

@@ -27,11 +27,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 
 import polymp.jax
-from polymp.backends.jax.autocast import api as transformation
 from polymp.backends.jax.autocast import (
     contraction,
     control_flow,
     custom_derivatives,
+    evaluate,
     passes,
     promotion,
     regions,
@@ -478,8 +478,8 @@ def _rounded_gradients(real: Callable[..., Any]) -> Callable[..., Any]:
     return mold
 
 
-def _without_rule(step: Any, values: Any) -> Any:
-    return transformation.run(step.parts[0], values)
+def _without_rule(rules: Any, step: Any, values: Any) -> Any:
+    return evaluate.run(rules.plan, values)
 
 
 def _narrowest(outs: Any) -> str:
@@ -512,15 +512,15 @@ WRONG = {
         _doing("switch", LAYER, DECAY),
     ),
     "a jvp rule is dropped": (
-        custom_derivatives,
-        "_emit",
+        custom_derivatives._Rules,
+        "emit",
         _without_rule,
         "gradients",
         _doing("custom_jvp", HALVED),
     ),
     "a vjp rule is dropped": (
-        custom_derivatives,
-        "_emit",
+        custom_derivatives._Rules,
+        "emit",
         _without_rule,
         "gradients",
         _doing("custom_vjp", HALVED),

@@ -16,7 +16,7 @@ from flax import linen, nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from polymp.backends.jax.diagnostics import instrument
+from polymp.backends.jax.diagnostics import measures
 from polymp.jax import GradScaler, audit, autocast
 from tests.support.audits import magnitudes
 
@@ -171,10 +171,10 @@ def test_what_float16_loses_is_told_from_what_was_so_anyway() -> None:
 
 
 def test_of_large_arrays_extremes_are_of_all_values() -> None:
-    x = jnp.ones(3 * instrument.SAMPLE + 1).at[1].set(1e5)
+    x = jnp.ones(3 * measures.SAMPLE + 1).at[1].set(1e5)
     said = told(lambda x: x * 1.0 + 0.0 * x, x)["add"]
     assert (said.values, said.largest) == (x.size, 1e5)
-    assert instrument.SAMPLE / 2 < said.counted <= instrument.SAMPLE
+    assert measures.SAMPLE / 2 < said.counted <= measures.SAMPLE
 
 
 def test_float64_beyond_float32_is_finite() -> None:
@@ -392,5 +392,5 @@ def test_the_first_step_that_breaks_is_the_one_told_of() -> None:
 
 def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles above compare with numpy: half of it would not pass."""
-    monkeypatch.setattr(instrument, "_peak", lambda *arrays: jnp.float32(1.0))
+    monkeypatch.setattr(measures, "peak", lambda *arrays: jnp.float32(1.0))
     assert told(lambda x: x * 2, X)["mul"].largest != 6.0

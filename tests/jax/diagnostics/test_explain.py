@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polymp
-from polymp.backends.jax.diagnostics.explain import traced
+from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.diagnostics.call import BACKWARD, FORWARD
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning

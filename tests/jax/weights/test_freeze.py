@@ -314,7 +314,7 @@ def test_why_a_parameter_is_kept(name):
 def test_a_checker_that_misses_a_wide_read_is_noticed(monkeypatch):
     fn = autocast(read_low_and_wide)
     assert faults(fn, {"w": W}, X, eager=True) == []
-    monkeypatch.setattr(lower_inputs._Program, "refuse", lambda *_: None)
+    monkeypatch.setattr(lower_inputs._LowInputs, "refuse", lambda *_: None)
     assert faults(fn, {"w": W}, X, eager=True) == ["result 1"]
 
 

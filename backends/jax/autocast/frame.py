@@ -1,0 +1,270 @@
+"""The frame of a program while it is planned: what is known so far, and what a handler may ask.
+
+A handler takes a frame, an equation and its region, and returns the step that the equation becomes
+and what is known of its results. `planner` has the table of handlers.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.pass_switches import Pass
+from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Plan, Step
+from polymp.backends.jax.autocast.regions import NameStacks
+from polymp.backends.jax.autocast.values import (
+    LOW,
+    Known,
+    Origin,
+    declared,
+    fits,
+    in_format,
+    literal,
+    number_of,
+)
+from polymp.errors import ForbiddenOpError
+from polymp.rules import decisions
+from polymp.rules.policy import Decision, Policy
+from polymp.rules.region import Region
+from polymp.rules.row import Rule
+
+_UNKNOWN = (
+    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
+    "formats it is written in."
+)
+
+
+# Calls of an autocast function whose plans are kept.
+_CALLS = 8
+
+
+class Kept:
+    """Plans of the programs inside an autocast function, from its latest calls.
+
+    JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
+    the jaxpr: with the same plan comes the same rewritten one.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Hashable, dict[Any, Plan]]] = deque(maxlen=_CALLS)
+
+    def of(self, settings: Hashable) -> list[dict[Any, Plan]]:
+        """The plans that were made under the same settings, by call, the latest first."""
+        return [plans for have, plans in reversed(tuple(self._calls)) if have == settings]
+
+    def add(self, settings: Hashable, plans: dict[Any, Plan]) -> None:
+        """Keep the plans of a call; those of the oldest go."""
+        self._calls.append((settings, plans))
+
+
+class Planner:
+    """Plans one traced program with everything inside it, each part once.
+
+    Args:
+        one: plans the program of a frame.
+        off: names of the passes that are switched off; see `passes`.
+        colours: True if some region promotes weakly, so that results are told weak from strong.
+        kept: plans of earlier calls; None for none.
+        settings: all that a plan depends on besides the arguments of `plan`.
+    """
+
+    def __init__(
+        self,
+        one: "Callable[[Frame], Plan]",
+        off: Set[str] = frozenset(),
+        colours: bool = False,
+        kept: Kept | None = None,
+        settings: Hashable = (),
+    ) -> None:
+        self.one = one
+        self.off = off
+        self.colours = colours
+        self.kept = kept
+        self.settings = settings, off, colours
+        self.earlier = [] if kept is None else kept.of(self.settings)
+        self.plans: dict[Any, Plan] = {}
+        self.stacks = NameStacks()
+        self.unknown: set[str] = set()
+        self.ways: dict[Any, Any] = {}
+
+    def plan(
+        self,
+        jaxpr: Any,
+        known: Iterable[Known],
+        region: Region,
+        results: Sequence[str | None] | None = None,
+        gradients: bool = False,
+    ) -> Plan:
+        """The plan of a closed jaxpr.
+
+        Args:
+            jaxpr: closed.
+            known: of its inputs.
+            region: that holds where no mark says otherwise.
+            results: formats that the outputs must have; None leaves those as they come.
+            gradients: True if the outputs are gradients.
+        """
+        known = tuple(known)
+        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
+        if key not in self.plans:
+            same = next((plans[key] for plans in self.earlier if key in plans), None)
+            self.plans[key] = same or self.one(
+                Frame(self, jaxpr, known, region, results, gradients)
+            )
+        return self.plans[key]
+
+    def plan_whole(self, jaxpr: Any, known: Iterable[Known], region: Region) -> Plan:
+        """The plan of a closed jaxpr that nothing is around; the plans inside are kept."""
+        plan = self.one(Frame(self, jaxpr, tuple(known), region, None, False))
+        if self.kept is not None:
+            self.kept.add(self.settings, self.plans)
+        self.earlier = []
+        return plan
+
+    def warn(self, name: str, message: str = _UNKNOWN) -> None:
+        """Name a primitive whose inner program stays as written; once."""
+        if name not in self.unknown:
+            self.unknown.add(name)
+            warnings.warn(message.format(name), stacklevel=2)
+
+
+class Frame:
+    """One jaxpr under one set of known inputs, while its equations become steps.
+
+    Args:
+        planner: of the whole program, for what is inside this one.
+        jaxpr: closed.
+        known: of its inputs.
+        region: that holds where no mark says otherwise.
+        results: formats that the outputs must have; None leaves those as they come.
+        gradients: True if the outputs are gradients: a contraction that makes one of a float32
+            value then does not round it.
+
+    Attributes:
+        env: what is known of each variable so far.
+        steps: of the equations so far.
+        stack: the name stack of the equation at hand, without our marks.
+        casts: whether there may be any.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        jaxpr: Any,
+        known: tuple[Known, ...],
+        region: Region,
+        results: Sequence[str | None] | None,
+        gradients: bool,
+    ) -> None:
+        self.planner = planner
+        self.closed = jaxpr
+        self.jaxpr, self.consts = compat.opened(jaxpr)
+        self.inputs = known
+        self.region = region
+        self.wanted = results
+        self.gradients = gradients
+        constvars, invars = compat.binders(jaxpr)
+        self.env: dict[Any, Known] = {}
+        self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
+        self.env.update(zip(invars, known, strict=True))
+        self.steps: list[Step] = []
+        self.stack: Any = None
+        self.casts = results is not None
+        self.shares = Pass.SHARING not in planner.off
+
+    def known(self, atom: Any) -> Known:
+        """What is known of an operand."""
+        if isinstance(atom, core.Literal):
+            return literal(declared(atom), number_of(atom.val))
+        return self.env[atom]
+
+    def read(self, atom: Any, format: str | None) -> Operand:
+        """Read an operand in a format; None takes its actual one."""
+        if format is None:
+            return atom
+        if isinstance(atom, core.Literal):
+            have = declared(atom)
+            if have is None or have == format:
+                return atom
+            return Cast(atom, format, value=in_format(atom.val, format))
+        known = self.env[atom]
+        if known.format is None or known.format == format:
+            return atom
+        if known.number is not None and format in LOW:
+            if not atom.aval.shape or not fits(known.number, format):
+                return Cast(atom, format, value=in_format(known.number, format))
+        self.casts = True
+        return Cast(atom, format, shared=self.shares and known.origin is Origin.COMPUTED)
+
+    def step(
+        self,
+        eqn: Any,
+        reads: Iterable[str | None],
+        writes: Sequence[str | None],
+        kind: Kind = Kind.BIND,
+        params: Any = None,
+        returns: tuple[str | None, ...] | None = None,
+        low: str | None = None,
+        inside: Inside | None = None,
+    ) -> Step:
+        """The step of an equation, with the format in which it reads each operand; see `Step`."""
+        operands = list(map(self.read, eqn.invars, reads))
+        if operands == eqn.invars:
+            operands = eqn.invars  # one list less for each equation that reads as written
+        kind = kind if inside is None else Kind.INSIDE
+        params = params or eqn.params
+        return Step(eqn, kind, operands, params, tuple(writes), returns, self.stack, low, inside)
+
+    def as_written(self, eqn: Any) -> "Planned":
+        """The step of an equation that runs in the formats that it is written in."""
+        writes = [declared(v) for v in eqn.outvars]
+        return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
+
+    def decision(self, op: str, formats: tuple[str, ...], region: Region, spelled: str) -> Decision:
+        """What the policy of a region says of an op with operands in some formats.
+
+        Raises:
+            ForbiddenOpError: it forbids the op.
+        """
+        policy = region.policy
+        assert policy is not None, "polymp.jax fills in the policy of every region"
+        decision = policy.decide(op, formats, region, f"jax:{spelled}")
+        if (found := decisions.current()) is not None:
+            row = policy.at(region.scope).winner(op, region.format, f"jax:{spelled}")
+            if row is not None and region.enabled:
+                spelled = spelled and f"jax:{spelled}"
+                at = "jax", op, spelled, region.format, region.scope
+                found.note(decisions.Entry(*at, row, formats, decision, policy.name))
+        if decision.rule is Rule.FORBID:
+            raise _forbidden(policy, op or spelled, formats, region)
+        return decision
+
+
+Planned = tuple[Step, list[Known]]
+Handler = Callable[[Frame, Any, Region], Planned]
+
+
+def given(var: Any) -> Known:
+    """What is known of an argument or constant; a scalar of Python's is a number."""
+    weak = not var.aval.shape and getattr(var.aval, "weak_type", False)
+    return Known(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
+
+
+def _constant(var: Any, value: Any) -> Known:
+    """What is known of a constant; a scalar that is there already is a number."""
+    if var.aval.shape or declared(var) is None or isinstance(value, jax.core.Tracer):
+        return given(var)
+    return literal(declared(var), number_of(value))
+
+
+def _forbidden(policy: Policy, op: str, formats: Sequence[str], region: Region) -> ForbiddenOpError:
+    row = policy.at(region.scope).winner(op, region.format)
+    instead = row.instead if row else ""
+    return ForbiddenOpError(
+        f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(formats)}). "
+        f"Use {instead or 'another op'}, or give it another rule in the policy."
+    )

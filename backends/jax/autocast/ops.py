@@ -1,0 +1,194 @@
+"""Handlers of single ops: in which format each runs, and what is known of its result.
+
+    lower, fp32, ...   what the policy's row says
+    no row             in the formats of the operands, the widest of those declared alike
+    as written         what no format of ours may enter: see `op_facts`
+
+Numbers in the program, scalar arguments and masks take the format of what they meet. A parameter
+that is added to the result of a contraction is its bias, and takes the low format too.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import op_facts, promotion
+from polymp.backends.jax.autocast.frame import Frame, Planned
+from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.autocast.pass_switches import Pass
+from polymp.backends.jax.autocast.plan import Kind
+from polymp.backends.jax.autocast.regions import AS_CALLED
+from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fixed, name_of
+from polymp.dtypes import widest
+from polymp.rules import decisions
+from polymp.rules.policy import Decision
+from polymp.rules.region import Region
+from polymp.rules.row import Rule
+from polymp.rules.vocabulary import vocabulary
+
+UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
+
+
+class _Way(NamedTuple):
+    """How an op runs, whichever equation it is: the fields of its step."""
+
+    reads: list[str | None]
+    writes: tuple[str | None, ...]
+    returns: tuple[str | None, ...] | None
+    outs: list[Known]
+
+
+def convert(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A cast in the program."""
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    old, new, known = declared(atom), declared(var), frame.known(atom)
+    if region.policy is AS_CALLED and region.format == "float32" and old and new in LOW:
+        # A library rounds to what it was given; what is computed in float32 stays so.
+        return frame.step(eqn, ["float32"], ["float32"], Kind.CAST), [Known("float32")]
+    if old is not None and old == new:  # the trace changed nothing but weakness
+        if atom.aval.weak_type == eqn.params["weak_type"]:
+            return frame.step(eqn, [None], [known.format], Kind.CAST), [known]
+        params = {**eqn.params, "new_dtype": np.dtype(known.format)}
+        return frame.step(eqn, [None], [known.format], params=params), [known]
+    origin = Origin.COMPUTED
+    if known.origin is Origin.LITERAL:
+        origin = Origin.LITERAL
+    elif old is None and getattr(atom.aval, "dtype", None) == np.bool_:
+        origin = Origin.MASK
+    elif known.origin is Origin.GIVEN and not atom.aval.shape:
+        origin = Origin.GIVEN
+    number = known.number if new is not None and origin is Origin.LITERAL else None
+    weak = frame.planner.colours and new == "float32" and not fixed(atom) and old is None
+    return frame.step(eqn, [None], [new]), [Known(new, origin, number=number, weak=weak)]
+
+
+def name(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A name for a value, which may be one of our marks."""
+    if eqn.params["name"] not in (UPPER, LOWER):
+        return free(frame, eqn, region)
+    (atom,) = eqn.invars
+    if frame.known(atom).format is None:
+        return frame.step(eqn, [None], [None], Kind.CAST), [frame.known(atom)]
+    format = "float32" if eqn.params["name"] == UPPER else region.format
+    return frame.step(eqn, [format], [format], Kind.CAST), [Known(format)]
+
+
+def independent(frame: Frame, eqn: Any, _: Region) -> Planned:
+    """An op whose results have the formats of the operands in their places."""
+    known = [frame.known(atom) for atom in eqn.invars][: len(eqn.outvars)]
+    outs = [k._replace(number=None) for k in known]
+    return frame.step(eqn, [None] * len(eqn.invars), [k.format for k in known]), outs
+
+
+def free(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """An op that computes in any format, as the policy says."""
+    atoms = eqn.invars
+    known = [frame.known(atom) for atom in atoms]
+    op = spelling(eqn)
+    avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
+    # A region that was planned for stays in its plan, a type in its way.
+    signature = (op, id(region), *known, *map(id, avals))
+    ways = frame.planner.ways
+    # A program asks the same few questions over and over; a report wants every answer.
+    if signature not in ways or decisions.current() is not None:
+        ways[signature] = avals, _way(frame, eqn, op, known, region)
+    _, way = ways[signature]
+    if way is None:
+        return frame.as_written(eqn)
+    params = eqn.params
+    if "update_jaxpr" in params and params["update_jaxpr"] is not None:
+        params = {**params, "update_jaxpr": None}  # made at emission, where JAX is called
+    return frame.step(eqn, way.reads, way.writes, Kind.BIND, params, way.returns), way.outs
+
+
+def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) -> _Way | None:
+    """How an op that is free in its format runs; None for as written."""
+    weak = region.promotion == "weak"
+    hard = promotion.deciding(eqn, op, known, weak)
+    if not hard:
+        return None
+    decision = frame.decision(op_of(op), hard, region, op)
+    if decision.rule is Rule.LOWER and vocabulary().picks(op_of(op)):
+        decision = Decision(decision.rule, None, decision.run)
+    formats = [declared(atom) for atom in eqn.invars]
+    if decision.run is not None:
+        groups = {f: decision.run for f in formats if f}
+    else:
+        fold = Pass.BIAS_FOLD not in frame.planner.off
+        groups = promotion.alike(eqn, op, known, weak, fold)
+    reads = [groups[f] if f else None for f in formats]
+    writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
+    finals = [decision.out or f if f else None for f in writes]
+    elementwise = decision.run is None and op in op_facts.ELEMENTWISE
+    if elementwise and promotion.meets_scalar(eqn, known):
+        # The scalar may be anything: it is not rounded, the result is.
+        reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
+    returns = tuple(finals) if finals != writes else None
+    origin, number = promotion.origin(eqn, op, known)
+    adds = op in promotion.ADDITIONS and all(
+        k.product or k.origin is not Origin.COMPUTED for k in known
+    )
+    # Spread over more elements, a product is no longer what a bias is added to.
+    moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
+    product = (adds or moved) and any(k.product for k in known)
+    ruled = decision.rule in (Rule.FP32, Rule.FP32_KEEP)
+    stays = frame.planner.colours and not ruled and promotion.stays_weak(known)
+    outs = [
+        Known(f, origin, product and f in LOW, number, stays and f == "float32")
+        if f
+        else Known(None)
+        for f in finals
+    ]
+    return _Way(reads, tuple(writes), returns, outs)
+
+
+def contraction(frame: Frame, eqn: Any, region: Region) -> Planned:
+    """A sum of products: one of ours, where it runs low."""
+    known = [frame.known(atom) for atom in eqn.invars]
+    weak = region.promotion == "weak"
+    hard = promotion.deciding(eqn, eqn.primitive.name, known, weak)
+    if not hard:
+        return frame.as_written(eqn)
+    spelled = spelling(eqn)
+    decision = frame.decision(op_of(spelled), hard, region, spelled)
+    wide = {f for f in map(declared, eqn.invars) if f}
+    asked = name_of(eqn.params.get("preferred_element_type"))
+    if eqn.params.get("preferred_element_type") is not None and asked is None:
+        return frame.as_written(eqn)
+    if not _precision_is_default(eqn.params.get("precision")):
+        return frame.as_written(eqn)
+    if any(declared(atom) is None for atom in eqn.invars[:2]):
+        return frame.as_written(eqn)
+    run = decision.run or widest(hard)
+    plain = asked is None or asked == widest(wide)  # jnp always fills it in
+    out = run if plain else asked
+    final = decision.out or out
+    if run not in LOW:
+        params = {**eqn.params, "preferred_element_type": np.dtype(out)}
+        reads = [run if k.format else None for k in known]
+        returns = (final,) if final != out else None
+        return frame.step(eqn, reads, [out], Kind.BIND, params, returns), [Known(final)]
+    # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
+    reads = [run if k.format and not k.is_parameter else None for k in known]
+    made = out if out == run else "float32"
+    returns = (final,) if final != made else None
+    step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
+    return step, [Known(final, product=final in LOW)]
+
+
+def unknown(frame: Frame, eqn: Any, _: Region) -> Planned:
+    """A primitive of which nothing is known: it runs as written, and so does a program inside."""
+    name = eqn.primitive.name
+    if name not in op_facts.OPAQUE and compat.has_program(eqn.params):
+        frame.planner.warn(name)
+    return frame.as_written(eqn)
+
+
+def _precision_is_default(precision: Any) -> bool:
+    """True unless this op, and not the configuration, asks for more than the default."""
+    if precision is None or precision == compat.default_precision():
+        return True
+    both = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, jax.lax.Precision.DEFAULT) for p in both)

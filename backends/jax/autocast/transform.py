@@ -1,0 +1,202 @@
+"""The transformation: a function is traced, planned, and run again in the planned formats.
+
+A call traces the function at the dtypes it was written in, plans a format for every value, and
+runs the program again in those formats under the caller's own trace. It does so at every call: what
+Python reads from outside, a library's context among it, is read anew. Plans are kept for the
+programs inside whose traces JAX keeps, those of jitted functions.
+"""
+
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import jax
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_array
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.escapes import escaped
+from polymp.backends.jax.autocast.evaluate import collector_paused, run
+from polymp.backends.jax.autocast.frame import Kept, given
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS
+from polymp.backends.jax.autocast.plan import Plan
+from polymp.backends.jax.autocast.planner import planner
+from polymp.backends.jax.autocast.unmatched import warn_of_unmatched
+from polymp.backends.jax.modules import nnx
+from polymp.backends.jax.modules.scoped import naming
+from polymp.errors import EscapedValueError
+from polymp.rules import decisions
+from polymp.rules.region import Region
+
+
+class PlannedCall(NamedTuple):
+    """A function as traced and planned for arguments of some types."""
+
+    plan: Plan
+    tree: Any
+    statics: list[Any]
+
+
+class Made(NamedTuple):
+    """What an autocast function is made of; the function's attribute `polymp`.
+
+    Attributes:
+        call: the function; another one, where a wrapper has taken over the attribute.
+        fn: that it transforms.
+        region: that holds in it.
+    """
+
+    call: Callable[..., Any]
+    fn: Callable[..., Any]
+    region: Region
+
+
+def transformed(
+    fn: Callable[..., Any], region: Region, traced: "Callable[..., PlannedCall] | None" = None
+) -> Callable[..., Any]:
+    """An autocast function.
+
+    Args:
+        fn: to transform.
+        region: that holds in it.
+        traced: traces and plans in place of `trace`, with its arguments.
+    """
+    if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
+        raise TypeError(
+            f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
+            "autocast(fn, dtype=...)."
+        )
+    for kind in ("generator", "coroutine", "asyncgen"):
+        if getattr(inspect, f"is{kind}function")(fn):
+            raise TypeError(
+                f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
+                "is traced. Wrap the functions that it calls."
+            )
+    kept = Kept()
+    new = traced or trace
+    by_path = region.policy is not None and bool(region.policy.scopes)
+    unchecked = [region] if by_path else []  # whether its patterns match is said once
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if regions.AMBIENT.value is not None:  # the autocast around this one does the work
+            with regions.entered(region):
+                return fn(*args, **kwargs)
+        function, given = nnx.owned(fn, args)
+        named = by_path or decisions.current() is not None
+        with naming(regions.is_inside) if named else nullcontext():
+            if nnx.among((given, kwargs)):
+                out = nnx.call(through, function, given, kwargs, named)
+            else:
+                out = through(fn, args, kwargs)
+        regions.note_call(region)
+        return out
+
+    def through(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
+        traced = new(fn, region, tree, statics, arrays, kept)
+        if unchecked:
+            unchecked.clear()
+            warn_of_unmatched(traced.plan.jaxpr, region, call)
+        if traced.plan.as_written and not region.enabled:  # then what is written is what runs
+            with regions.AMBIENT(region):
+                return fn(*args, **kwargs)
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            with collector_paused():
+                found = run(traced.plan, arrays)
+        else:
+            found = run(traced.plan, arrays)
+        # A constant comes as numpy's; what fn would have returned is an array of jax's.
+        outs = map(jax.numpy.asarray, found)
+        leaves = [next(outs) if leaf is ARRAY else leaf for leaf in traced.statics]
+        return jax.tree.unflatten(traced.tree, leaves)
+
+    call.polymp = Made(call, fn, region)  # type: ignore[attr-defined]
+    return call
+
+
+class _Array:
+    """Stands for an array among the leaves of a pytree."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+ARRAY = _Array()
+
+
+_ESCAPED = (
+    "autocast(fn): {fn!r} stored values outside of itself that end with its trace: {shown}. Return "
+    "them instead. Where a library stores them, such as parameters that haiku or flax linen make "
+    "in init, or samples of numpyro, wrap the whole of what returns them, as in autocast(net.init) "
+    "and autocast(net.apply), or only functions inside that store nothing."
+)
+
+
+# cuDNN's kernels take low formats alone, and look while they are traced.
+_CUDNN = (
+    "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; cuDNN's "
+    "kernels ask for low ones before that. Cast around the call: call_in(functools.partial("
+    "jax.nn.dot_product_attention, implementation='cudnn'), jax.numpy.{low})(query, key, value)."
+)
+
+
+def trace(
+    fn: Callable[..., Any],
+    region: Region,
+    tree: Any,
+    statics: Any,
+    arrays: list[Any],
+    kept: Kept | None = None,
+) -> PlannedCall:
+    """Trace and plan a function.
+
+    Args:
+        fn: of arrays.
+        region: that holds in it.
+        tree: of its positional and keyword arguments.
+        statics: its leaves, with `ARRAY` for each array.
+        arrays: or what has their types.
+        kept: plans of earlier calls, to which those of this one are added.
+
+    Raises:
+        EscapedValueError: the function stored values of its trace elsewhere.
+    """
+    found: list[Any] = []
+    running: list[weakref.ref[Any]] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        running.append(weakref.ref(compat.traces()[0]))
+        left = iter(arrays)
+        leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        with regions.AMBIENT(region):
+            out = fn(*args, **kwargs)
+        leaves, out_tree = jax.tree.flatten(out)
+        found.extend((out_tree, [ARRAY if is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    FUNCTIONS.border(flat)
+    flat.__name__ = getattr(fn, "__name__", "function")
+    with collector_paused():
+        gc.collect(0)  # what is young from here on, the trace has made
+        try:
+            jaxpr = jax.make_jaxpr(flat)(*arrays)
+        except (NotImplementedError, ValueError) as error:
+            if region.enabled and compat.asks_for_low(error):
+                error.add_note(_CUDNN.format(low=region.format))
+            raise
+        if found_outside := escaped(running[0]):
+            shown, more = ", ".join(found_outside[:3]), len(found_outside) - 3
+            shown += f" and {more} more" if more > 0 else ""
+            raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
+        invars = compat.binders(jaxpr)[1]
+        plan = planner(region, kept).plan_whole(jaxpr, map(given, invars), region)
+    out_tree, statics_out = found
+    return PlannedCall(plan, out_tree, statics_out)

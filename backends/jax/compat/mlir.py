@@ -1,0 +1,78 @@
+"""Programs as MLIR, while they are lowered."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax._src import named_sharding as _named_sharding
+from jax._src import pjit as _pjit
+from jax._src import sharding_impls as _sharding
+from jax.extend import core
+from jax.interpreters import mlir
+
+
+def readers(values: Iterable[Any]) -> list[Any]:
+    """The ops of an MLIR program that read some of its values. Since jax 0.5.
+
+    `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
+    """
+    return [use.owner.operation for value in values for use in value.uses]
+
+
+def merge_repeated(op: Any) -> None:
+    """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
+
+    So are the ops that read its result, as long as they have one operand and one result each. The
+    earlier ones are in the same block, which is where ops are put one after the other. Since 0.5.
+    """
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        twins = (one for one in readers(op.operands) if one != op and _is_earlier_twin(one, op))
+        if (twin := next(twins, None)) is not None:
+            todo += readers(op.results)
+            op.results[0].replace_all_uses_with(twin.results[0])
+            op.erase()
+
+
+def _is_earlier_twin(one: Any, other: Any) -> bool:
+    def computed(op: Any) -> Any:
+        types = [value.type for value in op.results]
+        return op.name, types, {name: op.attributes[name] for name in op.attributes}
+
+    if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
+        return False
+    return bool(computed(one) == computed(other))
+
+
+def lower_in_place(belongs: Callable[[Any], bool]) -> None:
+    """Lower some jitted functions into the program that calls them, in place of a call.
+
+    On several devices alone, and none that asks for shardings or layouts of its own, or has
+    effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
+
+    Args:
+        belongs: says so of a function, given its closed jaxpr.
+    """
+
+    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+        jaxpr = params["jaxpr"]
+        asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
+        several = _devices(ctx.module_context.axis_context) > 1
+        if not several or asked or jaxpr.effects or not belongs(jaxpr):
+            return _pjit._pjit_lowering(ctx, *args, **params)
+        stack = ctx.name_stack.extend(f"jit({params['name']})")
+        return mlir.lower_fun(core.jaxpr_as_fun(jaxpr))(ctx.replace(name_stack=stack), *args)
+
+    mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
+
+
+_ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+
+
+def _devices(context: Any) -> int:
+    """How many devices a program is for, that is lowered in a context."""
+    if isinstance(context, _sharding.ShardingContext):
+        return context.num_devices
+    return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1

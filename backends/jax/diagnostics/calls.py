@@ -1,0 +1,171 @@
+"""The calls of a traced program: the equations that became of each, read as one row of a report.
+
+traced program and its record -> equations, each with the name of its call -> calls
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from polymp.backends.jax.autocast.known_functions import spelling
+from polymp.backends.jax.autocast.op_facts import LAYOUT
+from polymp.backends.jax.diagnostics.call_site import Scope, source
+from polymp.backends.jax.diagnostics.flops import flops
+from polymp.backends.jax.diagnostics.kept_for_backward import bytes_of, float_format, kept_bytes
+from polymp.backends.jax.diagnostics.sites import Site, equations
+from polymp.backends.jax.diagnostics.traced_call import Followed, Record, op_named
+from polymp.diagnostics.call import Call
+from polymp.dtypes import widest
+
+
+def calls(closed: Any, record: Record) -> Iterator[Call]:
+    """The calls of a program, in its order."""
+    return (call for call, _ in with_sites(closed, record))
+
+
+def with_sites(closed: Any, record: Record) -> Iterator[tuple[Call, list[Site]]]:
+    """The calls of a program, in its order, each with its equations."""
+    groups: list[list[Site]] = []
+    known: dict[tuple[str, str], list[list[Site]]] = {}
+    for site in equations(closed):
+        if site.scope.call not in record.calls:
+            if _counts(site.eqn):
+                groups.append([site])
+            continue
+        alike = known.setdefault((site.scope.call, site.scope.direction), [])
+        group = next((sites for sites in alike if _together(sites[0].parent, site.parent)), None)
+        if group is None:
+            group = []
+            alike.append(group)
+            groups.append(group)
+        group.append(site)
+    kept = kept_bytes(closed)
+    seen: set[str] = set()
+    for sites in groups:
+        name, direction = sites[0].scope.call, sites[0].scope.direction
+        followed = record.calls.get(name)
+        if followed is None or any(map(_counts, (s.eqn for s in sites))) or followed.saved:
+            saved = () if name in seen or followed is None else tuple(followed.saved.items())
+            seen.add(name)
+            yield _call(sites, followed, direction, saved, kept), sites
+
+
+def _together(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """True if one place is inside of the other, or the same: a function's casts are outside it."""
+    return all(a == b for a, b in zip(one, other, strict=False))
+
+
+def _call(
+    sites: Sequence[Site],
+    followed: Followed | None,
+    direction: str,
+    saved: tuple[tuple[str, int], ...],
+    kept: dict[tuple[Any, Any], int],
+) -> Call:
+    first = sites[0]
+    made = {id(v) for site in sites for v in site.eqn.outvars}
+    outside = min((site.parent for site in sites), key=len)
+    given = [str(site.eqn.outvars[0].aval) for site in sites
+             if site.parent == outside and _is_cast(site.eqn)]  # fmt: skip
+    casts = cast_bytes = work = 0
+    hoisted = 0
+    inputs: dict[Any, str] = {}
+    run: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    spelled = ""
+    for site in sites:
+        eqn = site.eqn
+        for v in eqn.invars:
+            if not hasattr(v, "val") and id(v) not in made and (f := float_format(v)):
+                if v not in inputs and len(site.parent) > len(outside) and str(v.aval) in given:
+                    given.remove(str(v.aval))  # a cast's result, by its name in the function
+                    made.add(id(v))
+                else:
+                    inputs.setdefault(v, f)
+        outputs = _formats(eqn.outvars) or outputs
+        if _is_cast(eqn):
+            times = 1 if eqn.invars[0] in site.fixed else site.times
+            hoisted += site.times - times
+            casts += times
+            cast_bytes += times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
+            continue
+        if eqn.primitive.name == "polymp_contraction":
+            for v in eqn.invars[:2]:
+                if float_format(v) != eqn.params["run"]:
+                    times = 1 if v in site.fixed else site.times
+                    hoisted += site.times - times
+                    casts += times
+                    size = np.dtype(eqn.params["run"]).itemsize
+                    cast_bytes += times * (bytes_of(v) + int(np.prod(v.aval.shape)) * size)
+        own = flops(eqn)
+        if _counts(eqn) and (not run or (own and not work)):
+            run = _run(eqn)
+            spelled = spelling(eqn)
+        work += own * site.times
+    if hoisted:
+        saved = (*saved, ("hoisted", hoisted))
+    if not spelled:
+        spelled = spelling(first.eqn)
+    op = followed.op if followed else op_named(spelled)
+    entry = followed.entry if followed else None
+    return Call(
+        "jax",
+        op,
+        followed.spelling if followed else f"jax:{spelled}",
+        _module(sites),
+        source(first.written),
+        direction,
+        followed.low if followed else "",
+        entry.row if entry else None,
+        tuple(inputs.values()),
+        widest(run) if run else "",
+        outputs,
+        casts,
+        cast_bytes,
+        saved,
+        work,
+        sum(kept.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars),
+        first.times,
+    )
+
+
+def _module(sites: Sequence[Site]) -> str:
+    """The innermost module that all of a call is in; casts for a function stand outside of it."""
+    named = [s.scope for s in sites if not _is_cast(s.eqn)] or [s.scope for s in sites]
+    levels = zip(*(scope.names for scope in named), strict=False)
+    same = itertools.takewhile(lambda names: len({*names}) == 1, levels)
+    return Scope(tuple(names[0] for names in same)).module
+
+
+def _formats(variables: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(filter(None, map(float_format, variables)))
+
+
+def _run(eqn: Any) -> tuple[str, ...]:
+    if eqn.primitive.name == "polymp_contraction":
+        return (eqn.params["run"],)
+    return _formats([v for v in eqn.invars if not hasattr(v, "val")]) or _formats(eqn.outvars)
+
+
+def _is_cast(eqn: Any) -> bool:
+    """True for a cast from one float format to another."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = float_format(eqn.invars[0]), float_format(eqn.outvars[0])
+    return bool(old and new and old != new) and not hasattr(eqn.invars[0], "val")
+
+
+# What only arranges numbers, or says something of a value, is no call of its own.
+_SILENT = LAYOUT | {"name", "stop_gradient", "pvary", "optimization_barrier", "iota", "copy"}
+
+
+def _counts(eqn: Any) -> bool:
+    """True for an equation that computes with floats, or casts them."""
+    if _is_cast(eqn):
+        return True
+    name = eqn.primitive.name
+    if name in _SILENT or name == "convert_element_type":
+        return False
+    return any(float_format(v) for v in eqn.invars if not hasattr(v, "val"))

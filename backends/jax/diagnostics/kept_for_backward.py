@@ -1,0 +1,70 @@
+"""How many bytes of float32 values a program keeps from its forward for its backward equations."""
+
+from typing import Any
+
+import numpy as np
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
+from polymp.backends.jax.jaxprs import inside
+from polymp.diagnostics.call import FORWARD
+from polymp.dtypes import FORMATS
+
+
+def float_format(v: Any) -> str:
+    """The format of a variable; "" if it holds no floats."""
+    name = getattr(getattr(v.aval, "dtype", None), "name", "")
+    return name if name in FORMATS else ""
+
+
+def bytes_of(v: Any) -> int:
+    """The bytes of a variable's values."""
+    return int(np.prod(v.aval.shape)) * int(v.aval.dtype.itemsize)
+
+
+def kept_bytes(closed: Any) -> dict[tuple[Any, Any], int]:
+    """Bytes of the float32 values that forward equations make and others read, by place and name.
+
+    A place is that of the program that a variable is in, as `Site.parent`. What a call or a loop
+    returns is put down to the equation in it that makes it.
+    """
+    kept: dict[tuple[Any, Any], int] = {}
+    scopes = Scopes()
+
+    def put_down(program: Any, variable: Any, size: int, place: tuple[int, ...]) -> None:
+        for at, eqn in enumerate(program.eqns):
+            if variable not in eqn.outvars:
+                continue
+            which = eqn.outvars.index(variable)
+            for branch, part in enumerate(inside(eqn)):
+                inner, given = compat.opened(part.closed)[0], [*compat.binders(part.closed)[1]]
+                carries = part.carries if eqn.primitive.name == "scan" else 0
+                if which >= len(inner.outvars) or hasattr(inner.outvars[which], "val"):
+                    continue
+                if (same := inner.outvars[which]) not in given:
+                    put_down(inner, same, size, (*place, at, branch))
+                elif 0 <= (turn := given.index(same) - part.fixed) < carries:
+                    put_down(inner, inner.outvars[turn], size, (*place, at, branch))
+                elif not hasattr(outer := eqn.invars[part.takes[given.index(same)]], "val"):
+                    put_down(program, outer, size, place)
+                return
+            kept[place, variable] = size
+            return
+
+    def look(program: Any, outer: Scope, place: tuple[int, ...]) -> None:
+        made: set[Any] = set()
+        read: dict[Any, None] = {}
+        for at, eqn in enumerate(program.eqns):
+            scope = scopes.inside(outer, eqn.source_info.name_stack)
+            if scope.direction == FORWARD:
+                made.update(v for v in eqn.outvars if float_format(v) == "float32")
+            else:
+                found = (v for v in eqn.invars if not hasattr(v, "val") and v in made)
+                read.update(dict.fromkeys(found))
+            for branch, part in enumerate(inside(eqn)):
+                look(compat.opened(part.closed)[0], scope, (*place, at, branch))
+        for variable in read:
+            put_down(program, variable, bytes_of(variable), place)
+
+    look(compat.opened(closed)[0], Scope(), ())
+    return kept

@@ -1,0 +1,190 @@
+"""`locate`: where the first value of a call that is not finite came from.
+
+A twin of the call's program runs, and `blame` follows what is not finite at its end back to the op
+that made it.
+"""
+
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from polymp.backends.jax.diagnostics.instrument import Event, Twin
+from polymp.backends.jax.diagnostics.measured_call import (
+    MeasuredCall,
+    call_of,
+    inputs,
+    measured,
+    names,
+)
+from polymp.backends.jax.diagnostics.measures import Facts, is_measured
+from polymp.diagnostics.audit_records import Fault, Operand
+from polymp.diagnostics.blame import DIVIDING, Node, blame
+
+
+def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Fault | None:
+    """The op at which a call's numbers broke: where the first value that is not finite came from.
+
+        if not jnp.isfinite(loss):
+            print(polymp.jax.locate(train_step, params, opt_state, batch))
+
+    Runs a twin of the call's program, and follows what is not finite at its end, be it a result, or
+    a gradient that a scaler finds and skips, back to the op that made it: because its format's
+    range was too small, because a value before it became zero in its format, because an argument
+    was not finite, or because the operation itself has no finite result there. The fault names the
+    row of the policy that decided, and what the op was given. Infinities that a program means and
+    takes up again, such as those of a mask, are no fault.
+
+    `fn` is not called, and nothing is changed; arguments that it would donate are left alone.
+
+    Args:
+        fn: as in `audit`.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        The fault; None if everything is finite.
+
+    Raises:
+        TypeError: `fn` is not callable, or an argument is traced.
+    """
+    if not callable(fn):
+        raise TypeError(f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}.")
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        raise TypeError("locate was called by code that is traced, where there are no values.")
+    program = measured(fn, args, kwargs)
+    facts, peaks = jax.device_get(program.run(program.traced.arrays))
+    found = blamed(program, facts, peaks)
+    if found is None:
+        return None
+    # XLA drops all of the twin but what leads to these operands.
+    twin = Twin(program.traced.closed, program.twin.groups, program.twin.sites, found.node)
+    look = jax.jit(lambda arrays: twin.run(arrays)[0][found.node].operands)
+    operands = np.asarray(look(program.traced.arrays))
+    bad = _bad(program.twin.events[found.node], facts[found.node])
+    if bad.found:  # in a loop, those of that round
+        operands = operands[bad.at]
+    return fault(program, found, operands.reshape(-1, *operands.shape[-2:]), facts)
+
+
+class _Bad(NamedTuple):
+    """Where an event's result was first not finite.
+
+    Attributes:
+        found: "Inf", "NaN", or "" if it never was.
+        first: the round of each loop around it.
+        at: the place of that round in its facts.
+    """
+
+    found: str = ""
+    first: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
+
+
+def _bad(event: Event, fact: Facts) -> _Bad:
+    peaks = np.asarray(fact.peak)
+    found = []
+    for at in map(tuple, np.argwhere(~np.isfinite(peaks))):
+        scans, whiles = iter(at), iter(fact.when[at])
+        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.loops)
+        found.append(_Bad("NaN" if np.isnan(peaks[at]) else "Inf", rounds, at))
+    return min(found, key=lambda bad: bad.first, default=_Bad())
+
+
+def blamed(program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[Any]) -> Any:
+    """What `blame` finds in the facts of a run; None if all is finite."""
+    named = names(program)
+    spoiled = {at: named[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
+    nodes = []
+    for event, fact in zip(program.twin.events, facts, strict=True):
+        bad, first, at = _bad(event, fact)
+        call = call_of(program, event.site)
+        burst = (
+            bool(bad) and event.format == "float16" and (call is None or call.op not in DIVIDING)
+        )
+        vanished = 0.0
+        if fact.lost.size:
+            burst = bool(bad) and bool(np.isfinite(fact.lost[at][0]))
+            vanished = float(fact.lost[..., 2].max())
+        name = event.site.eqn.primitive.name
+        nodes.append(
+            Node(
+                (*event.inputs, *event.later),
+                bad,
+                event.format,
+                burst,
+                vanished,
+                True,
+                (),
+                next((spoiled[at] for at in event.outside if at in spoiled), ""),
+                event.given,
+                bool(event.format),
+                name == "is_finite",
+                name == "convert_element_type",
+                tuple(place for place, _ in event.loops),
+                first,
+                "" if call is None else call.op,
+            )
+        )
+    return blame(nodes)
+
+
+def fault(
+    program: MeasuredCall,
+    found: Any,
+    operands: Any,
+    facts: Sequence[Facts],
+    peaks: Sequence[Any] = (),
+) -> Fault:
+    """The fault that was found, with what the op was given as far as that was measured."""
+    event, first = program.twin.events[found.node], program.twin.events[found.first]
+    call, other = call_of(program, event.site), call_of(program, first.site)
+    assert call is not None, "what computes with floats is part of a call"
+    why = found.why
+    if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
+        why = f"an input of it is beyond {event.format}'s largest number when it is cast"
+    became, *_ = _bad(first, facts[found.first])
+    if other is not None and found.first != found.node:
+        at = f" in {other.module}" if other.module else ""
+        became = f"{became}, of {other.op}{at} {other.source}".rstrip()
+    return Fault(
+        call.op,
+        call.spelling,
+        call.module,
+        call.source,
+        call.direction,
+        found.kind,
+        event.format,
+        call.row,
+        tuple(_operands(program, event, operands, peaks)),
+        became,
+        why,
+        call.region,
+    )
+
+
+def _operands(
+    program: MeasuredCall, event: Any, given: Any, peaks: Sequence[Any]
+) -> Iterator[Operand]:
+    """What an equation was given; where it was not measured, the largest magnitudes alone."""
+    named = dict(zip(inputs(program), names(program), strict=True))
+    at = 0
+    for v in event.site.eqn.invars:
+        if hasattr(v, "val") or not is_measured(v.aval):
+            continue
+        format, shape, name = v.aval.dtype.name, tuple(v.aval.shape), named.get(v, "")
+        if given is not None:
+            rounds = given[:, at]
+            smallest, largest = float(rounds[:, 0].min()), float(rounds[:, 1].max())
+            zeros, inf, nan = rounds[:, 2:].mean(0).tolist()
+            at += 1
+            smallest = smallest if math.isfinite(smallest) else 0.0
+            yield Operand(format, shape, smallest, largest, zeros, inf, nan, name)
+            continue
+        peak = float(peaks[names(program).index(name)]) if name else 0.0
+        largest = peak if math.isfinite(peak) else 0.0
+        inf, nan = float(math.isinf(peak)), float(math.isnan(peak))
+        yield Operand(format, shape, 0.0, largest, 0.0, inf, nan, name)

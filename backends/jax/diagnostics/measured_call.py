@@ -1,0 +1,88 @@
+"""A call with a twin that measures it: the traced program, its calls, and what is compiled."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.diagnostics.call_site import is_update, source
+from polymp.backends.jax.diagnostics.calls import with_sites
+from polymp.backends.jax.diagnostics.instrument import Twin
+from polymp.backends.jax.diagnostics.measures import is_measured
+from polymp.backends.jax.diagnostics.sites import Site, equations
+from polymp.backends.jax.diagnostics.traced_call import Traced, traced
+from polymp.diagnostics.call import BACKWARD, Call
+
+
+class MeasuredCall(NamedTuple):
+    """A call as it was traced, with its twin.
+
+    Attributes:
+        traced: the program.
+        calls: its calls; by their numbers.
+        of_event: the number of the call that an equation is part of, by (parent, id).
+        twin: what is run, once it was traced.
+        run: the twin, compiled.
+    """
+
+    traced: Traced
+    calls: list[Call]
+    of_event: dict[tuple[Any, int], int]
+    twin: Twin
+    run: Callable[..., Any]
+
+
+def measured(fn: Callable[..., Any], args: Any, kwargs: Any) -> MeasuredCall:
+    """A call, traced, with a twin that is not run yet."""
+    found = traced(fn, args, kwargs)
+    calls: list[Call] = []
+    of_event: dict[tuple[Any, int], int] = {}
+    ends: dict[tuple[Any, int], int] = {}
+    for call, sites in with_sites(found.closed, found.record):
+        of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
+        floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
+        if floats and not _updates(floats[-1]):
+            last = _leaving(floats) if call.direction == BACKWARD else floats[-1:]
+            ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
+        calls.append(call)
+    places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
+    twin = Twin(found.closed, ends, places)
+    return MeasuredCall(found, calls, of_event, twin, jax.jit(twin.run))
+
+
+def _updates(site: Site) -> bool:
+    """True for what an optimizer or a loss scaler does, be it in a branch of theirs."""
+    return is_update(site.written) or is_update(site.eqn.source_info.traceback)
+
+
+def _leaving(sites: Sequence[Site]) -> list[Site]:
+    """The equations of a call whose results are read outside of it: one for each gradient."""
+    read = {v for s in sites for v in s.eqn.invars if not hasattr(v, "val")}
+    return [s for s in sites if not any(v in read for v in s.eqn.outvars)]
+
+
+def call_of(program: MeasuredCall, site: Site) -> Call | None:
+    """The call that an equation is part of."""
+    number = program.of_event.get((site.parent, id(site.eqn)))
+    if number is not None:
+        return program.calls[number]
+    if site.eqn.primitive.name != "shard_map":
+        return None
+    direction, at = site.scope.direction, source(site.written)
+    return Call(
+        "jax", "shard_map", "jax:shard_map", site.scope.module, at, direction, "", None, (), "", ()
+    )
+
+
+def inputs(program: MeasuredCall) -> Sequence[Any]:
+    """The variables of a program's inputs, and after them those of its constants."""
+    constvars, invars = compat.binders(program.traced.closed)
+    return *invars, *constvars
+
+
+def names(program: MeasuredCall) -> list[str]:
+    """What the caller would call the inputs, and words for the constants."""
+    constvars, _ = compat.binders(program.traced.closed)
+    captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
+    return [*program.traced.names, *captured]

@@ -1,0 +1,161 @@
+"""What is measured of an equation's results, as arrays: each of these runs beside the program.
+
+Arrays in, small arrays out. What of a program is measured, and when, is `instrument`'s part.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.evaluate import update_in
+from polymp.backends.jax.autocast.op_facts import FREE
+from polymp.diagnostics.magnitudes import BINS, SHIFT
+from polymp.dtypes import FORMATS
+
+# Of a larger array, every n-th value is in the sample, about as many as these.
+SAMPLE = 2048
+
+# In a sample, the place of a value that was not there: a loop that did not run, another branch.
+ABSENT = BINS
+
+
+class Facts(NamedTuple):
+    """What was measured of an event, as arrays; with one axis more inside of a `scan`.
+
+    Attributes:
+        peak: float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64
+            of float64.
+        lost: float32 [3], of float16 results: the largest magnitude in float32, and the shares of
+            values that became Inf and zero; empty for others.
+        sample: int32 [n], bins of the values; empty but of the end of a call.
+        operands: float32 [k, 5], what it was given, where that is asked for; else empty.
+        when: int32 [w], the round of each `while` around it in which its result was first not
+            finite.
+    """
+
+    peak: Any
+    lost: Any
+    sample: Any
+    operands: Any
+    when: Any
+
+
+def is_measured(x: Any) -> bool:
+    """True for a float array with values."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and dtype.name in FORMATS and math.prod(np.shape(x)) > 0
+
+
+def peak(*arrays: Any) -> Any:
+    """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
+    peaks = [jnp.max(jnp.abs(x)) for x in arrays]
+    peaks = [x if x.dtype == np.float64 else x.astype(jnp.float32) for x in peaks]
+    return functools.reduce(jnp.maximum, peaks)
+
+
+def few(x: Any) -> Any:
+    """A sample of an array's values, in one row."""
+    flat = jnp.ravel(x)
+    return flat if flat.size <= SAMPLE else flat[:: -(-flat.size // SAMPLE)]
+
+
+def sample(x: Any) -> Any:
+    """The bins of a sample of an array's values; int32."""
+    bits = lax.bitcast_convert_type(few(x).astype(jnp.float32), jnp.int32)
+    return lax.shift_right_logical(bits, np.int32(SHIFT)) & (BINS - 1)
+
+
+def lost(eqn: Any, args: list[Any], outs: Sequence[Any]) -> Any:
+    """What float16 lost, by the same equation on the same operands in float32."""
+    wide = in_float32(eqn, args)
+    if wide is None:
+        return jnp.zeros(0, jnp.float32)
+    some, low = few(wide), few(outs[0]).astype(jnp.float32)
+    burst = jnp.mean((jnp.isinf(low) & jnp.isfinite(some)).astype(jnp.float32))
+    vanished = jnp.mean(((low == 0) & (some != 0)).astype(jnp.float32))
+    return jnp.stack([peak(wide), burst, vanished])
+
+
+def operands(eqn: Any, args: list[Any]) -> Any:
+    """What was given to an equation, numbers of the program aside; float32 [k, 5]."""
+    read = [x for v, x in zip(eqn.invars, args, strict=True) if not hasattr(v, "val")]
+    return jnp.stack([_operand(x) for x in read if is_measured(x)])
+
+
+def _operand(x: Any) -> Any:
+    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
+    size = jnp.abs(jnp.ravel(x).astype(jnp.float32))
+    finite = jnp.isfinite(size)
+    some = jnp.where(finite & (size > 0), size, jnp.inf)
+    most = jnp.where(finite, size, 0)
+    shares = [
+        jnp.mean(s.astype(jnp.float32)) for s in (size == 0, jnp.isinf(size), jnp.isnan(size))
+    ]
+    return jnp.stack([jnp.min(some), jnp.max(most), *shares])
+
+
+def in_float32(eqn: Any, args: list[Any]) -> Any:
+    """The first result of an equation whose float16 is float32; None if it has no such form."""
+    wide = [_wider(x) for x in args]
+    if eqn.primitive.name == "convert_element_type":
+        return wide[0] if is_measured(wide[0]) else None
+    if eqn.primitive.name not in _WIDENS:
+        return None
+    params = {key: _wider_param(value) for key, value in eqn.params.items()}
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
+    return compat.put(eqn.primitive, wide, params)[0]
+
+
+_WIDENS = FREE | {"polymp_contraction"}
+
+
+def _wider(x: Any) -> Any:
+    half = getattr(x, "dtype", None) == np.float16
+    return jnp.asarray(x).astype(jnp.float32) if half else x
+
+
+def _wider_param(value: Any) -> Any:
+    if isinstance(value, str):
+        return "float32" if value == "float16" else value
+    if isinstance(value, np.dtype) and value == np.float16:
+        return np.dtype(np.float32)
+    return value
+
+
+def outer(when: Any) -> Any:
+    """The rounds of the loops around an event, with the first round of one more."""
+    return jnp.concatenate([jnp.zeros((*when.shape[:-1], 1), jnp.int32), when], -1)
+
+
+def after(before: Facts, now: Facts, number: Any) -> Facts:
+    """The facts of all rounds of a loop so far; the sample is that of the last.
+
+    What was lost is that of the rounds up to the first whose result is not finite; the operands
+    are those of that round, or of the last.
+    """
+    good = jnp.isfinite(before.peak)[..., None]
+    return Facts(
+        jnp.maximum(before.peak, now.peak),
+        jnp.where(good, jnp.maximum(before.lost, now.lost), before.lost),
+        now.sample,
+        jnp.where(good[..., None], now.operands, before.operands),
+        jnp.where(good, now.when.at[..., 0].set(number), before.when),
+    )
+
+
+def absent(shape: Facts) -> Facts:
+    """The facts of an event that did not run."""
+    return Facts(
+        jnp.full(shape.peak.shape, -1, shape.peak.dtype),
+        jnp.zeros(shape.lost.shape),
+        jnp.full(shape.sample.shape, ABSENT, jnp.int32),
+        jnp.zeros(shape.operands.shape),
+        jnp.zeros(shape.when.shape, jnp.int32),
+    )

@@ -1,0 +1,146 @@
+"""A call as a program: traced under a record that numbers what every plan makes of it.
+
+The record's number is a name scope on all equations that a step becomes, through derivatives, loops
+and rematerialisation.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import apart, is_array, is_typed
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.modules import nnx
+from polymp.rules import decisions
+
+
+class Followed(NamedTuple):
+    """A call that a plan knows.
+
+    Attributes:
+        entry: what was decided; None if no row spoke of it.
+        low: the region's format, "" outside of enabled regions.
+        op: name of the op.
+        spelling: jax's name of it.
+        saved: casts that were spared, by reason.
+    """
+
+    entry: decisions.Entry | None
+    low: str
+    op: str
+    spelling: str
+    saved: dict[str, int]
+
+
+class Record(decisions.Recorder):
+    """Numbers the calls of the plans that are made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, Followed] = {}
+        self.policy = ""
+        self._latest: decisions.Entry | None = None
+
+    def note(self, entry: decisions.Entry) -> None:
+        super().note(entry)
+        self._latest = entry
+
+    def follow(self, what: Any, low: str, policy: str = "") -> str:
+        entry, self._latest = self._latest, None
+        self.policy = self.policy or policy
+        name = f"{regions.CALL}{len(self.calls)}"
+        if entry is not None and not entry.spelling:  # of a function
+            op, spelled = entry.op, entry.op
+        else:
+            spelled = spelling(what.eqn)
+            op = op_named(spelled)
+        self.calls[name] = Followed(entry, low, op, f"jax:{spelled}", {})
+        return name
+
+    def spared(self, what: Any, why: str) -> None:
+        for name in compat.scope_names(what.stack):
+            if name in self.calls:
+                saved = self.calls[name].saved
+                saved[why] = saved.get(why, 0) + 1
+
+
+def op_named(spelled: str) -> str:
+    """The name of an op, by jax's of it; a cast in the program is called as in torch."""
+    plain = spelled.partition(":")[0]
+    return op_of(spelled) or ("to" if plain == "convert_element_type" else plain)
+
+
+_numbers = itertools.count(1)
+
+
+class Traced(NamedTuple):
+    """A call as a program.
+
+    Attributes:
+        closed: the program, of arrays.
+        record: of what was decided in it.
+        arrays: that the call has for it.
+        names: of these arrays, as the caller would write them.
+        results: names of what it returns.
+    """
+
+    closed: Any
+    record: Record
+    arrays: list[Any]
+    names: list[str]
+    results: list[str]
+
+
+def called(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """A call as one of a function of arrays: modules among the arguments are taken apart."""
+    function, given = nnx.owned(fn, args)
+    if not nnx.among((given, kwargs)):
+        return fn, args, kwargs
+    function, args, _ = nnx.pure_of(function, given, kwargs, named=True)
+    return function, args, {}
+
+
+def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    """The program of a call, and what was decided in it."""
+    function, args, kwargs = called(fn, args, kwargs)
+    paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
+    arrays, together = apart((args, kwargs), is_typed)
+    words = parameters(fn, modules=function is not fn)
+    names = [_path(path, words) for path in paths]
+    results: list[str] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = together(arrays)
+        outs = jax.tree_util.tree_leaves_with_path(function(*args, **kwargs))
+        found = [(path, x) for path, x in outs if is_array(x)]
+        results[:] = [jax.tree_util.keystr(path) or "result" for path, _ in found]
+        return [x for _, x in found]
+
+    record = Record()
+    with decisions.recorded_by(record, prepared=False), regions.EXPLAINED(next(_numbers)):
+        return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
+
+
+def parameters(fn: Any, modules: bool) -> list[str]:
+    """Names of a function's parameters; empty if they are not known, or modules are taken apart."""
+    if modules:
+        return []
+    try:
+        return list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _path(path: Any, parameters: Sequence[str]) -> str:
+    """What a caller would write for an argument: "params['w']"."""
+    (part, which), rest = (path[0].idx, path[1]), path[2:]
+    if part == 1:
+        name = which.key
+    else:
+        name = parameters[which.idx] if which.idx < len(parameters) else f"args[{which.idx}]"
+    return str(name) + jax.tree_util.keystr(rest).removesuffix(".value")

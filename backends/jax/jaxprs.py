@@ -1,0 +1,156 @@
+"""Programs inside programs: what an equation holds, what it takes, and how to go through it.
+
+    inside(eqn)         the programs that an equation holds, each with what it takes and hands on
+    interpreted(...)    a program, equation by equation, with values of any kind
+
+Facts about JAX's primitives; nothing here knows of formats.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from jax import lax
+from jax.extend.core import Literal
+
+from polymp.backends.jax import compat
+
+T = TypeVar("T")
+
+JITTED = frozenset({"jit", "pjit"})
+REMATTED = frozenset({"checkpoint", "remat", "remat2"})
+# Run a program once, whose inputs are their operands and whose outputs are their results.
+CALLS = JITTED | REMATTED | {"shard_map"}
+# The same, with derivative rules of the user's.
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call"})
+HOLDERS = CALLS | RULED | {"scan", "while", "cond"}
+
+
+class Inner(NamedTuple):
+    """A program inside an equation.
+
+    Attributes:
+        closed: the program.
+        takes: by input, the place of the operand that it is.
+        fixed: how many inputs, the first ones, are the same in every turn of a loop; 0 of others.
+        carries: how many inputs after these a loop carries; the first results replace them.
+        times: how often it runs, as far as the program says.
+        gives: whether its outputs are results of the equation; not so of a loop's condition.
+    """
+
+    closed: Any
+    takes: Sequence[int]
+    fixed: int = 0
+    carries: int = 0
+    times: int = 1
+    gives: bool = True
+
+    def of(self, operands: Sequence[T]) -> list[T]:
+        """What its inputs are, by what the operands are."""
+        return [operands[at] for at in self.takes]
+
+    def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """The same of a loop: what is fixed, what is carried, and the rows that it goes through."""
+        given, first = self.of(operands), self.fixed + self.carries
+        return given[: self.fixed], given[self.fixed : first], given[first:]
+
+    @property
+    def carried(self) -> Sequence[int]:
+        """The places of the operands that a loop carries."""
+        return self.takes[self.fixed : self.fixed + self.carries]
+
+
+def inside(eqn: Any) -> list[Inner]:
+    """The programs in an equation; none for a primitive that holds none, or none of the user's."""
+    name, params, every = eqn.primitive.name, eqn.params, range(len(eqn.invars))
+    if name == "scan":
+        fixed, carries = compat.scan_sizes(params)
+        return [Inner(params["jaxpr"], every, fixed, carries, params["length"])]
+    if name == "while":
+        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        state = every[of_test + of_body :]
+        tested = [*every[:of_test], *state]
+        return [
+            Inner(params["body_jaxpr"], every[of_test:], of_body, len(state)),
+            Inner(params["cond_jaxpr"], tested, of_test, len(state), gives=False),
+        ]
+    if name == "cond":
+        return [Inner(branch, every[1:]) for branch in params["branches"]]
+    key = _KEYS.get(name)
+    return [] if key is None else [Inner(compat.close(params[key]), every)]
+
+
+_KEYS = dict.fromkeys(CALLS, "jaxpr") | dict.fromkeys(RULED | {"closed_call"}, "call_jaxpr")
+
+
+def with_programs(eqn: Any, programs: Sequence[Any]) -> dict[str, Any]:
+    """The parameters of an equation that holds others in place of its programs.
+
+    Args:
+        eqn: a jit, scan, while or cond.
+        programs: closed, in the order of `inside`.
+    """
+    if eqn.primitive.name == "cond":
+        return {"branches": tuple(programs)}
+    keys = ("body_jaxpr", "cond_jaxpr") if eqn.primitive.name == "while" else ("jaxpr",)
+    return dict(zip(keys, programs, strict=True))
+
+
+def interpreted(
+    closed: Any,
+    values: Sequence[Any],
+    equation: Callable[[int, Any, list[Any]], Sequence[Any]],
+    number: Callable[[Any], Any] = lambda x: x,
+    consts: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The results of a program, equation by equation.
+
+    Args:
+        closed: the program.
+        values: of its inputs, of any kind.
+        equation: makes the results of an equation, given its place, itself, and what it reads.
+        number: makes a value of a number in the program.
+        consts: values of its constants; None to make them as numbers are.
+    """
+    jaxpr, own = compat.opened(closed)
+    constvars, invars = compat.binders(closed)
+    env = dict(zip(constvars, map(number, own) if consts is None else consts, strict=True))
+    env.update(zip(invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return number(atom.val) if type(atom) is Literal else env[atom]
+
+    for at, eqn in enumerate(jaxpr.eqns):
+        outs = equation(at, eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def scanned(
+    eqn: Any,
+    turn: Callable[[Any, list[Any]], tuple[Any, Sequence[Any], Any]],
+    operands: Sequence[Any],
+    state: Any = None,
+) -> tuple[list[Any], Any]:
+    """A scan whose body is another one.
+
+    Args:
+        eqn: the scan.
+        turn: takes a state and the inputs of the body; returns the next state, the outputs of the
+            body, and what else it made.
+        operands: of the scan.
+        state: the first one.
+
+    Returns:
+        The results of the scan, and what else the turns made, as arrays with an axis more.
+    """
+    (body,) = inside(eqn)
+    fixed, first, over = body.split(operands)
+
+    def run(before: Any, row: Any) -> Any:
+        after, outs, more = turn(before[0], [*fixed, *before[1], *row])
+        return (after, list(outs[: body.carries])), (list(outs[body.carries :]), more)
+
+    (_, last), (rows, more) = lax.scan(
+        run, (state, first), over, length=body.times, reverse=eqn.params["reverse"]
+    )
+    return [*last, *rows], more

@@ -7,6 +7,7 @@ framework cannot pass by lacking it.
 import gc
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -79,6 +80,23 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if folder in FRAMEWORKS and not _has(folder):
         return _Missing.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `long` all but one in n of the parameters of a test that is marked `one_in(n)`.
+
+    Where the last of several parameters has n values, it is another one of them each time.
+    """
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            name, (n,) = item.nodeid.partition("[")[0], mark.args
+            at = seen[name]
+            seen[name] += 1
+            if (at + at // n) % n:
+                item.add_marker("long")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -146,9 +146,8 @@ def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
                 scaler.update()
             elif event.kind == SCALE:
                 scaler.update(event.scale)
-            kept.append(
-                torch.cat([scaler._scale.view(1), scaler._growth_tracker.view(1), scaler._counts])
-            )
+            state = scaler._state.tensors()
+            kept.append(torch.cat([tensor.view(-1) for tensor in state]))
         saved = scaler.state_dict()
         last = tuple(
             float(saved[k]) for k in ("scale", "_growth_tracker", "skips", "spoiled", "skipped")

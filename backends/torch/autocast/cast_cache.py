@@ -24,8 +24,8 @@ from torch import clear_autocast_cache
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import torch_table, weight_cast_cache
+from polymp.backends.torch.compat import dispatcher, dynamo
 
 # In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
 # Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
@@ -103,7 +103,7 @@ def drop_unknown() -> None:
     _map.formats.clear()
 
 
-@compat.no_frame
+@dynamo.no_frame
 def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     """May this thread keep casts in torch's map from now on, `depth` regions deep?
 
@@ -135,13 +135,13 @@ def _take_over(mine: "weakref.ref[_Thread]") -> bool:
         return True
 
 
-@compat.no_frame
+@dynamo.no_frame
 def mine() -> bool:
     """True if torch's map is this thread's."""
     return _map.owner.get("thread") is _mine.thread.reference
 
 
-@compat.no_frame
+@dynamo.no_frame
 def end() -> None:
     """This thread left its last region."""
     thread = _mine.thread
@@ -157,7 +157,7 @@ def end() -> None:
 
 def watch(device: str) -> None:
     """Have writes to parameters noticed in regions of the device; once for each device."""
-    key = compat.autocast_key(device)
+    key = dispatcher.autocast_key(device)
     if key is None or device in _watched:
         return
     torch_table.kernels(device)  # what is compiled must be read before ours stand beside it
@@ -167,7 +167,7 @@ def watch(device: str) -> None:
         packet = getattr(torch.ops.aten, name)
         for variant in packet.overloads():
             op = getattr(packet, variant)
-            compat.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
+            dispatcher.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
     _watched.add(device)
 
 
@@ -179,13 +179,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _stepped(optimizer)
 
 
-@compat.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
+@dynamo.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     weight_cast_cache.stepped(optimizer)
 
 
 def _writer(op: torch._ops.OpOverload, key: str) -> Any:
-    pass_on = compat.passing_on(op, key)
+    pass_on = dispatcher.passing_on(op, key)
 
     def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         writing(args[0])

@@ -57,3 +57,44 @@ def has_low(overload: str, device: str, format: str) -> bool:
     if op.kind == "fft":
         return device in ("cuda", "xpu") and format == "float16"
     return op.kind != "linear_algebra"
+
+
+# Batched, these become matmul, which has a rule, whether or not they have one themselves.
+BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
+
+# Classes of ops that only move numbers.
+MOVING = frozenset({"layout", "indexing"})
+
+# Kernels that are an op of the vocabulary under another name.
+KERNELS = {
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+    "convolution": "conv",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
+    "native_dropout": "dropout",
+    "_to_copy": "to",
+}
+
+# Views whose schema does not say so.
+SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
+
+# Ops that make numbers without reading any, or tell something of a tensor that is not in them.
+FACTORIES = frozenset(
+    "empty_like ones_like zeros_like full_like rand_like randn_like new_empty new_zeros new_ones "
+    "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ "
+    "_local_scalar_dense is_same_size _has_same_storage_numel".split()
+)
+
+# Ops whose number keeps something from being zero: what the format makes zero is then missing.
+ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})

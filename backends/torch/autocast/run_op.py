@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import op_facts, recurrent, regions, torch_table
+from polymp.backends.torch.autocast import dtype_names, op_facts, recurrent, torch_table
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
+from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
 from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
@@ -100,7 +100,7 @@ def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
 def formats(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
     """The formats that a rule asks for, in order."""
     return [
-        regions.FORMATS[t.dtype]
+        dtype_names.NAMES[t.dtype]
         for arg, ask in zip(args, _consulted(op), strict=False)
         if ask
         for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
@@ -136,10 +136,10 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
             if in_float32 and decision.out in LOW:
                 decision = Decision(decision.rule, decision.out)
         if picks and decision.rule is Rule.LOWER:
-            dtype = regions.DTYPES[decision.run or ""]
+            dtype = dtype_names.DTYPES[decision.run or ""]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
-            dtype, low = regions.DTYPES[decision.run], regions.DTYPES[ruling.region.format]
+            dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.format]
             uncast = written if dtype is torch.float32 else with_low_input
             if prepare is not None:
                 args = prepare(args, dtype)
@@ -161,7 +161,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
                     made[at] = _cast(value, device, dtype, low, cast)
             args = made or args
         result = call(*args, **kwargs)
-        return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
+        return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])
 
     return run
 
@@ -199,7 +199,7 @@ def _by_dtype(
     schema = op._schema.arguments
     ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
     if how is Apply.APPEND_DTYPE:
-        longer = compat.overload(APPENDED[name])
+        longer = dispatcher.overload(APPENDED[name])
         dtype = torch.float32 if ok else args[0].dtype
         rest = schema[len(args) :]  # defaults are left out of a call; this one has none
         filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.backends.torch.autocast import kernels, policy_code, scope, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.modules import subclass
 from polymp.callsite import outside
@@ -34,7 +34,7 @@ class Place:
         for device in torch_table.DEVICES:
             kernels.install(policy, device)
         self.policy = policy
-        self.code = regions.scope_code(policy)
+        self.code = policy_code.of_scope(policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _place, (self.policy,)  # codes are of one process
@@ -56,14 +56,14 @@ class Scoped(subclass.Extension):
         if place is None:
             above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
             return above._call_impl(*args, **kwargs)
-        code, outer = place.code, regions.code_in_force()
+        code, outer = place.code, policy_code.in_force()
         if code == outer:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        regions.enter_scope(code)
+        scope.enter(code)
         try:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            regions.leave_scope(outer)
+            scope.leave(outer)
 
 
 class Scoping(subclass.Handle):

@@ -14,7 +14,7 @@ from polymp.scaling.scale_rule import ScaleState
 _EVERY = 4
 
 
-class Watch:
+class AsyncRead:
     """Copies the state to the host now and then, and tells what the last copy that arrived said.
 
     Attributes:
@@ -32,7 +32,7 @@ class Watch:
         self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
 
     def __reduce__(self) -> Any:
-        return Watch, ()
+        return AsyncRead, ()
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; take in a copy that has arrived, start another.

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions, torch_table
 from polymp.backends.torch.autocast.run_op import Rulings
+from polymp.backends.torch.compat import dispatcher, export
 from polymp.backends.torch.modules import subclass
 from polymp.errors import PolicyError
 
@@ -87,7 +87,7 @@ def bake(
             "nothing to write out. Write: with autocast(device_type, dtype): bake(model, inputs)."
         )
     if any(
-        node.target in (compat.ENTER, compat.LEAVE) or str(node.target) == compat.WITHIN
+        node.target in (export.ENTER, export.LEAVE) or str(node.target) == export.WITHIN
         for node in _nodes(program)
     ):
         raise PolicyError(
@@ -111,13 +111,13 @@ class _Baked(subclass.Extension):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = self.__dict__.get(self.KEY)
-        mode = compat.proxy_mode()
+        mode = export.proxy_mode()
         if (
             trace is None or mode is None or trace.mode is not None
         ):  # called by others, or by itself
             return super().__call__(*args, **kwargs)
         trace.watch(mode)
-        with compat.without_recorder() as recorder, _Entering(recorder):
+        with export.without_recorder() as recorder, _Entering(recorder):
             return super().__call__(*args, **kwargs)
 
 
@@ -134,7 +134,7 @@ class _Entering(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is compat.ENTER or func is compat.LEAVE:
+        if func is export.ENTER or func is export.LEAVE:
             return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         return self.recorder.__torch_function__(func, types, args, kwargs or {})
 
@@ -161,8 +161,8 @@ class _Trace:
     def watch(self, mode: Any) -> None:
         """Have every op that `mode` is about to record shown to this trace."""
         self.mode = mode
-        compat.decompositions(mode).update(
-            (op, functools.partial(self._shown, op)) for op in compat.all_ops()
+        export.decompositions(mode).update(
+            (op, functools.partial(self._shown, op)) for op in dispatcher.all_ops()
         )
 
     def _shown(self, op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class _Trace:
         if self._casting and op is torch.ops.aten.to.dtype:
             return self._cast(op, *args, **kwargs)
         if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
-            with compat.unrecorded():  # the compiled kernel asks what cuDNN can do, say
+            with export.unrecorded():  # the compiled kernel asks what cuDNN can do, say
                 return op(*args, **kwargs)
         devices = _enabled(_tensors((args, kwargs)))
         if not devices:
@@ -194,7 +194,7 @@ class _Trace:
         """A cast that autocast makes; of a parameter, the one that there is already."""
         if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
             return NotImplemented
-        tracer = compat.proxy_mode().tracer  # a branch has a graph of its own
+        tracer = export.proxy_mode().tracer  # a branch has a graph of its own
         version = 0 if t.is_inference() else t._version
         key = id(tracer), id(t), version, dtype, torch.is_grad_enabled()
         if key not in self._casts:
@@ -215,7 +215,7 @@ class _Trace:
         parts = self._parts(op, devices, args, kwargs)
         if parts is None:
             return NotImplemented
-        with compat.unrecorded():
+        with export.unrecorded():
             acts = self._acts_in(parts, devices, args, kwargs)
         if not acts:
             return NotImplemented
@@ -226,10 +226,10 @@ class _Trace:
             self._apart = outer
 
     def _acts_in(self, parts: Call, devices: Sequence[str], args: Any, kwargs: Any) -> bool:
-        keys = (compat.keyset(str(compat.autocast_key(device))) for device in devices)
+        keys = (dispatcher.keyset(str(dispatcher.autocast_key(device))) for device in devices)
         with torch.no_grad(), _Reached() as inside:
             parts(*args, **kwargs)
-        off = compat.ExcludeKeys(functools.reduce(torch._C.DispatchKeySet.__or__, keys))
+        off = dispatcher.ExcludeKeys(functools.reduce(torch._C.DispatchKeySet.__or__, keys))
         with torch.no_grad(), _Reached() as outside, off:
             parts(*args, **kwargs)
         if inside.seen() != outside.seen():
@@ -251,7 +251,7 @@ class _Trace:
             return None  # each try would make sizes that nobody uses
         if self.mkldnn and _is_mkldnn_lstm(op, args):
             return _mkldnn_lstm
-        return compat.called_at(op, key)
+        return dispatcher.called_at(op, key)
 
 
 def _mkldnn() -> bool:
@@ -265,25 +265,25 @@ def _rulings(name: str, device: str) -> Rulings:
 
 def _kernel(op: torch._ops.OpOverload, device: str) -> Call | None:
     """What autocast does with an op on the device, in the region in force; None if nothing."""
-    name, key = op.name().removeprefix("aten::"), str(compat.autocast_key(device))
-    if not compat.has_kernel(op.name(), key):
+    name, key = op.name().removeprefix("aten::"), str(dispatcher.autocast_key(device))
+    if not dispatcher.has_kernel(op.name(), key):
         return None
     ruling = _rulings(name, device).of(regions.in_force(device))
     compiled = ruling.agrees and name in torch_table.kernels(device)
     if not compiled and ruling.row is None:
         return None
-    return compat.called_at(op, key)
+    return dispatcher.called_at(op, key)
 
 
 def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
     """Where the kernel is that takes the op apart; None if it has none, or is no function."""
-    has = functools.partial(compat.has_kernel, op.name())
+    has = functools.partial(dispatcher.has_kernel, op.name())
     schema = op._schema
     if schema.is_mutable or any(has(device.upper()) for device in devices):
         return None
-    key = next(filter(has, compat.COMPOSITE), None)
+    key = next(filter(has, dispatcher.COMPOSITE), None)
     views = any(result.alias_info is not None for result in schema.returns)
-    return None if views and key != compat.COMPOSITE[0] else key
+    return None if views and key != dispatcher.COMPOSITE[0] else key
 
 
 def _is_mkldnn_lstm(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
@@ -371,7 +371,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Devices of the tensors that autocast is enabled for, in the order in which they are asked."""
     found = {t.device.type for t in tensors}
-    on = [d for d in found if compat.autocast_key(d) and torch.is_autocast_enabled(d)]
+    on = [d for d in found if dispatcher.autocast_key(d) and torch.is_autocast_enabled(d)]
     return sorted(on, key=lambda device: (device == "cpu", device))  # the CPU's key comes last
 
 

@@ -15,9 +15,15 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import cast_cache, regions, weight_cast_cache
+from polymp.backends.torch.autocast import (
+    cast_cache,
+    dtype_names,
+    policy_code,
+    regions,
+    weight_cast_cache,
+)
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.compat import distributed, dynamo, modes, storage
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.pin import Pinned
 from polymp.backends.torch.modules.scoped import Scoped
@@ -55,14 +61,14 @@ class FrozenModule(subclass.Extension):
             _refuse_scope(place.name)
         device = region.device
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        code = regions.code_in_force()
+        code = policy_code.in_force()
         if _fits(region._ticket, place.name, scope is not None, enabled, dtype, *code):
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         with region._again() if is_dynamo_compiling() else region:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _refuse_scope(name: str) -> NoReturn:
     raise PolicyError(
         f"the rules that scoped() gives {name} are others than when it was frozen. "
@@ -70,7 +76,7 @@ def _refuse_scope(name: str) -> NoReturn:
     )
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _fits(
     ticket: str, name: str, scoped: bool, enabled: bool, dtype: torch.dtype, *code: torch.dtype
 ) -> bool:
@@ -92,8 +98,8 @@ def _fits(
     if _is_same(ticket, scoped, dtype, *code):
         return True
     region = regions.known[ticket][0]
-    policy = regions.policy_at(region.device, *code)
-    here = _spelled(region.device, regions.FORMATS[dtype], policy)
+    policy = policy_code.policy_at(region.device, *code)
+    here = _spelled(region.device, dtype_names.NAMES[dtype], policy)
     frozen = _spelled(region.device, region.format, region.policy)
     raise PolicyError(
         f"{name} was frozen for {frozen}, and is called in {here}. Call it in that region or "
@@ -103,9 +109,9 @@ def _fits(
 
 def _is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
     region = regions.known[ticket][0]
-    policy = regions.policy_at(region.device, *code)
+    policy = policy_code.policy_at(region.device, *code)
     same = scoped or policy is region.policy or policy == region.policy
-    return same and dtype is regions.DTYPES[region.format]
+    return same and dtype is dtype_names.DTYPES[region.format]
 
 
 def _spelled(device: str, format: str, policy: Any) -> str:
@@ -146,7 +152,7 @@ class Frozen(subclass.Handle):
             for name in g.tensors
             if g.why and tensors[name].is_floating_point()
         }
-        self.format = regions.FORMATS[region.fast_dtype]
+        self.format = dtype_names.NAMES[region.fast_dtype]
         self.bytes_before = bytes_before
         self.bytes_after = freeze_trial.memory(model)
         self._model = type(model).__name__
@@ -166,7 +172,7 @@ class Frozen(subclass.Handle):
                 "was rounded off. Load a checkpoint into a new model."
             )
         for original in self._originals:
-            original.give_back(regions.DTYPES[self.format])
+            original.give_back(dtype_names.DTYPES[self.format])
         self._originals = []
         cast_cache.drop()
         super().remove()
@@ -260,9 +266,9 @@ def freeze(
     place = Place(region, model.__dict__.get(Scoped.KEY), name)
     enabled, low = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     scoped = place.scope is not None
-    if enabled and not _is_same(region._ticket, scoped, low, *regions.code_in_force()):
+    if enabled and not _is_same(region._ticket, scoped, low, *policy_code.in_force()):
         raise PolicyError(
-            f"freeze(): called in a region for {regions.FORMATS[low]}, it was asked to freeze "
+            f"freeze(): called in a region for {dtype_names.NAMES[low]}, it was asked to freeze "
             f"{name} for {region!r}. Call it outside of regions."
         )
     groups = _groups(model, kind)
@@ -356,11 +362,11 @@ def _odd(t: torch.Tensor) -> str:
         return "which is quantized"
     if t.is_meta:
         return "which is on meta, without values"
-    if not compat.is_plain(t):
+    if not modes.is_plain(t):
         return f"whose class, {type(t).__name__}, changes what ops do"
     if t.is_inference():
         return "an inference tensor, made under torch.inference_mode()"
-    return "a part of FSDP's flat parameter" if compat.in_fsdp1(t) else ""
+    return "a part of FSDP's flat parameter" if distributed.in_fsdp1(t) else ""
 
 
 def _device(model: nn.Module) -> str:
@@ -386,7 +392,7 @@ def _groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
     }
     sharing: dict[int, dict[str, torch.Tensor]] = {}
     for name, t in freeze_trial.names(model).items():
-        sharing.setdefault(compat.storage_key(t) or id(t), {})[name] = t
+        sharing.setdefault(storage.storage_key(t) or id(t), {})[name] = t
     groups = []
     for tensors in sharing.values():
         group = freeze_usage.Group(tensors)
@@ -403,7 +409,7 @@ def _why(t: torch.Tensor, device: str) -> str:
     if t.requires_grad:
         return "requires gradients"
     if t.dtype is not torch.float32:
-        return f"is {regions.FORMATS[t.dtype]}"
+        return f"is {dtype_names.NAMES[t.dtype]}"
     if t.device.type != device:
         return f"is on {t.device.type}"
     if t.layout is not torch.strided:

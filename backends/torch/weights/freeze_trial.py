@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import cast_cache, regions
+from polymp.backends.torch.autocast import cast_cache, dtype_names
+from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import freeze_usage
 from polymp.errors import PolicyError
 from polymp.rules.row import LOW
@@ -32,7 +32,7 @@ def names(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def memory(model: nn.Module) -> int:
     """Bytes of the memory that parameters and buffers are on, each piece once."""
-    pieces = {compat.storage_key(t): t for t in names(model).values() if compat.storage_key(t)}
+    pieces = {storage.storage_key(t): t for t in names(model).values() if storage.storage_key(t)}
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 
@@ -88,8 +88,8 @@ def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
 def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The tensors in another format, on one piece of memory for each that they are on now."""
     made: dict[int, torch.Tensor] = {}
-    for key in {compat.storage_key(t) for t in tensors}:
-        sharing = [t for t in tensors if compat.storage_key(t) == key]
+    for key in {storage.storage_key(t) for t in tensors}:
+        sharing = [t for t in tensors if storage.storage_key(t) == key]
         first = min(t.storage_offset() for t in sharing)
         last = max(t.storage_offset() + _extent(t) for t in sharing)
         flat = sharing[0].as_strided((last - first,), (1,), first).to(dtype, copy=True)
@@ -165,7 +165,7 @@ class Trial:
             PolicyError: they are not.
         """
         found: dict[int, str] = {}
-        places = {compat.storage_key(o.held[0]): at for at, o in enumerate(originals)}
+        places = {storage.storage_key(o.held[0]): at for at, o in enumerate(originals)}
         before = [o.held[0] for o in originals]
         differing = None
         for case, (results, ops) in zip(self._cases, self._plain, strict=True):
@@ -260,7 +260,7 @@ class Trial:
         differs = freeze_usage.first_difference(compared, steady)
         ours, theirs = differs or (None, None)
         raised = f" It raises {type(error).__name__}: {error}" if error else ""
-        low_format = regions.FORMATS[self._region.fast_dtype]
+        low_format = dtype_names.NAMES[self._region.fast_dtype]
         raise PolicyError(
             f"{what} does not run with weights in {low_format} as under autocast.{raised} "
             f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "

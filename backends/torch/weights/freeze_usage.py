@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp import callsite
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.compat import nn_modules, storage
 
 
 class Group:
@@ -99,13 +99,13 @@ class Uses(TorchDispatchMode):
         digests: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.groups = {compat.storage_key(t): g for g in groups for t in g.each()}
+        self.groups = {storage.storage_key(t): g for g in groups for t in g.each()}
         self.low = low
         self.paths = paths
         self.digests = digests
         self.ops: list[Op] = []
         self.touched: dict[int, str] = {}
-        self._elsewhere = {compat.storage_key(t) for t in elsewhere}
+        self._elsewhere = {storage.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def __torch_dispatch__(
@@ -133,7 +133,7 @@ class Uses(TorchDispatchMode):
     def returned(self, tree: Any) -> None:
         """The program handed these tensors out; what is a cast may be written by whoever has it."""
         for t in _tensors(tree):
-            if found := self._casts.get(compat.storage_key(t)):
+            if found := self._casts.get(storage.storage_key(t)):
                 found[1].stays("its cast is returned")
 
     def _cast_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Group | None:
@@ -147,7 +147,7 @@ class Uses(TorchDispatchMode):
         plain = kwargs.get("memory_format") in (None, torch.preserve_format)
         here = device is None or torch.device(device).type == t.device.type
         low = kwargs.get("dtype") is self.low
-        return self.groups.get(compat.storage_key(t)) if plain and here and low else None
+        return self.groups.get(storage.storage_key(t)) if plain and here and low else None
 
     def _cast(
         self, group: Group, func: Any, args: Any, kwargs: Mapping[str, Any], where: str
@@ -156,19 +156,19 @@ class Uses(TorchDispatchMode):
         if made.stride() != args[0].stride():
             group.stays(f"cast into another layout by {func}{_in(where)}")
         group.cast = True
-        self._casts[compat.storage_key(made)] = compat.storage_reference(made), group
+        self._casts[storage.storage_key(made)] = storage.storage_reference(made), group
         return made
 
     def _only_views(self, ways: Sequence[tuple[torch.Tensor, str]]) -> bool:
         """True for a view of watched tensors or of their casts, which once stored low are one."""
-        keys = [compat.storage_key(t) for t, way in ways if way == "view"]
+        keys = [storage.storage_key(t) for t, way in ways if way == "view"]
         known = all(key in self.groups or key in self._casts for key in keys)
         return bool(keys) and len(keys) == len(ways) and known
 
     def _look(self, func: Any, ways: Sequence[tuple[torch.Tensor, str]], where: str) -> None:
         """Note what an op does with watched storages, before it does."""
         for t, way in ways:
-            key = compat.storage_key(t)
+            key = storage.storage_key(t)
             if key in self._elsewhere:
                 self.touched.setdefault(key, f"{func}{_in(where)}")
             if way == "write" and (cast := self._casts.get(key)):
@@ -180,7 +180,7 @@ class Uses(TorchDispatchMode):
                 group.save()
                 group.stays(f"written by {func}{_in(where)}")
             else:
-                group.stays(f"read in {regions.FORMATS[t.dtype]} by {func}{_in(where)}")
+                group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
 
 
 # What tells the format of a tensor, or makes it be read where no op is seen.
@@ -203,7 +203,7 @@ class Asks(TorchFunctionMode):
 
     def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
         super().__init__()
-        self.groups = {compat.storage_key(t): g for g in groups for t in g.each()}
+        self.groups = {storage.storage_key(t): g for g in groups for t in g.each()}
         self.paths = paths
 
     def __torch_function__(
@@ -218,7 +218,7 @@ class Asks(TorchFunctionMode):
             asked = args if torch.float32 in told else told
         tensors = [t for t in asked if isinstance(t, torch.Tensor)]
         if tensors and not _harmless(sys._getframe(1)):
-            for group in filter(None, (self.groups.get(compat.storage_key(t)) for t in tensors)):
+            for group in filter(None, (self.groups.get(storage.storage_key(t)) for t in tensors)):
                 group.stays(f"its dtype is asked for{_in(module_path(self.paths))}")
         return func(*args, **kwargs)
 
@@ -229,7 +229,7 @@ def _harmless(frame: Any) -> bool:
 
 def module_path(paths: Mapping[int, str]) -> str:
     """The path of the innermost of these modules whose call runs here; "" outside of all."""
-    return next((paths[id(m)] for m in compat.running_modules() if id(m) in paths), "")
+    return next((paths[id(m)] for m in nn_modules.running_modules() if id(m) in paths), "")
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
@@ -327,7 +327,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _formats(tree: Any) -> tuple[str, ...]:
-    return tuple(regions.FORMATS[t.dtype] for t in _tensors(tree))
+    return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
 
 
 def _in(path: str) -> str:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polymp.backends.torch.scaler import device_state
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32, step
 from polymp.torch import GradScaler
 from tests.support.torch.training import entries, spoiled
@@ -276,8 +277,10 @@ def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
     """Whatever the host makes of the scale: by what it has heard, or told the same always."""
 
     class Told(GradScaler):
-        def _may_be_below_one(self) -> bool:
-            return super()._may_be_below_one() if knows is None else knows
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if knows is not None:
+                self._state.may_be_below_one = lambda: knows  # type: ignore[method-assign]
 
     expected = fifty(torch.amp.GradScaler, **run)
     assert fifty(Told, **run) == expected
@@ -286,11 +289,13 @@ def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
 class DividesBefore(GradScaler):
     """Gives a fused optimizer gradients that it has divided, rounded to their dtype."""
 
-    def _step_fused(self, optimizer: Any, state: Any, args: Any, kwargs: Any) -> Any:
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"].name == "READY":
-            self._look(optimizer, self._inverse(self._scale), allow_fp16=True)
+            inverse = device_state.inverse(self._scale)
+            self._findings.look(optimizer, inverse, self._unscale_grads_, allow_fp16=True)
             state["stage"] = type(state["stage"]).UNSCALED
-        return super()._step_fused(optimizer, state, args, kwargs)
+        return super().step(optimizer, *args, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

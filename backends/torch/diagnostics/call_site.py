@@ -17,6 +17,7 @@ from polymp.backends.torch.scaler import (
     fused_step,
     grad_scaler,
     loss_scalers,
+    readings,
     scale_update,
     unscale,
 )
@@ -122,5 +123,6 @@ _TORCH_S = {
 }
 _OPTIM = "optim" + os.sep
 _SCALING = frozenset(
-    module.__file__ for module in (fused_step, grad_scaler, loss_scalers, scale_update, unscale)
+    module.__file__
+    for module in (fused_step, grad_scaler, loss_scalers, readings, scale_update, unscale)
 )

@@ -270,6 +270,7 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)  # each form in one of the formats
 @pytest.mark.parametrize("run", LOW)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_any_convolution_and_both_gradients(name, run):

@@ -40,7 +40,7 @@ def _flags() -> str:
 
     Compiling is most of the time of most tests in JAX. LLVM's passes are left out and, as long as
     XLA has the choice, before jax 0.11, its newer way to make code of a fusion. A test of what XLA
-    makes of a program asks for that with `tests.support.jax.hlo.AS_FOR_USERS`.
+    makes of a program compiles it with `tests.support.jax.hlo.AS_FOR_USERS`.
     """
     flags = "--xla_backend_optimization_level=0"
     if not _has("jax") or tuple(map(int, version("jax").split(".")[:2])) >= (0, 11):

@@ -168,7 +168,7 @@ def play(make: type, game: Any, history: Any) -> list[Any]:
 
 
 @pytest.mark.sized
-@settings(max_examples=size(100, 1000))
+@settings(max_examples=size(200, 2000))
 @given(game=high | low, history=st.lists(calls, min_size=1, max_size=10))
 def test_random_histories(game: Any, history: Any) -> None:
     theirs = play(torch.amp.GradScaler, game, history)
@@ -273,7 +273,7 @@ fused_runs = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("knows", [None, True, False], ids=["", "below 1?", "not below 1"])
 @pytest.mark.sized
-@settings(max_examples=size(8, 40))
+@settings(max_examples=size(10, 100))
 @given(run=fused_runs)
 def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
     """Whatever the host makes of the scale: by what it has heard, or told the same always."""
@@ -328,7 +328,7 @@ bounded = st.floats(SMALLEST, LARGEST, width=32)
 
 
 @pytest.mark.sized
-@settings(max_examples=size(200, 1000))
+@settings(max_examples=size(300, 2000))
 @given(
     scale=bounded,
     growth=st.floats(1.0009765625, 16, width=32) | st.floats(1.001, 16),

@@ -17,6 +17,7 @@ What is not seen is listed in docs/differences.md.
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from polymp.backends.torch.autocast import op_facts, torch_table, weight_cast_ca
 from polymp.backends.torch.compat import dispatcher, dynamo
 
 _library = torch.library.Library("aten", "IMPL")
-_watched: set[str] = set()
 
 
 class _Thread:
@@ -141,20 +141,24 @@ def end() -> None:
         del _map.owner["thread"]
 
 
+@cache
 def watch(device: str) -> None:
     """Have writes to parameters noticed in regions of the device; once for each device."""
     key = dispatcher.autocast_key(device)
-    if key is None or device in _watched:
+    if key is None:
         return
     torch_table.kernels(device)  # what is compiled must be read before ours stand beside it
-    if not _watched:
-        register_optimizer_step_post_hook(_after_step)
+    _watch_steps()
     for name in op_facts.WRITERS:
         packet = getattr(torch.ops.aten, name)
         for variant in packet.overloads():
             op = getattr(packet, variant)
             dispatcher.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
-    _watched.add(device)
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

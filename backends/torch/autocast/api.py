@@ -5,10 +5,8 @@ does is in `regions`, which ops it changes in `policies/`.
 """
 
 import functools
-import inspect
-import types
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
@@ -23,6 +21,7 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
+from polymp.backends.torch.autocast.wrap_function import wrapped
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import decisions, policy_files
@@ -159,14 +158,7 @@ class autocast:  # the name is torch's
                 f"    with torch.autocast(device_type=...):\n"
                 f"        output = model(input)"
             )
-        if inspect.isasyncgenfunction(func):
-            wrapper = _async_generator(self, func)
-        elif inspect.iscoroutinefunction(func):
-            wrapper = _coroutine(self, func)
-        elif inspect.isgeneratorfunction(func):
-            wrapper = _generator(self, func)
-        else:
-            wrapper = _function(self, func)
+        wrapper = wrapped(self, func)
         # What torch.jit reads; written as an attribute it would be mangled to the class's name.
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
@@ -228,78 +220,3 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
         )
         return False
     return True
-
-
-def _function(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            with region._again():
-                return func(*args, **kwargs)
-        with region:
-            return func(*args, **kwargs)
-
-    return function
-
-
-def _steps(region: autocast, inner: Any) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine to its end, each step in the region."""
-    step = functools.partial(inner.send, None)
-    while True:
-        try:
-            with region:
-                value = step()
-        except StopIteration as end:
-            return end.value
-        try:
-            sent = yield value
-        except GeneratorExit:
-            with region:
-                inner.close()
-            raise
-        except BaseException as error:
-            step = functools.partial(inner.throw, error)
-        else:
-            step = functools.partial(inner.send, sent)
-
-
-_awaitable_steps = types.coroutine(_steps)
-
-
-def _generator(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        return (yield from _steps(region, func(*args, **kwargs)))
-
-    return generator
-
-
-def _coroutine(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await _awaitable_steps(region, func(*args, **kwargs))
-
-    return coroutine
-
-
-def _async_generator(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    async def async_generator(*args: Any, **kwargs: Any) -> Any:
-        inner = func(*args, **kwargs)
-        step = inner.asend(None)
-        while True:
-            try:
-                value = await _awaitable_steps(region, step)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield value
-            except GeneratorExit:
-                await _awaitable_steps(region, inner.aclose())
-                raise
-            except BaseException as error:
-                step = inner.athrow(error)
-            else:
-                step = inner.asend(sent)
-
-    return async_generator

@@ -19,7 +19,7 @@ from polymp.backends.torch.autocast import (
     torch_table,
     weight_cast_cache,
 )
-from polymp.backends.torch.autocast.run_op import Call, Ruling, Rulings, formats, runner
+from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, formats, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.rules import decisions
 from polymp.rules.policy import Decision
@@ -46,7 +46,7 @@ def compiled_unused() -> Iterator[None]:
         _compiled.used = True
 
 
-def make(name: str, device: str, key: str) -> Call | None:
+def make(name: str, device: str, key: str) -> Function | None:
     """The kernel for an op; None if torch does not have the op, or it is not to be touched."""
     op = dispatcher.overload(name)
     if op is None or name in op_facts.UNTOUCHED:
@@ -63,7 +63,7 @@ def _compiled_kernel(name: str, key: str) -> Any:
     return get_kernel(op, key)
 
 
-def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replaced: Any) -> Call:
+def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replaced: Any) -> Function:
     excluded = dispatcher.keyset(key)
     pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)
     run = runner(op, name, device)

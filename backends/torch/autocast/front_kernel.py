@@ -13,7 +13,7 @@ from torch.library import get_kernel
 
 from polymp.backends.torch.autocast import compiled_region, op_facts, regions, torch_table
 from polymp.backends.torch.autocast.autocast_kernel import entry_of
-from polymp.backends.torch.autocast.run_op import Call, Rulings, plain, runner
+from polymp.backends.torch.autocast.run_op import Function, Rulings, plain, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.rules import decisions
 from polymp.rules.row import Rule
@@ -60,7 +60,7 @@ def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
     return made
 
 
-def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Call:
+def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
     rulings = {device: Rulings(name, device) for device in torch_table.DEVICES}
     places = dispatcher.tensors_of(op)
 

@@ -1,4 +1,4 @@
-"""What torch's ops can do with float formats: facts about torch, no rules."""
+"""Facts about torch's ops by their names: what they do with dtypes, read, write; no rules."""
 
 from polymp.rules.vocabulary import vocabulary
 
@@ -28,35 +28,6 @@ UNTOUCHED = frozenset({"detach"})
 # in bfloat16 regions too, and bring the weights into the one buffer that cuDNN asks for.
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
 COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
-
-
-def in_float32(overload: str) -> bool:
-    """True if the op's own kernel computes in float32 on low inputs, and rounds once."""
-    if overload in ACCUMULATES:
-        return True
-    op = vocabulary().ops.get(vocabulary().of_aten(overload))
-    return op is not None and op.kind in ELEMENT_BY_ELEMENT
-
-
-# These of the class are put together from ops that have low kernels.
-_HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
-
-
-def has_low(overload: str, device: str, format: str) -> bool:
-    """True unless torch is known to have no kernel of the op for a low format on the device.
-
-    Linear algebra has none anywhere, Fourier transforms none but in float16 on GPUs.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp,
-        `promote_type_fft`.
-    """
-    op = vocabulary().ops.get(vocabulary().of_aten(overload))
-    if op is None or overload in _HAVE_LOW:
-        return True
-    if op.kind == "fft":
-        return device in ("cuda", "xpu") and format == "float16"
-    return op.kind != "linear_algebra"
 
 
 # Batched, these become matmul, which has a rule, whether or not they have one themselves.
@@ -98,3 +69,55 @@ FACTORIES = frozenset(
 
 # Ops whose number keeps something from being zero: what the format makes zero is then missing.
 ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
+
+# Kernels that add up, of whose operands the magnitudes can be put in their place.
+SUMS = frozenset(
+    "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
+)
+# Classes whose kernels add up along an axis, too.
+SUM_ALONG = frozenset(
+    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
+)
+
+# In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
+# Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
+WRITERS = (
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ square_ exp_ sign_ round_ floor_ trunc_ lerp_ "
+    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ "
+    "set_ put_ nan_to_num_ normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ "
+    "masked_scatter_ index_add_ index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ "
+    "triu_ fill_diagonal_ renorm_ "
+    "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_addcmul_ "
+    "_foreach_addcdiv_ _foreach_copy_ _foreach_zero_ _foreach_neg_ _foreach_pow_ _foreach_sqrt_ "
+    "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_ "
+    "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
+).split()
+
+
+def in_float32(overload: str) -> bool:
+    """True if the op's own kernel computes in float32 on low inputs, and rounds once."""
+    if overload in ACCUMULATES:
+        return True
+    op = vocabulary().ops.get(vocabulary().of_aten(overload))
+    return op is not None and op.kind in ELEMENT_BY_ELEMENT
+
+
+# These of the class are put together from ops that have low kernels.
+_HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
+
+
+def has_low(overload: str, device: str, format: str) -> bool:
+    """True unless torch is known to have no kernel of the op for a low format on the device.
+
+    Linear algebra has none anywhere, Fourier transforms none but in float16 on GPUs.
+
+    Source:
+        torch v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp,
+        `promote_type_fft`.
+    """
+    op = vocabulary().ops.get(vocabulary().of_aten(overload))
+    if op is None or overload in _HAVE_LOW:
+        return True
+    if op.kind == "fft":
+        return device in ("cuda", "xpu") and format == "float16"
+    return op.kind != "linear_algebra"

@@ -20,7 +20,7 @@ from polymp.rules.region import Region
 from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
-Call = Callable[..., Any]
+Function = Callable[..., Any]
 Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
 
 
@@ -109,7 +109,7 @@ def formats(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list
 
 
 @cache
-def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
+def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     """A function that runs `op` as a ruling says, on the device, with autocast excluded.
 
     It takes the ruling, a cast, what to call, and the arguments.
@@ -123,7 +123,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
     with_low_input = set(range(1, len(schema))) if written else set()
     prepare = recurrent.prepare(name, device)
 
-    def run(ruling: Ruling, cast: Cast, call: Call, args: Any, kwargs: Any) -> Any:
+    def run(ruling: Ruling, cast: Cast, call: Function, args: Any, kwargs: Any) -> Any:
         if ruling.how is not Apply.CAST:
             return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
         decision = ruling.decision
@@ -191,7 +191,7 @@ def _by_dtype(
     name: str,
     device: str,
     how: Apply,
-    call: Call,
+    call: Function,
     args: Any,
     kwargs: Any,
 ) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.explain import call_of
@@ -24,15 +24,6 @@ from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
 from polymp.diagnostics import trees
 from polymp.diagnostics.rounding import Run, Step, movement
 from polymp.rules.vocabulary import vocabulary
-
-# Kernels that add up, of whose operands the magnitudes can be put in their place.
-_SUMS = frozenset(
-    "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
-)
-# Classes whose kernels add up along an axis, too.
-_ALONG = frozenset(
-    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
-)
 
 
 class Chance:
@@ -184,16 +175,16 @@ def _movement(
     terms = 1.0
     if flops:
         terms = flops / (2 * max(t.numel(), 1))
-    elif name in _SUMS or kind in _ALONG:
+    elif name in op_facts.SUMS or kind in op_facts.SUM_ALONG:
         terms = size / max(t.numel(), 1)
-        if terms <= 1 and name not in _SUMS:
+        if terms <= 1 and name not in op_facts.SUMS:
             terms = max(t.shape, default=1)
         elif name == "cumsum":
             terms = t.shape[args[1]] if t.ndim else 1
     roundoff, inside = movement(of, "matmul" if flops else kind, format, terms)
     magnitude = t.double().abs()
     by = roundoff * magnitude
-    if inside and terms > 1 and name in _SUMS:
+    if inside and terms > 1 and name in op_facts.SUMS:
         bare = [x.abs() if _is_float(x) else x for x in args]
         magnitude = func(*bare, **kwargs).double()
     elif inside and terms > 1 and magnitude.numel():

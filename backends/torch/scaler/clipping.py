@@ -17,8 +17,8 @@ from polymp.backends.torch.scaler.findings import Findings
 from polymp.callsite import outside
 from polymp.errors import ScalerWarning
 
-_watched: "weakref.WeakSet[Findings]" = weakref.WeakSet()
-_told: "weakref.WeakSet[Findings]" = weakref.WeakSet()
+# What is watched, and whether the warning was given for it.
+_warned: "weakref.WeakKeyDictionary[Findings, bool]" = weakref.WeakKeyDictionary()
 
 TOO_EARLY = (
     "gradients were clipped while they were still multiplied by the loss scale, so what is left of "
@@ -30,7 +30,7 @@ TOO_EARLY = (
 
 def watch(findings: Findings) -> None:
     """Have clipping noticed between a scaler's `scale` and its `unscale_`."""
-    _watched.add(findings)
+    _warned[findings] = False
     _install()
 
 
@@ -43,7 +43,7 @@ def _look(parameters: Sequence[torch.Tensor]) -> None:
     """Gradients are about to be clipped: warn once for a scaler that has not unscaled them."""
     if torch.compiler.is_compiling():
         return
-    for findings in list(_watched):
-        if findings not in _told and findings.has_yet_to_unscale(parameters):
-            _told.add(findings)
+    for findings, warned in list(_warned.items()):
+        if not warned and findings.has_yet_to_unscale(parameters):
+            _warned[findings] = True
             warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

@@ -20,9 +20,7 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp.backends.torch.autocast import regions
-from polymp.backends.torch.compat import accelerators
 from polymp.backends.torch.scaler import (
-    clipping,
     closure_step,
     device_skip,
     device_state,
@@ -32,15 +30,13 @@ from polymp.backends.torch.scaler import (
     scaled_outputs,
     unscale,
 )
-from polymp.backends.torch.scaler.async_read import AsyncRead
 from polymp.backends.torch.scaler.device_state import DeviceState
-from polymp.backends.torch.scaler.findings import Entry, Findings
+from polymp.backends.torch.scaler.findings import Entry
 from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
 from polymp.backends.torch.scaler.options import Options, SkipOn
 from polymp.backends.torch.scaler.readings import ScalerReadings
-from polymp.backends.torch.scaler.stuck_watch import StuckWatch
 from polymp.callsite import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
@@ -48,9 +44,6 @@ from polymp.scaling.gradient_report import NO_EFFECT, OnStuck
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 Outputs = TypeVar("Outputs")
-
-# The classes of whatever in a scaler changes as it is used.
-PARTS = (DeviceState, AsyncRead, Findings, StuckWatch)
 
 
 class GradScaler(ScalerReadings):
@@ -130,54 +123,23 @@ class GradScaler(ScalerReadings):
         skip_on: SkipOn = "auto",
         process_group: Any = None,
     ) -> None:
-        if not isinstance(device, (str, torch.device)):
-            raise TypeError(
-                f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
-                "is GradScaler(device, init_scale)."
-            )
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}.")
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be the region's low format, a float dtype, got {dtype}.")
         self._device = device
-        self._enabled = enabled and dtype in (None, torch.float16)
-        if self._enabled and device == "cuda" and accelerators.cuda_missing():
-            warnings.warn(
-                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
-                stacklevel=2,
-            )
-            self._enabled = False
+        self._enabled = options.acts_on(device, dtype, enabled)
         if not self._enabled:
             return
-        if scale_rule.number("growth_factor", growth_factor) <= 1.0:
-            raise AssertionError("The growth factor must be > 1.0.")
-        if scale_rule.number("backoff_factor", backoff_factor) >= 1.0:
-            raise AssertionError("The backoff factor must be < 1.0.")
-        asked = options.checked(
-            Options(on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group)
-        )
-        rule = scale_rule.checked(
+        rule = options.checked_rule(
             ScaleRule(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
+        )
+        asked = options.checked(
+            Options(on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group)
         )
         first = ScaleState(scale_rule.checked_first_scale("init_scale", init_scale, rule))
         state = DeviceState(rule, first, notes_losses=check_loss)
         regions.entries.latest.clear()  # regions from before say nothing about this scaler's
         self._looked = False  # whether its region is bfloat16
         self._put_together(state, asked, gradient_stats.Names(named))
-
-    def _put_together(
-        self,
-        state: DeviceState,
-        asked: Options,
-        names: gradient_stats.Names,
-        told: int | None = None,
-    ) -> None:
-        self._state = state
-        self._findings = Findings(state, asked)
-        self._stuck = StuckWatch(self._findings, names, told)
-        clipping.watch(self._findings)
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply one output or many by the scale.
@@ -377,25 +339,3 @@ class GradScaler(ScalerReadings):
             found = cast(torch.Tensor, unscale.either(findings.largest(e) for e in looked))
             self._state.update_on_device(found, losses, given=given)
             self._stuck.updated()
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = self.__dict__.copy()
-        if self._enabled:
-            if self._per_optimizer_states:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning "
-                    "of an iteration, or at the end after scaler.update()."
-                )
-            state, findings, stuck = (kept.pop(part) for part in ("_state", "_findings", "_stuck"))
-            kept["_parts"] = state.at_rest(), findings.options, stuck.names, stuck.told
-        return kept
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        self.__dict__.update(kept)
-        if self._enabled:
-            self._put_together(*self.__dict__.pop("_parts"))
-
-
-def findings_of(scaler: GradScaler) -> Findings:
-    """The findings of a scaler that is enabled, for whoever steps by those of several."""
-    return scaler._findings

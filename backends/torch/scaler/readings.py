@@ -1,7 +1,7 @@
-"""`ScalerReadings`: what a loss scaler can be asked, and set to, beside scaling and stepping.
+"""`ScalerReadings`: a loss scaler's parts, and what it can be asked and set to.
 
-Nothing here touches a gradient: every name stands for something of the scaler's parts, its
-`DeviceState`, its `Findings` and its `StuckWatch`. Names with a leading underscore that other
+Nothing here touches a gradient: every name stands for something of the parts, a `DeviceState`,
+`Findings` and a `StuckWatch`. Names with a leading underscore that other
 libraries reach for are torch.amp's.
 """
 
@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch.scaler import gradient_stats
+from polymp.backends.torch.scaler import clipping, gradient_stats
+from polymp.backends.torch.scaler.async_read import AsyncRead
 from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.backends.torch.scaler.findings import Entry, Findings
+from polymp.backends.torch.scaler.options import Options
 from polymp.backends.torch.scaler.stuck_watch import StuckWatch
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
@@ -56,6 +58,10 @@ def _first(name: str) -> Any:
     return property(get, put)
 
 
+# The classes of whatever in a scaler changes as it is used.
+PARTS = (DeviceState, AsyncRead, Findings, StuckWatch)
+
+
 class ScalerReadings:
     """The base of `GradScaler`; disabled, it has `_device` and `_enabled` only, as in torch.amp."""
 
@@ -74,6 +80,35 @@ class ScalerReadings:
     _growth_factor = _constant("growth")
     _backoff_factor = _constant("backoff")
     _growth_interval = _constant("interval")
+
+    def _put_together(
+        self,
+        state: DeviceState,
+        asked: Options,
+        names: gradient_stats.Names,
+        told: int | None = None,
+    ) -> None:
+        self._state = state
+        self._findings = Findings(state, asked)
+        self._stuck = StuckWatch(self._findings, names, told)
+        clipping.watch(self._findings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = self.__dict__.copy()
+        if self._enabled:
+            if self._per_optimizer_states:
+                raise AssertionError(
+                    "A GradScaler instance may only be pickled at the beginning "
+                    "of an iteration, or at the end after scaler.update()."
+                )
+            state, findings, stuck = (kept.pop(part) for part in ("_state", "_findings", "_stuck"))
+            kept["_parts"] = state.at_rest(), findings.options, stuck.names, stuck.told
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        if self._enabled:
+            self._put_together(*self.__dict__.pop("_parts"))
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
         scale, tracker = self._state.scale, self._state.tracker
@@ -230,3 +265,8 @@ class ScalerReadings:
         names = self._stuck.names if named is None else gradient_stats.Names(named)
         # Once a loss of this iteration is scaled, gradients are no longer what the last one left.
         return self._findings.report(names, last=not self._findings.has_scaled())
+
+
+def findings_of(scaler: ScalerReadings) -> Findings:
+    """The findings of a scaler that is enabled, for whoever steps by those of several."""
+    return scaler._findings

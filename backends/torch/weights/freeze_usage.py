@@ -6,7 +6,6 @@ and autograd, where a cast is an op like any other. How a model is run, and what
 answer, is not known here.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from polymp import callsite
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import nn_modules, storage
+from polymp.backends.torch.weights import compare_bits
 
 
 class Group:
@@ -54,7 +54,7 @@ class Group:
     def put_back(self) -> None:
         """Give the tensors what they held when it was saved."""
         for t, saved in zip(self.tensors.values(), self.saved, strict=False):
-            if not _same_bits(t.detach(), saved):
+            if not compare_bits.same_bits(t.detach(), saved):
                 t.data.copy_(saved)
 
 
@@ -126,7 +126,7 @@ class Uses(TorchDispatchMode):
         at = len(self.ops) - 1
         result = func(*args, **kwargs)
         if shown:
-            done = tuple(map(digest, _tensors(result))) if self.digests else ()
+            done = tuple(map(compare_bits.digest, _tensors(result))) if self.digests else ()
             self.ops[at] = self.ops[at]._replace(outputs=_formats(result), digests=done)
         return result
 
@@ -242,62 +242,6 @@ def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None,
         return None
     rest = longer[min(len(one), len(other))]
     return (rest, None) if longer is one else (None, rest)
-
-
-def same(one: Any, other: Any) -> bool:
-    """True if two results are the same, tensors bit for bit; whatever they are made of."""
-    parts, others = list(leaves(one)), list(leaves(other))
-    if len(parts) != len(others):
-        return False
-    return all(
-        _same_bits(a, b)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        else type(a) is type(b) and (not isinstance(a, _PLAIN) or repr(a) == repr(b))
-        for a, b in zip(parts, others, strict=True)
-    )
-
-
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
-
-
-def leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Tensors and plain values in a result: in containers, and in attributes of other objects."""
-    for leaf in tree_leaves(tree):
-        inside = None if isinstance(leaf, torch.Tensor | type | nn.Module) else _attributes(leaf)
-        if inside and id(leaf) not in seen:
-            yield from leaves(inside, seen | {id(leaf)})
-        else:
-            yield leaf
-
-
-def _attributes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return getattr(value, "__dict__", None)
-
-
-def digest(t: torch.Tensor) -> str:
-    """A name for the bits of a tensor."""
-    if not _has_bits(t):
-        return ""
-    return hashlib.blake2b(_bits(t).cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
-        return False
-    if not (_has_bits(a) and _has_bits(b)):
-        return a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _has_bits(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
 
 
 def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, str]]:

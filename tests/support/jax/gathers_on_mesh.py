@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import sharded_weights
+from polymp.backends.jax.compat import mlir
 from polymp.jax import autocast
 from tests.support.jax import hlo
 
@@ -172,7 +173,7 @@ def without_merging() -> Iterator[None]:
 
 @contextmanager
 def with_calls() -> Iterator[None]:
-    with mock.patch.object(compat, "_devices", return_value=1):
+    with mock.patch.object(mlir, "_devices", return_value=1):
         jax.clear_caches()
         yield
     jax.clear_caches()

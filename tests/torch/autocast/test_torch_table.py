@@ -2,7 +2,7 @@
 
 import pytest
 
-from polymp.backends.torch.autocast import cast_cache, front_kernel, torch_table
+from polymp.backends.torch.autocast import front_kernel, op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Apply, Rule
@@ -81,7 +81,7 @@ def test_overloads_with_named_dimensions_are_left_to_torch():
     registered = {
         op for d in torch_table.DEVICES for op in dispatcher.registered(dispatcher.autocast_key(d))
     }
-    registered = {op for op in registered if op.partition(".")[0] not in cast_cache.WRITERS}  # ours
+    registered = {op for op in registered if op.partition(".")[0] not in op_facts.WRITERS}  # ours
     assert {op for op in registered if dispatcher.takes_names(op)} == (
         {*NAMED} if VERSION < (2, 13) else set()
     )

@@ -273,8 +273,8 @@ def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> N
     assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
     del two
     async_read.tell(names[1], *state)
-    assert names[1] not in async_read._hear
-    assert names[0] in async_read._hear
+    assert names[1] not in async_read.listeners.methods
+    assert names[0] in async_read.listeners.methods
 
 
 def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:

@@ -30,7 +30,8 @@ from polymp.rules.region import Region
 
 PolicyLike = policy_files.Source
 
-decisions.preparations.append(lending.recorded)  # here, for every way into a region leads by here
+# While a record is made, ops run on kernels of ours: compiled ones tell nothing.
+decisions.preparations.append(lending.recorded)
 
 
 def is_autocast_available(device_type: str) -> bool:

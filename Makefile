@@ -1,5 +1,6 @@
 # make demo   trains the example model in every format, in torch and in JAX, and compares them
-# make test   every check that CI runs; tests/site/test_site.py among them builds the documentation
+# make test   lint, types and tests; tests/site/test_site.py among them builds the documentation
+# make test-long  the rest of the sweeps that make test runs a part of, and longer random histories
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make docs   the documentation, in site/
@@ -29,7 +30,9 @@ DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
-.PHONY: demo test test-versions test-oldest test-newest lint types docs bench gpu clean
+PYTEST := -m pytest -n auto --dist loadfile
+
+.PHONY: demo test test-long test-versions test-oldest test-newest lint types docs bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -37,17 +40,20 @@ demo: $(READY)
 	$(PY) examples/compare.py
 
 test: lint types
-	POLYMP_REQUIRE=torch,jax $(PY) -m pytest -n auto --dist loadfile
+	POLYMP_REQUIRE=torch,jax $(PY) $(PYTEST) -m "not long"
+
+test-long: $(READY)
+	POLYMP_REQUIRE=torch,jax POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"
 
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python -m pytest -n auto --dist loadfile $(VERSIONED)
+	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) $(VERSIONED)
 
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -q tests/test_layers.py
+	$(PY) -m pytest -q tests/core/test_layers.py
 
 types: $(READY)
 	$(PY) -m mypy

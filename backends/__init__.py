@@ -10,6 +10,11 @@ from polymp.errors import BackendMissingError
 NAMES = ("torch", "jax")
 
 
+def installed() -> tuple[str, ...]:
+    """The frameworks that are installed, of torch and JAX."""
+    return tuple(name for name in NAMES if importlib.util.find_spec(name) is not None)
+
+
 def get(name: str) -> ModuleType:
     """The backend of that name. Warns once if its framework is newer than polymp knows.
 

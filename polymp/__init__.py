@@ -18,23 +18,10 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackendMissingError",
-    "Decisions",
-    "ForbiddenOpError",
-    "Policy",
-    "PolicyError",
-    "PolympError",
-    "Region",
-    "Report",
-    "ScaleRule",
-    "ScaleState",
-    "__version__",
-    "dtypes",
-    "explain",
-    "policy",
-    "recording",
-    "register_op",
-]
+    "BackendMissingError", "Decisions", "ForbiddenOpError", "Policy", "PolicyError",
+    "PolympError", "Region", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
+    "explain", "policy", "recording", "register_op",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

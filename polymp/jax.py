@@ -16,28 +16,10 @@ from polymp.backends.jax.scaler.stuck_watch import StuckWatch
 from polymp.backends.jax.weights.freeze import Frozen, freeze
 
 __all__ = [
-    "Audited",
-    "Frozen",
-    "GradScaler",
-    "Pins",
-    "ScaledState",
-    "StuckWatch",
-    "audit",
-    "autocast",
-    "call_in",
-    "expect_scaler",
-    "explain",
-    "freeze",
-    "linen_train_step",
-    "locate",
-    "lower",
-    "nnx_train_step",
-    "pin",
-    "register",
-    "scaled",
-    "scoped",
-    "upper",
-]
+    "Audited", "Frozen", "GradScaler", "Pins", "ScaledState", "StuckWatch", "audit", "autocast",
+    "call_in", "expect_scaler", "explain", "freeze", "linen_train_step", "locate", "lower",
+    "nnx_train_step", "pin", "register", "scaled", "scoped", "upper",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ framework cannot pass by lacking it.
 import gc
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -25,13 +26,6 @@ settings.load_profile(os.environ.get("POLYMP_HYPOTHESIS", "ci"))
 
 FRAMEWORKS = ("torch", "jax")
 
-# Compiling is most of the time of most tests in JAX, and LLVM's passes are about a sixth of it.
-# XLA's own passes run as ever. Set before jax is imported, here and in every process that a test
-# starts; with XLA_FLAGS= in the environment, what tests run in this process is compiled as for
-# users.
-QUICK = "--xla_backend_optimization_level=0"
-os.environ.setdefault("XLA_FLAGS", QUICK)
-
 # Tests run in as many processes as there are cores. A thread more in each waits, at full load, for
 # the others. Set before torch is imported, here and in what a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,14 +35,22 @@ def _has(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def values_only() -> str:
-    """XLA's flags for a process of which only values are asked: compiled in half the time.
+def _flags() -> str:
+    """XLA's flags for tests: less is compiled, in half the time, to the same values.
 
-    Before jax 0.11, XLA has an older way to make code of a fusion, too. HLO is another one with it.
+    Compiling is most of the time of most tests in JAX. LLVM's passes are left out and, as long as
+    XLA has the choice, before jax 0.11, its newer way to make code of a fusion. A test of what XLA
+    makes of a program compiles it with `tests.support.jax.hlo.AS_FOR_USERS`.
     """
+    flags = "--xla_backend_optimization_level=0"
     if not _has("jax") or tuple(map(int, version("jax").split(".")[:2])) >= (0, 11):
-        return QUICK
-    return f"{QUICK} --xla_cpu_use_fusion_emitters=false"
+        return flags
+    return f"{flags} --xla_cpu_use_fusion_emitters=false"
+
+
+# Set before jax is imported, here and in every process that a test starts; with XLA_FLAGS= in the
+# environment, what tests run is compiled as for users.
+os.environ.setdefault("XLA_FLAGS", _flags())
 
 
 def need(name: str) -> None:
@@ -79,6 +81,23 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if folder in FRAMEWORKS and not _has(folder):
         return _Missing.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `long` all but one in n of the parameters of a test that is marked `one_in(n)`.
+
+    Where the last of several parameters has n values, it is another one of them each time.
+    """
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            name, (n,) = item.nodeid.partition("[")[0], mark.args
+            at = seen[name]
+            seen[name] += 1
+            if (at + at // n) % n:
+                item.add_marker("long")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,7 +14,7 @@ Data = dict[str, Any]
 ROWS = 20  # of products, those that take the most time
 
 
-def drawn(data: Data) -> Iterator[RenderableType]:
+def advice_parts(data: Data) -> Iterator[RenderableType]:
     """A measurement: a table of products, the dtype to use, and what was not measured."""
     rows = sorted(data["products"], key=lambda row: -row["times"] * row["seconds"][FLOAT32])
     measured = sum(row["measured"] for row in rows)

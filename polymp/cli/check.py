@@ -1,7 +1,6 @@
 """What `check` finds: whether a policy can be read, and which of its rows torch and jax refuse."""
 
 import argparse
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ def checked(args: argparse.Namespace) -> Data:
         return data | {"errors": [str(error)]}
     for name in asked:
         refused: list[Data] | None = None
-        if importlib.util.find_spec(name) is not None:
+        if name in backends.installed():
             said = _refusals(name, policy)
             refused = [{"row": row_data(row), "why": why} for row, why in said.items()]
             data["errors"] += [f"{why} [{row}]" for row, why in said.items()]

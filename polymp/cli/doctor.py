@@ -6,7 +6,6 @@
 rest judges facts and can be asked about any machine.
 """
 
-import importlib.util
 import os
 import platform
 import re
@@ -189,7 +188,7 @@ def gather() -> Facts:
     frameworks, devices, engines = [], list[Device](), list[Engine]()
     for name, ask in (("torch", _ask_torch), ("jax", _ask_jax)):
         version = problem = where = ""
-        if importlib.util.find_spec(name) is not None:
+        if name in backends.installed():
             try:
                 version = metadata.version(name)
             except metadata.PackageNotFoundError:

@@ -3,7 +3,6 @@
 shapes | a model's products -> product_times -> speed_advice -> plain data
 """
 
-import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,8 +62,7 @@ def measured(
 
 def _installed() -> list[str]:
     """The first framework that is installed; torch if none is, for its error."""
-    there = [name for name in backends.NAMES if importlib.util.find_spec(name) is not None]
-    return [*there, *backends.NAMES][:1]
+    return [*backends.installed(), *backends.NAMES][:1]
 
 
 def _of_model(text: str, frameworks: Sequence[str], budget: float) -> Data:

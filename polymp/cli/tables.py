@@ -6,7 +6,6 @@ Nothing here reads a policy or asks a framework: all that is drawn is in the dat
 `--json` prints.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from polymp.cli import advice_table
-from polymp.rules.row import LOW
+from polymp.diagnostics.report_text import by
+from polymp.rules.row import LOW, Row
 
 Data = dict[str, Any]
 
@@ -54,13 +54,7 @@ def _policies(data: Data) -> Iterator[RenderableType]:
 
 def _by(row: Data | None, op: str, known: str = "") -> str:
     """What a row speaks of, if not just the op, and its source, if that is not known."""
-    if row is None:
-        return "no row"
-    shipped = re.fullmatch(r"policies/(.*)\.toml", row["source"])
-    source = shipped[1] if shipped else row["source"]
-    of = row["of"] if row["of"] != op else ""
-    scope = f"in {row['scope']}" if row["scope"] else ""
-    return ", ".join(filter(None, (of, scope, source if source != known else "")))
+    return by(Row(**row), op, known) if row else "no row"
 
 
 def _merged(by_format: Mapping[str, Any]) -> str:
@@ -173,7 +167,7 @@ def _doctor(data: Data) -> Iterator[RenderableType]:
     if "measurements" in data:  # which say what to use here, rather than the hardware's features
         for at, found in enumerate(data["measurements"]):
             yield from ([""] if at else [])
-            yield from advice_table.drawn(found)
+            yield from advice_table.advice_parts(found)
     else:
         yield from _facts(data)
     yield ""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from polymp.diagnostics import audit_plot, audit_text
 from polymp.diagnostics.audit_records import AuditRecord
-from polymp.diagnostics.suggest import Suggestion, suggest
+from polymp.diagnostics.suggest import suggest
+from polymp.diagnostics.suggestion import Suggestion
 from polymp.rules.policy_files import Source
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ class Audit(AuditRecord):
             ValueError: nothing was measured, or there is no such format or suffix.
             ImportError: matplotlib is not installed.
         """
-        return audit_plot.drawn(self, path, format, dark)
+        return audit_plot.audit_figure(self, path, format, dark)
 
     def __str__(self) -> str:
-        return audit_text.drawn(self)
+        return audit_text.audit_table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""

@@ -100,7 +100,7 @@ def _module(gradient: Measured, known: set[str]) -> str:
     return path or owner
 
 
-def drawn(
+def audit_figure(
     audit: AuditRecord,
     path: "str | PathLike[str] | None" = None,
     format: str | None = None,

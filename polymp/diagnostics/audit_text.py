@@ -8,7 +8,7 @@ Plain characters, as `report_text`; nothing but the standard library is needed.
 import math
 from collections.abc import Iterable, Iterator
 
-from polymp.diagnostics import plain_text
+from polymp import plain_text
 from polymp.diagnostics.audit_records import AuditRecord, Measured
 from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW
@@ -28,7 +28,7 @@ _HEADS = (
 _RIGHT = _HEADS[2:-1]
 
 
-def drawn(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
+def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
     """The audit as text.
 
     Args:
@@ -48,10 +48,10 @@ def drawn(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
     for direction, name in SECTIONS.items():
         found = [(m.module, m.op, m) for m in audit.results if m.direction == direction]
         section = list(_by_module(found))
-        rows += [_rule(name, width), *section] if section else []
+        rows += [plain_text.heading(name, width), *section] if section else []
     if audit.gradients:
         named = [(*_split(m.module), m) for m in audit.gradients]
-        rows += [_rule(PARAMETERS, width), *_by_module(named)]
+        rows += [plain_text.heading(PARAMETERS, width), *_by_module(named)]
     if rows:
         lines += [
             "",
@@ -66,10 +66,6 @@ def _split(parameter: str) -> tuple[str, str]:
     """The module of a parameter and its name there."""
     module, _, name = parameter.rpartition(".")
     return module, name
-
-
-def _rule(name: str, width: int) -> str:
-    return f"-- {name} ".ljust(width, "-")
 
 
 def scales(audit: AuditRecord) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
-from polymp.diagnostics import report_html, report_text
+from polymp.diagnostics import page, report_html, report_text
 from polymp.diagnostics.call import Call, CallList
 from polymp.diagnostics.report_diff import ReportDiff
 
@@ -56,7 +56,7 @@ class Report(CallList):
             ValueError: a pattern matches no call, an op is not in the report, or `limit` is not a
                 positive number.
         """
-        return report_text.drawn(report_text.chosen(self, modules, ops), limit, width)
+        return report_text.report_table(report_text.chosen(self, modules, ops), limit, width)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data: "title", "low", "policy", "totals" and "calls"."""
@@ -83,7 +83,7 @@ class Report(CallList):
         Args:
             path: file to write it to as well, in UTF-8.
         """
-        return report_html.written(report_html.of_report(self), path)
+        return page.written(page.html(report_html.page(self)), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Where another report differs: of another policy, or of the other framework.
@@ -102,7 +102,7 @@ class Report(CallList):
         return self.table()
 
     def _repr_html_(self) -> str:
-        return report_html.framed(self.to_html(), self.title or "report")
+        return page.framed(self.to_html(), self.title or "report")
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self)} calls, {self.casts} casts)"

@@ -8,18 +8,17 @@ naming tells them apart.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
-from itertools import combinations
 from os import PathLike
 from typing import Any, NamedTuple
 
-from polymp.diagnostics import plain_text, report_html
+from polymp import plain_text
+from polymp.diagnostics import module_paths, page
 from polymp.diagnostics.call import Call, CallList
-from polymp.diagnostics.report_html import Bar, Cell, Head, Line, Page
+from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
 
-FORMATS = ("inputs", "run", "outputs")
-_COMPARED = (*FORMATS, "rule", "casts", "cast_bytes", "times")
-_LAYERS = 4  # parts "layers" of one path that are left out in every combination
+_FORMATS = ("inputs", "run", "outputs")
+_COMPARED = (*_FORMATS, "rule", "casts", "cast_bytes", "times")
 
 
 class Difference(NamedTuple):
@@ -77,7 +76,9 @@ class ReportDiff:
         self.one, self.other = one, other
         theirs = dict.fromkeys(call.module for call in other.calls)
         if modules is None:
-            self._names = matched(dict.fromkeys(call.module for call in one.calls), theirs)
+            self._names = module_paths.matched(
+                dict.fromkeys(call.module for call in one.calls), theirs
+            )
         else:
             self._names = {module: modules(module) for module in theirs}
         self.rows = tuple(self._differences())
@@ -96,7 +97,8 @@ class ReportDiff:
     def same(self) -> bool:
         """True if both have the same calls, and each the same formats: input, run and output."""
         return not any(
-            row.one is None or row.other is None or {*FORMATS} & {*row.changed} for row in self.rows
+            row.one is None or row.other is None or {*_FORMATS} & {*row.changed}
+            for row in self.rows
         )
 
     @property
@@ -132,7 +134,7 @@ class ReportDiff:
         Args:
             path: file to write it to as well, in UTF-8.
         """
-        return report_html.written(report_html.html(self._page()), path)
+        return page.written(page.html(self._page()), path)
 
     def _page(self) -> Page:
         names = self.names
@@ -163,7 +165,7 @@ class ReportDiff:
             return f"only in {self.names[1]}"
         if row.other is None:
             return f"only in {self.names[0]}"
-        kinds = {**dict.fromkeys(FORMATS, "formats"), "cast_bytes": "casts"}
+        kinds = {**dict.fromkeys(_FORMATS, "formats"), "cast_bytes": "casts"}
         return ", ".join(dict.fromkeys(kinds.get(name, name) for name in row.changed))
 
     def _headline(self) -> str:
@@ -194,7 +196,7 @@ class ReportDiff:
         place = "", ""
         for row in self.rows:
             if row.direction != place[1]:
-                rows += ["", f"-- {SECTIONS[row.direction]} ".ljust(width, "-")]
+                rows += ["", plain_text.heading(SECTIONS[row.direction], width)]
             if (row.module, row.direction) != place:
                 rows.append(row.module or OUTSIDE)
             place = row.module, row.direction
@@ -210,56 +212,15 @@ class ReportDiff:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return report_html.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")
+        return page.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")
 
     def __repr__(self) -> str:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
 
 
-def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
-    """From the other's module paths to ours; a path that has no counterpart stays.
-
-    Equal paths belong together. Of the others, those do that become equal when parts "layers" or a
-    class name in front are left out on either side, the fewest parts first; never if two of ours
-    would do.
-
-        blocks.0.attn, Net.blocks.layers.0.attn -> blocks.0.attn
-    """
-    theirs = list(theirs)
-    free = {*ours} - {*theirs}
-    reduced: dict[str, list[str]] = {}
-    for path in sorted(free):
-        for form in _forms(path):
-            reduced.setdefault(form, []).append(path)
-    names, taken = dict[str, str](), set[str]()
-    for path in theirs:
-        found = [reduced.get(form, []) for form in _forms(path)] if path not in {*ours} else []
-        unique = [paths[0] for paths in found if len(paths) == 1 and paths[0] not in taken]
-        names[path] = unique[0] if unique else path
-        taken.add(names[path])
-    return names
-
-
-def _forms(path: str) -> list[str]:
-    """The path, and what is left without parts "layers" and a class name in front."""
-    parts = path.split(".")
-    layers = [at for at, part in enumerate(parts) if part == "layers"][:_LAYERS]
-    starts = [0, 1] if parts[0][:1].isupper() else [0]
-    forms = {
-        ".".join(part for at, part in enumerate(parts) if at >= start and at not in left_out): None
-        for count in range(len(layers) + 1)
-        for left_out in combinations(layers, count)
-        for start in starts
-    }
-    return sorted(forms, key=lambda form: -form.count("."))
-
-
-Place = tuple[str, str]
-
-
-def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[Place, list[Call]]:
+def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str, str], list[Call]]:
     """The calls by module, renamed, and direction, in order."""
-    groups: dict[Place, list[Call]] = {}
+    groups: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
         place = names.get(call.module, call.module), call.direction
         groups.setdefault(place, []).append(call)
@@ -299,7 +260,7 @@ def _told(call: Call | None, changed: tuple[str, ...]) -> str:
         return "not called"
     alone = not changed
     parts = []
-    if alone or {*FORMATS} & {*changed}:
+    if alone or {*_FORMATS} & {*changed}:
         parts.append(plain_text.formats(call.inputs, call.run, call.outputs))
     if alone or "rule" in changed:
         parts.append(ruled(call) or "no region")

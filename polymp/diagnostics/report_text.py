@@ -9,7 +9,7 @@ in a log; nothing but the standard library is needed.
 import re
 from collections.abc import Iterable, Iterator
 
-from polymp.diagnostics import plain_text
+from polymp import plain_text
 from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call, CallList
 from polymp.rules.row import Row
 from polymp.rules.scopes import depth
@@ -25,7 +25,7 @@ _RIGHT = ("times", "casts", "bytes", "FLOPs")
 _NAMED = 5  # widened calls that are named; of more, how many
 
 
-def drawn(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
+def report_table(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
     """The report as text.
 
     Args:
@@ -43,7 +43,7 @@ def drawn(report: CallList, limit: int | None = None, width: int = plain_text.WI
     rows: list[str | tuple[str, ...]] = []
     for direction, name in SECTIONS.items():
         if section := list(_section(listed, report, direction)):
-            rows += ["", f"-- {name} ".ljust(width, "-"), *section]
+            rows += ["", plain_text.heading(name, width), *section]
     lines = [headline(report), "", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
     if hidden := len(report) - len(listed):
         lines += ["", f"{plain_text.plural(hidden, 'call site')} with lower costs not listed"]

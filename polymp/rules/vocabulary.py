@@ -35,6 +35,7 @@ class Op:
         note: why a side is empty.
         fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
         rule: of a registered op, what it does where a policy does not speak of it.
+        picks: True if it picks numbers and changes none: run low, what it picked is rounded.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Op:
     note: str = ""
     fp32: str = ""
     rule: str = ""
+    picks: bool = False
 
 
 class Vocabulary:
@@ -131,6 +133,11 @@ class Vocabulary:
     def members(self, kind: str) -> tuple[Op, ...]:
         """The ops of a class, by name."""
         return tuple(op for _, op in sorted(self.ops.items()) if op.kind == kind)
+
+    def picks(self, name: str) -> bool:
+        """True if an op of that name picks numbers and changes none; see `Op`."""
+        op = self.ops.get(name)
+        return op is not None and op.picks
 
     def within(self, inner: str, outer: str) -> bool:
         """True if selector `inner` speaks only of ops that `outer` speaks of too.
@@ -240,4 +247,5 @@ def _op(name: str, kind: str, spellings: Mapping[str, Any]) -> Op:
         tuple(spellings.get("traces", ())),
         spellings.get("note", ""),
         spellings.get("fp32", ""),
+        picks=spellings.get("picks", False),
     )

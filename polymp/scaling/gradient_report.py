@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from polymp import plain_text
 from polymp.callsite import outside
 from polymp.dtypes import FORMATS
 from polymp.errors import ScalerWarning, StuckError
@@ -92,10 +93,7 @@ class GradientReport(NamedTuple):
         for g in by_trouble[:_SHOWN]:
             shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
             rows.append((g.name, str(g.size), str(g.inf), str(g.nan), *shares))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for name, *cells in rows:
-            right = (cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))
-            lines.append("  ".join((name.ljust(widths[0]), *right)).rstrip())
+        lines += plain_text.aligned(rows, numeric=range(1, 6))
         if many > _SHOWN:
             lines.append(f"... and {many - _SHOWN} more in .gradients")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
 """Times of matrix products, measured or predicted, and the dtype to use by them.
 
-Knows shapes and seconds; a backend's `speed` room runs the products. Imports errors and dtypes.
+Knows shapes and seconds; a backend's `speed` room runs the products. Imports diagnostics alone.
 """

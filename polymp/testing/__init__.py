@@ -11,11 +11,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polymp.diagnostics import plain_text
+from polymp import plain_text
+from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
 from polymp.testing import align
 from polymp.testing.framework import Framework as Framework
-from polymp.testing.framework import installed as installed
 from polymp.testing.parity import Parity as Parity
 from polymp.testing.parity import ParityError as ParityError
 from polymp.testing.parity import assert_parity as assert_parity

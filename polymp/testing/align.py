@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from itertools import chain, permutations
 from typing import Any, NamedTuple
 
-from polymp.diagnostics import plain_text
+from polymp import plain_text
 from polymp.diagnostics.call import FORWARD, Call
 from polymp.diagnostics.rounding import Run, factor, spread
 from polymp.dtypes import FORMATS

@@ -4,7 +4,6 @@ A framework is imported when its verbs are made.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -109,8 +108,3 @@ class Framework:
 
     def __repr__(self) -> str:
         return f"Framework({self.name!r})"
-
-
-def installed() -> tuple[str, ...]:
-    """The frameworks that are installed, of torch and JAX."""
-    return tuple(name for name in backends.NAMES if importlib.util.find_spec(name) is not None)

@@ -18,27 +18,10 @@ from polymp.backends.torch.weights.hold_casts import hold_casts
 from polymp.torch import cpu, cuda
 
 __all__ = [
-    "Frozen",
-    "GradScaler",
-    "LossScalers",
-    "audit",
-    "autocast",
-    "bake",
-    "checkpoint",
-    "cpu",
-    "cuda",
-    "custom_bwd",
-    "custom_fwd",
-    "expect_scaler",
-    "explain",
-    "freeze",
-    "hold_casts",
-    "is_autocast_available",
-    "locate",
-    "pin",
-    "register",
-    "scoped",
-]
+    "Frozen", "GradScaler", "LossScalers", "audit", "autocast", "bake", "checkpoint", "cpu",
+    "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze", "hold_casts",
+    "is_autocast_available", "locate", "pin", "register", "scoped",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -263,7 +263,7 @@ NATIVE = """
 import sys
 import polymp, torch
 from polymp.torch import autocast
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.autocast import kernels, torch_table
 
 def ours():
@@ -280,13 +280,13 @@ def ours():
 
 x = torch.ones(3, 3)
 with autocast("cpu"):
-    before = compat.registered(compat.autocast_key("cpu"))
+    before = dispatcher.registered(dispatcher.autocast_key("cpu"))
     print(kernels.installed("cpu"), ours())
     for _ in range(2):
         with polymp.recording() as found:
             print(ours(), [entry.op for entry in found.entries])
         print(kernels.installed("cpu"), ours())
-        print(compat.registered(compat.autocast_key("cpu")) == before)
+        print(dispatcher.registered(dispatcher.autocast_key("cpu")) == before)
 """
 
 
@@ -297,7 +297,7 @@ def test_torch_runs_its_own_kernels_again() -> None:
         [sys.executable, "-c", NATIVE], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    again = ["['kernels.py'] ['mm']", "() []", "True"]
+    again = ["['autocast_kernel.py'] ['mm']", "() []", "True"]
     assert run.stdout.splitlines() == ["() []", *again, *again]
 
 

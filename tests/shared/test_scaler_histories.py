@@ -1,8 +1,8 @@
 """One history, every implementation: the same scale, tracker and counters after every step.
 
 A history is a scaler's settings and a list of events: a step and what was found in it, another
-scale, another interval. `COLUMNS` lists the implementations, which all run the same 10,000
-histories; what they are held to, bit for bit, is the rule on Python numbers. Where torch.amp is
+scale, another interval. `COLUMNS` lists the implementations, which all run the same thousands
+of histories; what they are held to, bit for bit, is the rule on Python numbers. Where torch.amp is
 sound, so is torch's own kernel.
 """
 
@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
+from tests.support.sizes import LONG
 
 # Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
 # the time.
-COUNT, ROWS, EXAMPLES, WIDTH = 10_000, 250, 46, 12
+COUNT, EXAMPLES = (100_000, 460) if LONG else (10_000, 46)
+ROWS, WIDTH = 250, 12
 
 # An event, by what is drawn for it; a zero is a good step, so that histories shrink to those.
 GOOD, OVERFLOW, LOST, LOST_ONLY, INTERVAL, SCALE = range(6)
@@ -146,9 +148,8 @@ def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
                 scaler.update()
             elif event.kind == SCALE:
                 scaler.update(event.scale)
-            kept.append(
-                torch.cat([scaler._scale.view(1), scaler._growth_tracker.view(1), scaler._counts])
-            )
+            state = scaler._state.tensors()
+            kept.append(torch.cat([tensor.view(-1) for tensor in state]))
         saved = scaler.state_dict()
         last = tuple(
             float(saved[k]) for k in ("scale", "_growth_tracker", "skips", "spoiled", "skipped")
@@ -411,7 +412,7 @@ def all_alike(all_: list[History], expected: list[States], found: list[States]) 
 
 @cache
 def drawn() -> tuple[tuple[list[History], list[States]], ...]:
-    """10,000 different histories, many at a time, each with its states by the rule on numbers."""
+    """Different histories, many at a time, each with its states by the rule on numbers."""
     seen: set[History] = set()
     used: set[ScaleRule] = set()
     kept: list[tuple[list[History], list[States]]] = []
@@ -434,6 +435,7 @@ def drawn() -> tuple[tuple[list[History], list[States]], ...]:
 
 # Torch's own code warns when its compiler is imported.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.sized
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_implementation_follows_the_rule_bit_for_bit(column: str) -> None:
     need(column.split(",")[0])
@@ -485,6 +487,7 @@ def agrees_with_torch(all_: list[History], states: list[States]) -> int:
     return compared
 
 
+@pytest.mark.sized
 def test_where_torch_amp_is_sound_the_rule_is_torch_s() -> None:
     need("torch")
     assert sum(agrees_with_torch(*each) for each in drawn()) > COUNT

@@ -18,7 +18,7 @@ import pytest
 from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
 from tests.support.blocks import ROOT, Block, Outcome, read, run
-from tests.conftest import FRAMEWORKS, need, values_only
+from tests.conftest import FRAMEWORKS, need
 
 FILES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]
@@ -32,10 +32,7 @@ def outcomes(path: Path, folder: Path) -> tuple[dict[int, Outcome], str]:
     """What became of each block of the file, by line, and what its process said at the end."""
     report = folder / "report"
     command = [sys.executable, "-m", "tests.support.blocks", str(path), str(report)]
-    environment = os.environ | {"XLA_FLAGS": values_only()}
-    child = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     found = {line: Outcome(*rest) for line, *rest in map(json.loads, lines)}
     return found, f"exit code {child.returncode}\n{child.stderr[-2000:]}"

@@ -13,30 +13,15 @@ from typing import Any
 import numpy as np
 
 from tests import STRICT
-from tests.conftest import values_only
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-TINY = [
-    "--steps",
-    "60",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--layers",
-    "1",
-    "--context",
-    "32",
-    "--batch",
-    "8",
-]
+TINY = "--steps 60 --width 16 --heads 2 --layers 1 --context 32 --batch 8".split()
 
 SETTINGS = {
     "PYTHONPATH": str(ROOT),
     "COLUMNS": "160",
     "PYTHONIOENCODING": "utf-8",
-    "XLA_FLAGS": values_only(),
 }
 
 

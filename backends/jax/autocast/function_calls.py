@@ -199,7 +199,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     decision = Decision(Rule.PARTS)
     if _rule(section.op, region) is not Rule.PARTS:
         decision = frame.decision(section.op, tuple(hard), region, "")
-    if decision.rule is Rule.LOWER and section.op in op_facts.PICKS:
+    if decision.rule is Rule.LOWER and vocabulary().picks(section.op):
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:
         decision = decision._replace(out=decision.run)

@@ -69,10 +69,6 @@ AS_WRITTEN = frozenset({"linear_algebra", "fft"})
 # Classes of functions that have parameters, such as gains, which do not say what comes out.
 WITH_PARAMETERS = frozenset({"normalisation"})
 
-# Ops that pick numbers and change none. To run one low is to round what it picked, not what it
-# picked from: that is less work, and the gradients of what it picked from add up unrounded.
-PICKS = frozenset({"embedding", "gather"})
-
 # Classes of functions that are products round a softmax: run low, each part follows its own rule,
 # as in torch's kernels, whose softmax is float32 inside.
 WITH_PRODUCTS = frozenset({"attention"})

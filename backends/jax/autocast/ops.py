@@ -26,6 +26,7 @@ from polymp.rules import decisions
 from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
+from polymp.rules.vocabulary import vocabulary
 
 UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
 
@@ -109,7 +110,7 @@ def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) ->
     if not hard:
         return None
     decision = frame.decision(op_of(op), hard, region, op)
-    if decision.rule is Rule.LOWER and op_of(op) in op_facts.PICKS:
+    if decision.rule is Rule.LOWER and vocabulary().picks(op_of(op)):
         decision = Decision(decision.rule, None, decision.run)
     formats = [declared(atom) for atom in eqn.invars]
     if decision.run is not None:

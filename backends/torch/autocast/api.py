@@ -5,18 +5,23 @@ does is in `regions`, which ops it changes in `policies/`.
 """
 
 import functools
-import inspect
-import types
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
 from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.backends.torch.autocast import (
+    compiled_region,
+    dtype_names,
+    kernels,
+    regions,
+    torch_table,
+)
+from polymp.backends.torch.autocast.wrap_function import wrapped
+from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -92,18 +97,18 @@ class autocast:  # the name is torch's
         )
         self._traced: Any = None  # open entries in code that torch.compile traces
 
-    @compat.no_frame
+    @dynamo.no_frame
     def __enter__(self) -> Self:
         if is_dynamo_compiling():
             self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
         else:
             if _is_torch_function_mode_enabled():
-                regions.tell_export(self._ticket)
+                compiled_region.tell_export(self._ticket)
             regions.enter(self._ticket)
         return self
 
-    @compat.no_frame
+    @dynamo.no_frame
     def __exit__(self, *exc: object) -> Literal[False]:
         if self._traced is not None:
             traced, self._traced = self._traced
@@ -111,12 +116,12 @@ class autocast:  # the name is torch's
         else:
             regions.leave(self._ticket)
             if _is_torch_function_mode_enabled():
-                regions.tell_export(None)
+                compiled_region.tell_export(None)
         return False
 
-    def _again(self) -> regions.Traced:
+    def _again(self) -> compiled_region.CompiledRegion:
         """The region once more, for code that torch.compile traces."""
-        return regions.Traced(
+        return compiled_region.CompiledRegion(
             self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
         )
 
@@ -150,21 +155,14 @@ class autocast:  # the name is torch's
                 f"    with torch.autocast(device_type=...):\n"
                 f"        output = model(input)"
             )
-        if inspect.isasyncgenfunction(func):
-            wrapper = _async_generator(self, func)
-        elif inspect.iscoroutinefunction(func):
-            wrapper = _coroutine(self, func)
-        elif inspect.isgeneratorfunction(func):
-            wrapper = _generator(self, func)
-        else:
-            wrapper = _function(self, func)
+        wrapper = wrapped(self, func)
         # What torch.jit reads; written as an attribute it would be mangled to the class's name.
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
         return wrapper
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _prepare(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
 ) -> tuple[str, bool]:
@@ -189,7 +187,7 @@ def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
 ) -> tuple[str, bool]:
     kind = device.partition(":")[0]  # "cuda:0" speaks for all of cuda
-    region = Region("torch", kind, enabled, regions.FORMATS[dtype], cache, policy)
+    region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
     kernels.prepare(region)
     return regions.ticket(region), enabled
 
@@ -198,16 +196,16 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
     """`enabled`, or False, with torch.amp's warning, if a region of that dtype cannot be."""
     dtypes, name = [torch.bfloat16, torch.float16], device.upper()
     if device not in torch_table.DEVICES and device == torch._C._get_privateuse1_backend_name():
-        dtypes, name = compat.private_dtypes(device), device
+        dtypes, name = accelerators.private_dtypes(device), device
     if not enabled:
         return False
     if device == "cuda":
-        if compat.cuda_missing():
+        if accelerators.cuda_missing():
             warnings.warn(
                 "CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=4
             )
             return False
-        if dtype is torch.bfloat16 and compat.cuda_lacks_bfloat16():
+        if dtype is torch.bfloat16 and accelerators.cuda_lacks_bfloat16():
             raise RuntimeError(
                 "Current CUDA Device does not support bfloat16. Please switch dtype to float16."
             )
@@ -219,78 +217,3 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
         )
         return False
     return True
-
-
-def _function(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
-            with region._again():
-                return func(*args, **kwargs)
-        with region:
-            return func(*args, **kwargs)
-
-    return function
-
-
-def _steps(region: autocast, inner: Any) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine to its end, each step in the region."""
-    step = functools.partial(inner.send, None)
-    while True:
-        try:
-            with region:
-                value = step()
-        except StopIteration as end:
-            return end.value
-        try:
-            sent = yield value
-        except GeneratorExit:
-            with region:
-                inner.close()
-            raise
-        except BaseException as error:
-            step = functools.partial(inner.throw, error)
-        else:
-            step = functools.partial(inner.send, sent)
-
-
-_awaitable_steps = types.coroutine(_steps)
-
-
-def _generator(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        return (yield from _steps(region, func(*args, **kwargs)))
-
-    return generator
-
-
-def _coroutine(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await _awaitable_steps(region, func(*args, **kwargs))
-
-    return coroutine
-
-
-def _async_generator(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(func)
-    async def async_generator(*args: Any, **kwargs: Any) -> Any:
-        inner = func(*args, **kwargs)
-        step = inner.asend(None)
-        while True:
-            try:
-                value = await _awaitable_steps(region, step)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield value
-            except GeneratorExit:
-                await _awaitable_steps(region, inner.aclose())
-                raise
-            except BaseException as error:
-                step = inner.athrow(error)
-            else:
-                step = inner.asend(sent)
-
-    return async_generator

@@ -17,6 +17,7 @@ What is not seen is listed in docs/differences.md.
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,25 +25,10 @@ from torch import clear_autocast_cache
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import torch_table, weight_cast_cache
-
-# In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
-# Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
-WRITERS = (
-    "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ square_ exp_ sign_ round_ floor_ trunc_ lerp_ "
-    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ "
-    "set_ put_ nan_to_num_ normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ "
-    "masked_scatter_ index_add_ index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ "
-    "triu_ fill_diagonal_ renorm_ "
-    "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_addcmul_ "
-    "_foreach_addcdiv_ _foreach_copy_ _foreach_zero_ _foreach_neg_ _foreach_pow_ _foreach_sqrt_ "
-    "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_ "
-    "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
-).split()
+from polymp.backends.torch.autocast import op_facts, torch_table, weight_cast_cache
+from polymp.backends.torch.compat import dispatcher, dynamo
 
 _library = torch.library.Library("aten", "IMPL")
-_watched: set[str] = set()
 
 
 class _Thread:
@@ -103,7 +89,7 @@ def drop_unknown() -> None:
     _map.formats.clear()
 
 
-@compat.no_frame
+@dynamo.no_frame
 def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     """May this thread keep casts in torch's map from now on, `depth` regions deep?
 
@@ -135,13 +121,13 @@ def _take_over(mine: "weakref.ref[_Thread]") -> bool:
         return True
 
 
-@compat.no_frame
+@dynamo.no_frame
 def mine() -> bool:
     """True if torch's map is this thread's."""
     return _map.owner.get("thread") is _mine.thread.reference
 
 
-@compat.no_frame
+@dynamo.no_frame
 def end() -> None:
     """This thread left its last region."""
     thread = _mine.thread
@@ -155,20 +141,24 @@ def end() -> None:
         del _map.owner["thread"]
 
 
+@cache
 def watch(device: str) -> None:
     """Have writes to parameters noticed in regions of the device; once for each device."""
-    key = compat.autocast_key(device)
-    if key is None or device in _watched:
+    key = dispatcher.autocast_key(device)
+    if key is None:
         return
     torch_table.kernels(device)  # what is compiled must be read before ours stand beside it
-    if not _watched:
-        register_optimizer_step_post_hook(_after_step)
-    for name in WRITERS:
+    _watch_steps()
+    for name in op_facts.WRITERS:
         packet = getattr(torch.ops.aten, name)
         for variant in packet.overloads():
             op = getattr(packet, variant)
-            compat.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
-    _watched.add(device)
+            dispatcher.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -179,13 +169,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _stepped(optimizer)
 
 
-@compat.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
+@dynamo.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     weight_cast_cache.stepped(optimizer)
 
 
 def _writer(op: torch._ops.OpOverload, key: str) -> Any:
-    pass_on = compat.passing_on(op, key)
+    pass_on = dispatcher.passing_on(op, key)
 
     def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         writing(args[0])

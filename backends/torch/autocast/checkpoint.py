@@ -6,14 +6,17 @@ every checkpoint, whoever makes it: libraries bind torch's function when they ar
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch.utils.checkpoint
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import cast_cache, compiled_region, policy_code
+from polymp.backends.torch.autocast.compiled_region import open_regions
+from polymp.backends.torch.autocast.policy_code import NONE, Code
+from polymp.backends.torch.compat import autograd
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -30,16 +33,42 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @cache
 def keep_policies() -> None:
     """From now on, have torch's checkpoints recompute under the policies of their forward pass."""
-    compat.carry_into_recomputation(_carry)
+    autograd.carry_into_recomputation(_carry)
 
 
 def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, run under the policies in force here wherever it is called from."""
-    code, entered = regions.code_in_force(), regions.entered()
+    code, entered = policy_code.in_force(), compiled_region.entered()
 
     @functools.wraps(function)
     def carried(*args: Any, **kwargs: Any) -> Any:
-        with regions.resumed(code, entered):
+        with _resumed(code, entered):
             return function(*args, **kwargs)
 
     return carried
+
+
+@contextmanager
+def _resumed(code: Code, entered: bool) -> Iterator[None]:
+    """Put policies in force once more, for code that runs again; torch restores the rest.
+
+    Args:
+        code: what `policy_code.in_force` said where it ran first.
+        entered: what `compiled_region.entered` said there.
+    """
+    outer = policy_code.in_force()
+    policy_code.write(code)
+    if entered:
+        open_regions.leaving.append(_nothing)
+    try:
+        yield
+    finally:
+        if entered and _nothing in open_regions.leaving:
+            open_regions.leaving.remove(_nothing)
+        policy_code.write(outer)
+        if code != NONE or outer != NONE:
+            cast_cache.drop_unknown()  # made in a region of torch's, which ends behind our back
+
+
+def _nothing() -> None:
+    """An entry that nothing has to be undone for."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import policy_code
 from polymp.backends.torch.autocast.api import autocast
 
 
@@ -39,7 +39,7 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: Any) -> Any:
         ctx, enabled = args[0], torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
-        ctx._policy = regions.policy_of(device_type)
+        ctx._policy = policy_code.policy_of(device_type)
         ctx._fwd_used_autocast = enabled and cast_inputs is None
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)

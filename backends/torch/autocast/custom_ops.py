@@ -13,11 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import kernels, regions, torch_table, validate
+from polymp.backends.torch.autocast import (
+    dtype_names,
+    kernels,
+    policy_code,
+    torch_table,
+    validate,
+)
 from polymp.backends.torch.autocast.api import autocast
 from polymp.backends.torch.autocast.custom_function import cast_inside
 from polymp.backends.torch.autocast.run_op import forbid
+from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import decisions
 from polymp.rules.custom_ops import checked
@@ -39,7 +45,7 @@ def overloads(given: Any, where: str) -> tuple[str, ...]:
 
 
 def _overload(given: Any, where: str) -> str:
-    name = compat.qualified_name(given)
+    name = dispatcher.qualified_name(given)
     if name is None:
         raise TypeError(
             f"{where}: torch={given!r} is no op. Give its name, such as 'mylib::my_op', or what "
@@ -48,7 +54,7 @@ def _overload(given: Any, where: str) -> str:
         )
     if "::" not in name:
         raise PolicyError(f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.")
-    op = compat.overload(name)
+    op = dispatcher.overload(name)
     if op is None:
         raise PolicyError(f"{where}: torch has no op {name!r}. Define it first.")
     if op.namespace == "aten":
@@ -57,9 +63,9 @@ def _overload(given: Any, where: str) -> str:
     if fault:
         raise PolicyError(f"{where}: {name!r} is an op {fault}")
     for device in torch_table.DEVICES:
-        key = compat.autocast_key(device)
+        key = dispatcher.autocast_key(device)
         known = vocabulary().of_aten(name)  # which says that it is registered
-        if key and not known and compat.has_kernel(name, key):
+        if key and not known and dispatcher.has_kernel(name, key):
             raise PolicyError(
                 f"{where}: {name!r} has an autocast kernel already, on {device}. Leave out its "
                 "torch.library.register_autocast."
@@ -99,7 +105,7 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
     """
 
     def decorate(given: Any) -> Any:
-        if compat.qualified_name(given) is not None:
+        if dispatcher.qualified_name(given) is not None:
             where = f"register_op({name!r})"
             op = checked(name, rule, kind, where)
             names = overloads(given, where)
@@ -157,26 +163,26 @@ def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) ->
     if device is None or not torch.is_autocast_enabled(device):
         return plain(*args, **kwargs)
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
-    formats = ",".join([regions.FORMATS[t.dtype] for t in floats])
-    low = regions.FORMATS[torch.get_autocast_dtype(device)]
-    rule, run, out = _decision(name, device, low, formats, *regions.code_in_force())
+    formats = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
+    low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
+    rule, run, out = _decision(name, device, low, formats, *policy_code.in_force())
     if rule == "parts":
         return plain(*args, **kwargs)
     if run:
-        dtype = regions.DTYPES[run]
+        dtype = dtype_names.DTYPES[run]
         args = tuple([cast_inside(arg, device, dtype) for arg in args])
         kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
     with _off():
         result = ruled(*args, **kwargs)
-    return cast_inside(result, device, regions.DTYPES[out]) if out else result
+    return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
 
 
-@compat.at_trace_time
+@dynamo.at_trace_time
 def _decision(
     name: str, device: str, low: str, formats: str, *code: torch.dtype
 ) -> tuple[str, str, str]:
     """Rule, format of the inputs and format of the results; "" leaves them. Plain values only."""
-    policy = regions.policy_at(device, *code) or torch_table.policy(device)
+    policy = policy_code.policy_at(device, *code) or torch_table.policy(device)
     row = policy.winner(name, low)
     if row is None:
         return "parts", "", ""

@@ -1,4 +1,4 @@
-"""What torch's ops can do with float formats: facts about torch, no rules."""
+"""Facts about torch's ops by their names: what they do with dtypes, read, write; no rules."""
 
 from polymp.rules.vocabulary import vocabulary
 
@@ -29,11 +29,69 @@ UNTOUCHED = frozenset({"detach"})
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
 COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
-# Ops that pick numbers and change none. To run one low is to round what it picked, not what it
-# picked from: that is less work, and the gradients of what it picked from add up unrounded.
-PICKS = frozenset(
-    "embedding gather index.Tensor index_select masked_select take take_along_dim".split()
+
+# Batched, these become matmul, which has a rule, whether or not they have one themselves.
+BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
+
+# Classes of ops that only move numbers.
+MOVING = frozenset({"layout", "indexing"})
+
+# Kernels that are an op of the vocabulary under another name.
+KERNELS = {
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+    "convolution": "conv",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
+    "native_dropout": "dropout",
+    "_to_copy": "to",
+}
+
+# Views whose schema does not say so.
+SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
+
+# Ops that make numbers without reading any, or tell something of a tensor that is not in them.
+FACTORIES = frozenset(
+    "empty_like ones_like zeros_like full_like rand_like randn_like new_empty new_zeros new_ones "
+    "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ "
+    "_local_scalar_dense is_same_size _has_same_storage_numel".split()
 )
+
+# Ops whose number keeps something from being zero: what the format makes zero is then missing.
+ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
+
+# Kernels that add up, of whose operands the magnitudes can be put in their place.
+SUMS = frozenset(
+    "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
+)
+# Classes whose kernels add up along an axis, too.
+SUM_ALONG = frozenset(
+    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
+)
+
+# In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
+# Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
+WRITERS = (
+    "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ square_ exp_ sign_ round_ floor_ trunc_ lerp_ "
+    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ "
+    "set_ put_ nan_to_num_ normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ "
+    "masked_scatter_ index_add_ index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ "
+    "triu_ fill_diagonal_ renorm_ "
+    "_foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_addcmul_ "
+    "_foreach_addcdiv_ _foreach_copy_ _foreach_zero_ _foreach_neg_ _foreach_pow_ _foreach_sqrt_ "
+    "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_ "
+    "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
+).split()
 
 
 def in_float32(overload: str) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import weight_cast_cache
+from polymp.backends.torch.compat import modes, nn_modules
 
 Prepare = Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
 
@@ -58,7 +58,7 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
     """The arguments of a recurrent layer, with its weights cast into one buffer."""
     at = 2 if variant == "input" else 3  # sequences of several lengths have their sizes in between
     weights = args[at]
-    if len(args) <= at + 5 or not weights or not _changes(weights, dtype) or compat.is_recorded():
+    if len(args) <= at + 5 or not weights or not _changes(weights, dtype) or modes.is_recorded():
         return args
     first = weights[0]
     with torch.inference_mode(False), torch.no_grad():
@@ -71,7 +71,7 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
         per_layer = len(weights) // (layers * (2 if both else 1))
         projects = per_layer == (5 if has_biases else 3)
         with torch.cuda.device_of(first):
-            compat.flatten_rnn_weights(
+            nn_modules.flatten_rnn_weights(
                 lows,
                 per_layer,
                 first.size(1),

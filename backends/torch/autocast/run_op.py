@@ -11,16 +11,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import op_facts, recurrent, regions, torch_table
+from polymp.backends.torch.autocast import dtype_names, op_facts, recurrent, torch_table
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
+from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
 from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
 from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
-Call = Callable[..., Any]
+Function = Callable[..., Any]
 Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
 
 
@@ -100,7 +100,7 @@ def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
 def formats(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
     """The formats that a rule asks for, in order."""
     return [
-        regions.FORMATS[t.dtype]
+        dtype_names.NAMES[t.dtype]
         for arg, ask in zip(args, _consulted(op), strict=False)
         if ask
         for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
@@ -109,20 +109,21 @@ def formats(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list
 
 
 @cache
-def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
+def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     """A function that runs `op` as a ruling says, on the device, with autocast excluded.
 
     It takes the ruling, a cast, what to call, and the arguments.
     """
     schema = op._schema.arguments
-    in_float32, picks = op_facts.in_float32(name), name in op_facts.PICKS
+    in_float32, words = op_facts.in_float32(name), vocabulary()
+    picks = words.picks(words.of_aten(name))
     # Batch norm writes its running statistics, though its schema does not say so: a cast of them
     # would take the write. Its kernels take a low input beside float32 weights and statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
     with_low_input = set(range(1, len(schema))) if written else set()
     prepare = recurrent.prepare(name, device)
 
-    def run(ruling: Ruling, cast: Cast, call: Call, args: Any, kwargs: Any) -> Any:
+    def run(ruling: Ruling, cast: Cast, call: Function, args: Any, kwargs: Any) -> Any:
         if ruling.how is not Apply.CAST:
             return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
         decision = ruling.decision
@@ -135,10 +136,10 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
             if in_float32 and decision.out in LOW:
                 decision = Decision(decision.rule, decision.out)
         if picks and decision.rule is Rule.LOWER:
-            dtype = regions.DTYPES[decision.run or ""]
+            dtype = dtype_names.DTYPES[decision.run or ""]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
-            dtype, low = regions.DTYPES[decision.run], regions.DTYPES[ruling.region.format]
+            dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.format]
             uncast = written if dtype is torch.float32 else with_low_input
             if prepare is not None:
                 args = prepare(args, dtype)
@@ -160,7 +161,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Call:
                     made[at] = _cast(value, device, dtype, low, cast)
             args = made or args
         result = call(*args, **kwargs)
-        return result if decision.out is None else _back(result, regions.DTYPES[decision.out])
+        return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])
 
     return run
 
@@ -190,7 +191,7 @@ def _by_dtype(
     name: str,
     device: str,
     how: Apply,
-    call: Call,
+    call: Function,
     args: Any,
     kwargs: Any,
 ) -> Any:
@@ -198,7 +199,7 @@ def _by_dtype(
     schema = op._schema.arguments
     ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
     if how is Apply.APPEND_DTYPE:
-        longer = compat.overload(APPENDED[name])
+        longer = dispatcher.overload(APPENDED[name])
         dtype = torch.float32 if ok else args[0].dtype
         rest = schema[len(args) :]  # defaults are left out of a call; this one has none
         filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}

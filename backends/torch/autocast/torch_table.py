@@ -12,8 +12,8 @@ from functools import cache
 import torch
 
 from polymp import versions
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast.op_facts import UNTOUCHED, has_low, in_float32
+from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row, Rule
@@ -50,9 +50,9 @@ def kernels(device: str) -> frozenset[str]:
     Read before polymp registers a kernel of its own on that device's key. Without the overloads
     that take named dimensions, until torch 2.12: no policy has rules for them.
     """
-    key = compat.autocast_key(device)
-    found = frozenset() if key is None else compat.registered(key)
-    return frozenset(op for op in found if not compat.takes_names(op))
+    key = dispatcher.autocast_key(device)
+    found = frozenset() if key is None else dispatcher.registered(key)
+    return frozenset(op for op in found if not dispatcher.takes_names(op))
 
 
 def table(policy: Policy, format: str) -> Mapping[str, Row]:
@@ -70,7 +70,7 @@ def _table(policy: Policy, format: str, registered: int) -> Mapping[str, Row]:
         row = policy.winner(op, format, f"aten:{overload}")
         if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
             continue
-        if compat.overload(overload) is None:  # this torch is too old or too new for it
+        if dispatcher.overload(overload) is None:  # this torch is too old or too new for it
             continue
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
         general = row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST)

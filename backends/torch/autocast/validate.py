@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import op_facts, torch_table
+from polymp.backends.torch.compat import dispatcher
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -44,7 +44,7 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
     words, shipped = vocabulary(), policy_files.shipped_rows()
     for row in policy.rows:
         spelled = row.of.removeprefix("aten:")
-        if spelled != row.of and compat.overload(spelled) is None:
+        if spelled != row.of and dispatcher.overload(spelled) is None:
             why = f"has a rule for {spelled!r}, which is no op of torch{_hint(spelled)}."
             refused[row] = f"policy {policy.name!r} {why}"
         if spelled in op_facts.UNTOUCHED:
@@ -71,7 +71,7 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
 
 
 def _faults(row: Row, name: str) -> Iterator[str]:
-    op = compat.overload(name)
+    op = dispatcher.overload(name)
     assert op is not None, "a table holds what torch has"
     fault = schema_fault(op, name, row.rule)
     if fault:

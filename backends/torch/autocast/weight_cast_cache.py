@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dtensor, modes
 from polymp.errors import StaleCastError
 
 # A weight with fewer elements, used where gradients are wanted, is cast again: that costs less than
@@ -127,7 +127,7 @@ def _by_memory() -> dict[int, list[Weight]]:
 
 
 def _address(t: torch.Tensor) -> int:
-    t = compat.local(t)
+    t = dtensor.local(t)
     return t.untyped_storage().data_ptr() if t.layout is torch.strided else -1
 
 
@@ -174,7 +174,7 @@ def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         if t.is_neg():  # another number in the same place
             return None
         key = dtype, None, t.storage_offset(), t.size(), t.stride()
-    if compat.is_recorded() or t.is_inference():
+    if modes.is_recorded() or t.is_inference():
         return None
     if t.is_cuda:
         if torch.cuda.is_current_stream_capturing():

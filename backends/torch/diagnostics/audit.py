@@ -23,68 +23,32 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions, torch_table
+from polymp.backends.torch.autocast import dtype_names, op_facts, torch_table
+from polymp.backends.torch.compat import autograd, dispatcher, distributed, modes
+from polymp.backends.torch.diagnostics.fault import NOTHING, Event, first_fault, operand
 from polymp.backends.torch.diagnostics.measure import (
     Bins,
     Lost,
-    Range,
-    comparable,
+    in_float16,
     measurable,
-    numbers,
     range_of,
 )
-from polymp.backends.torch.diagnostics.op_tracer import Own, Ran, Running, Watch, float_tensors
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Own, Ran
+from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.backends.torch.scaler.closure_step import closure_of
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Fault, Measured, Operand
-from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+from polymp.diagnostics.audit_records import Fault, Measured
 from polymp.diagnostics.call import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.dtypes import FORMATS
-
-# Ops whose number keeps something from being zero: what the format makes zero is then missing.
-_ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
 
 # Of the calls at one site, every n-th is compared with float32; the first is one of them.
 _EVERY = 16
 
 # Below half of it, a number is zero in float16.
 _TINY = FORMATS["float16"].smallest_subnormal / 2
-
-
-class _Event(NamedTuple):
-    """An op that ran, as `blame` will see it.
-
-    Attributes:
-        running: the call that it is part of.
-        origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
-            those that no event made; None for one that cannot be measured.
-        ranges: of its results.
-        run: format of its results.
-        lost: what float16 did; None where that is not known.
-        numbers: that its format made zero.
-        given: True if a number it was given is not finite.
-        reads: dtype and shape of the float tensors that it was given.
-        operands: what was in them, where that is measured.
-        cast: True for a cast.
-    """
-
-    running: Running
-    origins: tuple[int | None, ...]
-    ranges: tuple[Range, ...]
-    run: str
-    lost: Lost | None = None
-    numbers: tuple[float, ...] = ()
-    given: bool = False
-    reads: tuple[tuple[torch.dtype, torch.Size], ...] = ()
-    operands: tuple[torch.Tensor, ...] = ()
-    cast: bool = False
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """The events that made what it read."""
-        return tuple(at for at in self.origins if at is not None and at >= 0)
 
 
 class _Site(NamedTuple):
@@ -99,8 +63,8 @@ class _Site(NamedTuple):
     numbers: set[float]
 
 
-class Measures(Watch):
-    """A watch that measures what it sees.
+class Measures(OpTracer):
+    """A tracer that measures what it sees.
 
     Args:
         model: whose modules and parameters are named; None for those of the outermost module.
@@ -117,28 +81,20 @@ class Measures(Watch):
         self._model = model
         self._scaler = scaler
         self._operands = operands
-        self._events: list[_Event] = []
-        # By storage, the event that wrote it last, and what keeps the key from being used again.
-        self._maker: dict[int, tuple[int, Any]] = {}
-        # By storage and view, a tensor that no event made.
-        self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
-        self._given: list[tuple[torch.Tensor, Range | None, int]] = []
-        self._received: set[int] = set()  # storages that other ranks filled
-        self._parameters = {compat.storage_key(p): at for at, p in enumerate(self._trained())}
-        self._norms: list[list[torch.Tensor]] = []  # largest magnitudes after each update
-        self._updates = -1
+        self._events: list[Event] = []
+        self._provenance = Provenance(model)
         self._visits: Counter[Any] = Counter()
         self._sites: dict[tuple[Any, ...], _Site] = {}
         self._gradients: dict[tuple[str, int], Bins] = {}
         self._scales: list[Any] = [1.0]  # of each backward pass
         self._passes: dict[int, int] = {}
-        self._off = compat.autocast_keys(torch_table.DEVICES)
+        self._off = dispatcher.autocast_keys(torch_table.DEVICES)
 
     # What runs
 
     def before(self, ran: Ran) -> Any:
         self._pass()
-        if compat.talks(ran.func):
+        if distributed.talks(ran.func):
             return None
         with Own(self._off):
             origins = self._read(ran.reads)
@@ -150,107 +106,76 @@ class Measures(Watch):
             self._received_in(ran, made)
             return
         origins, operands = kept
-        running, func = ran.running, ran.func
+        op_call, func = ran.op_call, ran.func
         results = [t for t in made if measurable(t)]
-        if running.direction != BACKWARD:
+        if op_call.direction != BACKWARD:
             del results[1:]  # statistics, such as the mean beside a norm
-        run = regions.FORMATS[results[0].dtype] if results else ""
+        run = dtype_names.NAMES[results[0].dtype] if results else ""
         lost = None
         numbers: tuple[float, ...] = ()
         with Own(self._off):
             ranges = tuple(map(range_of, results))
-            if run == "float16" and not running.place.updating:
-                if self._operands or self._again(running) % _EVERY == 0:
-                    lost = _against_float32(ran, results)
-                if func.overloadpacket.__name__ in _ADDING:
+            if run == "float16" and not op_call.place.updating:
+                if self._operands or self._again(op_call) % _EVERY == 0:
+                    lost = in_float16(func, ran.args, ran.kwargs, results)
+                if func.overloadpacket.__name__ in op_facts.ADDING:
                     numbers = tuple(x for x in _floats(ran) if 0 < abs(x) < _TINY)
             given = any(not math.isfinite(x) for x in _floats(ran))
             reads = tuple((t.dtype, t.shape) for t in ran.reads)
-            event = _Event(running, origins, ranges, run, lost, numbers, given, reads, operands)
+            event = Event(op_call, origins, ranges, run, lost, numbers, given, reads, operands)
             self._note(event, results)
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
         """Note a value that other ranks send and that may be on its way: it counts once read."""
-        for t in (*made, *compat.written(ran.func, ran.args, ran.kwargs)):
-            self._forget(t)
-            self._received.add(compat.storage_key(t))
+        for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
+            self._provenance.received(t)
 
-    def _again(self, running: Running) -> int:
+    def _again(self, op_call: OpCall) -> int:
         """How often an op was called at its site before."""
-        site = running.op, running.spelling, running.place, running.direction
+        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
         return self._visits[site] - 1
 
-    def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
+    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
         with Own(self._off):
             origins = self._read([source])
             fits = measurable(source) and measurable(result)
             ranges = (range_of(result),) if fits else ()
-            run = regions.FORMATS[result.dtype]
+            run = dtype_names.NAMES[result.dtype]
             lost = Lost.of(source, result) if fits and run == "float16" else None
             operands = self._measured([source]) if self._operands else ()
         reads = ((source.dtype, source.shape),)
-        event = _Event(running, origins, ranges, run, lost, (), False, reads, operands, True)
+        event = Event(op_call, origins, ranges, run, lost, (), False, reads, operands, True)
         self._events.append(event)
-        self._made(result)
+        self._provenance.made(result, len(self._events) - 1)
 
     def viewed(self, func: Any, args: Any, frame: Any) -> None:
         """A view's gradient is one of what it is a view of; where it was called is not asked."""
-        number = compat.latest_node()
+        number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node and args:
             of = args[0]
-            made = self._maker.get(compat.storage_key(of)) if torch.is_tensor(of) else None
+            made = self._provenance.maker(of) if torch.is_tensor(of) else None
             if made is not None:
-                self._of_node[number] = self._events[made[0]].running
+                self._of_node[number] = self._events[made].op_call
 
     def unwatched(self, result: Any) -> None:
         for t in float_tensors(result):
-            self._forget(t)
-
-    def _forget(self, t: torch.Tensor) -> None:
-        key = compat.storage_key(t)
-        self._maker.pop(key, None)
-        self._outside.pop(key, None)
+            self._provenance.forget(t)
 
     def _read(self, reads: list[torch.Tensor]) -> tuple[int | None, ...]:
-        """Where these tensors come from; see `_Event.origins`."""
-        return tuple(map(self._origin, reads))
+        return tuple(map(self._provenance.origin, reads))
 
-    def _origin(self, t: torch.Tensor) -> int | None:
-        key = compat.storage_key(t)
-        if not key:
-            return None
-        if key in self._maker:
-            return self._maker[key][0]
-        views = self._outside.setdefault(key, {})
-        view = () if key in self._parameters else (t.storage_offset(), t.shape, t.stride())
-        if view not in views:
-            if not measurable(t):
-                return None
-            views[view] = -1 - len(self._given)
-            found = None if key in self._parameters else range_of(t)
-            self._given.append((t.detach(), found, self._updates))  # kept, and so its key
-        return views[view]
-
-    def _made(self, t: torch.Tensor) -> None:
-        """The last event made a tensor, or wrote into it."""
-        key = compat.storage_key(t)
-        if key:
-            known = self._maker.get(key)
-            kept = compat.storage_reference(t) if known is None else known[1]
-            self._maker[key] = len(self._events) - 1, kept
-
-    def _note(self, event: _Event, results: list[torch.Tensor]) -> None:
+    def _note(self, event: Event, results: list[torch.Tensor]) -> None:
         self._events.append(event)
-        running = event.running
-        if running.place.updating or not results:
+        op_call = event.op_call
+        if op_call.place.updating or not results:
             return
-        at = self._scales_at if running.direction == BACKWARD else 0
+        at = self._scales_at if op_call.direction == BACKWARD else 0
         key = (
-            at, running.op, running.spelling, running.place, running.direction, running.region,
-            running.row, event.run,
+            at, op_call.op, op_call.spelling, op_call.place, op_call.direction, op_call.region,
+            op_call.row, event.run,
         )  # fmt: skip
         found = self._sites.get(key)
         if found is None:
@@ -263,17 +188,18 @@ class Measures(Watch):
 
     def _written(self, ran: Ran, made: list[torch.Tensor]) -> None:
         """From now on, what an op made or wrote is its own."""
+        last = len(self._events) - 1
         for t in made:
-            self._made(t)
-        if compat.writes(ran.func):
-            for t in compat.written(ran.func, ran.args, ran.kwargs):
-                if ran.running.place.updating:
-                    self._forget(t)  # a parameter, after its step
+            self._provenance.made(t, last)
+        if dispatcher.writes(ran.func):
+            for t in dispatcher.written(ran.func, ran.args, ran.kwargs):
+                if ran.op_call.place.updating:
+                    self._provenance.forget(t)  # a parameter, after its step
                 else:
-                    self._made(t)
+                    self._provenance.made(t, last)
 
     def _measured(self, reads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(_operand(t) if measurable(t) else _NOTHING for t in reads)
+        return tuple(operand(t) if measurable(t) else NOTHING for t in reads)
 
     # Backward passes and gradients
 
@@ -281,7 +207,7 @@ class Measures(Watch):
 
     def _pass(self) -> None:
         """Note the scale of a backward pass when its first op is seen."""
-        task = compat.backward_task()
+        task = autograd.backward_task()
         if task is None:
             return
         if task not in self._passes:
@@ -323,7 +249,7 @@ class Measures(Watch):
     _stepper: int | None = None  # the thread in which an optimizer steps
 
     def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not compat.sees(self._mode):  # it is another thread's optimizer
+        if not modes.sees(self._mode):  # it is another thread's optimizer
             return
         self._stepper = threading.get_ident()
         self._closure = closure_of(args[1:], kwargs) is not None
@@ -337,20 +263,12 @@ class Measures(Watch):
         if not self._closure:
             self.go_on()
         self._look_at_parameters()
-        self._outside.clear()  # parameters have other values now
-
-    def _trained(self) -> list[torch.Tensor]:
-        own = () if self._model is None else self._model.parameters()
-        return [p.detach() for p in own if measurable(p)]
+        self._provenance.updated()
 
     def _look_at_parameters(self) -> None:
-        """Take the largest magnitude of each parameter, all at once."""
         self.looks_away = True
-        trained = self._trained()
         with Own(self._off):
-            own = list(map(comparable, trained))
-            self._norms.append(list(torch._foreach_norm(own, math.inf)) if own else [])
-        self._updates += 1
+            self._provenance.look_at_parameters()
         self.looks_away = False
 
     # What came of it
@@ -388,113 +306,7 @@ class Measures(Watch):
 
     def fault(self) -> Fault | None:
         """Where the first value that is not finite came from."""
-        events = self._events
-        ends = [x for event in events for pair in event.ranges for x in pair]
-        if not ends:
-            return None
-        values = iter(numbers(ends))
-        bad = [_bad([next(values) for _ in range(2 * len(e.ranges))]) for e in events]
-        if not any(bad):
-            return None
-        given = self._given_ranges()
-        spoiled = {
-            -1 - at: self._name(t) for at, (t, low, high) in given.items() if _bad([low, high])
-        }
-        losses = Lost.read([e.lost for e in events if e.lost is not None])
-        nodes = []
-        for event, was in zip(events, bad, strict=True):
-            finite, vanished = event.run == "float16" and event.running.op not in DIVIDING, 0.0
-            if event.lost is not None:
-                finite, vanished = next(losses)
-            which = next((spoiled[at] for at in event.origins if at in spoiled), "")
-            nodes.append(
-                Node(
-                    event.inputs,
-                    was,
-                    event.run,
-                    finite and bool(was),
-                    vanished,
-                    True,
-                    event.numbers,
-                    which,
-                    event.given,
-                    bool(event.ranges),
-                    cast=event.cast,
-                    op=event.running.op,
-                )
-            )
-        found = blame(nodes)
-        return None if found is None else self._fault(found, bad)
-
-    def _given_ranges(self) -> dict[int, tuple[torch.Tensor, float, float]]:
-        """The tensors that no op made, with their ranges, by their places."""
-        ends: list[torch.Tensor] = []
-        for t, found, update in self._given:
-            if found is None:  # a parameter
-                largest = self._norms[update][self._parameters[compat.storage_key(t)]]
-                found = Range(largest, largest)
-            ends += found
-        values = iter(numbers(ends))
-        return {at: (t, next(values), next(values)) for at, (t, *_) in enumerate(self._given)}
-
-    def _name(self, t: torch.Tensor) -> str:
-        """A parameter's or buffer's name, or words for what no op made."""
-        for name, own in self._named():
-            if compat.storage_key(own) == compat.storage_key(t):
-                return name
-        shape = "x".join(map(str, t.shape)) or "scalar"
-        if compat.storage_key(t) in self._received:
-            return f"what other ranks sent ({regions.FORMATS[t.dtype]} {shape})"
-        return f"an argument ({regions.FORMATS[t.dtype]} {shape})"
-
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._model is not None:
-            yield from self._model.named_parameters()
-            yield from self._model.named_buffers()
-
-    def _fault(self, found: Blame, bad: list[str]) -> Fault:
-        event, first = self._events[found.node], self._events[found.first]
-        running, why = event.running, found.why
-        if event.cast and found.kind == "overflow":
-            why = f"an input of it is beyond {event.run}'s largest number when it is cast"
-        became = bad[found.first]
-        if first.running is not running:
-            at = f" in {first.running.place.module}" if first.running.place.module else ""
-            became = f"{became}, of {first.running.op}{at} {first.running.place.source}".rstrip()
-        return Fault(
-            running.op,
-            running.spelling,
-            running.place.module,
-            running.place.source,
-            running.direction,
-            found.kind,
-            event.run,
-            running.row,
-            self._operands_of(event),
-            became,
-            why,
-            running.region,
-        )
-
-    def _operands_of(self, event: _Event) -> tuple[Operand, ...]:
-        """What an op was given; where it was not measured, the largest magnitudes alone."""
-        given = self._given_ranges()
-        found = []
-        for at, (origin, (dtype, shape)) in enumerate(zip(event.origins, event.reads, strict=True)):
-            name, ends = "", [0.0]
-            if origin is not None and origin < 0:
-                t, *ends = given[-1 - origin]
-                name = self._name(t)
-            elif origin is not None and self._events[origin].ranges:
-                ends = numbers([x for pair in self._events[origin].ranges for x in pair])
-            if event.operands:
-                found.append(_operand_of(dtype, shape, event.operands[at], name))
-                continue
-            largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
-            inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
-            format = regions.FORMATS[dtype]
-            found.append(Operand(format, tuple(shape), 0.0, largest, 0.0, inf, nan, name))
-        return tuple(found)
+        return first_fault(self._events, self._provenance)
 
 
 def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
@@ -512,65 +324,10 @@ def _gradients(found: dict[tuple[str, int], Bins], scales: list[float]) -> list[
     ]
 
 
-def _bad(ends: list[float]) -> str:
-    if any(map(math.isnan, ends)):
-        return "NaN"
-    return "Inf" if any(map(math.isinf, ends)) else ""
-
-
 def _floats(ran: Ran) -> list[float]:
     """The float numbers that an op was given."""
     values = (*ran.args, *ran.kwargs.values())
     return [x for x in values if isinstance(x, float)]
-
-
-def _against_float32(ran: Ran, results: list[torch.Tensor]) -> Lost | None:
-    """What float16 lost in an op, by the same op on the same inputs in float32.
-
-    None of an op that writes into its arguments, draws random numbers or has no float32 form.
-    """
-    func = ran.func
-    if compat.writes(func) or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    args, kwargs = _widened(ran.args), _widened(ran.kwargs)
-    try:
-        wide = [t for t in float_tensors(func(*args, **kwargs)) if measurable(t)]
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    if not wide or wide[0].shape != results[0].shape:
-        return None
-    return Lost.of(wide[0], results[0])
-
-
-def _widened(tree: Any) -> Any:
-    """An op's arguments with float32 for float16."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(torch.float32) if tree.dtype is torch.float16 else tree
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_widened, tree))
-    if isinstance(tree, dict):
-        return {key: _widened(value) for key, value in tree.items()}
-    return torch.float32 if tree is torch.float16 else tree
-
-
-def _operand(t: torch.Tensor) -> torch.Tensor:
-    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
-    size = t.detach().to(torch.float32).abs()
-    finite = size.isfinite()
-    some = torch.where(finite & (size > 0), size, torch.full_like(size, math.inf))
-    most = torch.where(finite, size, torch.zeros_like(size))
-    shares = [(size == 0), size.isinf(), size.isnan()]
-    return torch.stack([some.amin(), most.amax(), *(s.to(torch.float32).mean() for s in shares)])
-
-
-_NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0])
-
-
-def _operand_of(dtype: torch.dtype, shape: torch.Size, found: torch.Tensor, name: str) -> Operand:
-    smallest, largest, zeros, inf, nan = found.tolist()
-    smallest = smallest if math.isfinite(smallest) else 0.0
-    format = regions.FORMATS[dtype]
-    return Operand(format, tuple(shape), smallest, largest, zeros, inf, nan, name)
 
 
 @contextmanager

@@ -12,17 +12,18 @@ import torch
 from torch import nn
 
 from polymp import callsite
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import nn_modules
 from polymp.backends.torch.scaler import (
     fused_step,
     grad_scaler,
     loss_scalers,
+    readings,
     scale_update,
     unscale,
 )
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where an op was called.
 
     Attributes:
@@ -39,8 +40,8 @@ class Place(NamedTuple):
     updating: bool = False
 
 
-class Places:
-    """Finds places; keeps what it learns of modules.
+class CallSites:
+    """Finds call sites; keeps what it learns of modules.
 
     Args:
         model: whose modules are called by their paths in it; None to call each by its path in the
@@ -59,13 +60,13 @@ class Places:
         for name, module in root.named_modules():
             self._paths.setdefault(id(module), name)
 
-    def here(self, frame: Any) -> Place:
-        """The place of a frame and of those that called it."""
+    def here(self, frame: Any) -> CallSite:
+        """The call site of a frame and of those that called it."""
         running: list[nn.Module] = []
         source, recomputed, updating = "", False, False
         while frame is not None:
             code = frame.f_code
-            if code is compat.MODULE_CALL:
+            if code is nn_modules.MODULE_CALL:
                 running.append(frame.f_locals["self"])
             else:
                 kind = _kind(code.co_filename)
@@ -78,7 +79,7 @@ class Places:
                 elif kind == "engine":
                     break  # who called backward() is not where its ops are
             frame = frame.f_back
-        return Place(self._path(running), source, recomputed, updating)
+        return CallSite(self._path(running), source, recomputed, updating)
 
     def _path(self, running: list[nn.Module]) -> str:
         for again in (False, True):
@@ -122,5 +123,6 @@ _TORCH_S = {
 }
 _OPTIM = "optim" + os.sep
 _SCALING = frozenset(
-    module.__file__ for module in (fused_step, grad_scaler, loss_scalers, scale_update, unscale)
+    module.__file__
+    for module in (fused_step, grad_scaler, loss_scalers, readings, scale_update, unscale)
 )

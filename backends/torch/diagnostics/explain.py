@@ -15,10 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
+from polymp.backends.torch.compat import accelerators, autograd, storage
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.call import Call
 from polymp.diagnostics.report import Report
@@ -27,8 +28,8 @@ from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 
 
-class _Calls(Watch):
-    """A watch that also counts what is kept for backward."""
+class _Calls(OpTracer):
+    """A tracer that also counts what is kept for backward."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
@@ -38,50 +39,50 @@ class _Calls(Watch):
     def before(self, ran: Ran) -> None:
         for t in ran.reads:
             if t.is_leaf and t.requires_grad:
-                self._leaves.add(compat.storage_key(t))
+                self._leaves.add(storage.storage_key(t))
 
     def __enter__(self) -> "_Calls":
         super().__enter__()
-        self._stack.enter_context(compat.saved_tensors_shown(self._save))
+        self._stack.enter_context(autograd.saved_tensors_shown(self._save))
         return self
 
     def _save(self, t: torch.Tensor) -> None:
         base = t if t._base is None else t._base
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return
-        key = compat.storage_key(t)
+        key = storage.storage_key(t)
         if t.dtype is torch.float32 and key and key not in self._saved:
-            reference = compat.storage_reference(t)  # so that the key is not another's meanwhile
-            self._saved[key] = reference, compat.latest_node(), t.untyped_storage().nbytes()
+            reference = storage.storage_reference(t)  # so that the key is not another's meanwhile
+            self._saved[key] = reference, autograd.latest_node(), t.untyped_storage().nbytes()
 
     def finished(self) -> list[Call]:
         """The calls, once all has run."""
         for key, (_, node, size) in self._saved.items():
             if key not in self._leaves and node in self._of_node:
                 self._of_node[node].kept += size
-        return [call_of(running) for running in self.calls]
+        return [call_of(op_call) for op_call in self.calls]
 
 
-def call_of(running: Running) -> Call:
+def call_of(op_call: OpCall) -> Call:
     """What is reported of a call."""
-    known = [f for f in running.run if f in FORMATS]
+    known = [f for f in op_call.run if f in FORMATS]
     return Call(
         "torch",
-        running.op,
-        running.spelling,
-        running.place.module,
-        running.place.source,
-        running.direction,
-        running.region,
-        running.row,
-        running.inputs or (),
+        op_call.op,
+        op_call.spelling,
+        op_call.place.module,
+        op_call.place.source,
+        op_call.direction,
+        op_call.region,
+        op_call.row,
+        op_call.inputs or (),
         widest(known) if known else "",
-        running.outputs,
-        running.casts,
-        running.cast_bytes,
-        tuple(running.saved.items()),
-        running.flops,
-        running.kept,
+        op_call.outputs,
+        op_call.casts,
+        op_call.cast_bytes,
+        tuple(op_call.saved.items()),
+        op_call.flops,
+        op_call.kept,
     )
 
 
@@ -89,12 +90,12 @@ def call_of(running: Running) -> Call:
 def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Report]:
     """`with explain() as report:`; see `explain`."""
     report = Report(title=title)
-    watch = _Calls(model)
+    tracer = _Calls(model)
     try:
-        with watch:
+        with tracer:
             yield report
     finally:
-        report.fill(watch.finished(), *watch.region)
+        report.fill(tracer.finished(), *tracer.region)
 
 
 def explain(
@@ -215,9 +216,9 @@ _NOT_THERE = (
 
 def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
     if isinstance(dtype, str):
-        if dtype not in regions.DTYPES:
+        if dtype not in dtype_names.DTYPES:
             raise TypeError(f"explain(dtype={dtype!r}): use 'bfloat16' or 'float16'.")
-        dtype = regions.DTYPES[dtype]
+        dtype = dtype_names.DTYPES[dtype]
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise TypeError(
             f"explain(dtype={dtype}): the low format of a region is bfloat16 or float16."
@@ -246,7 +247,7 @@ def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
     """A call with its tensors, and copies of its modules, on fake tensors of a device."""
     mode = FakeTensorMode()
     known: dict[int, torch.Tensor] = {}
-    differentiable = stack.enter_context(compat.stand_in(device))
+    differentiable = stack.enter_context(accelerators.stand_in(device))
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in known:

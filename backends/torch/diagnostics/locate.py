@@ -1,6 +1,6 @@
 """`locate`: replay a step that broke, and name the op that broke it.
 
-The step runs once more under a watch that also measures what every op is given. What it writes is
+The step runs once more under a tracer that also measures what every op is given. What it writes is
 put back when it is over, so that a run can go on as if nobody had looked.
 """
 
@@ -18,9 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics.audit import Measures
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
+from polymp.backends.torch.scaler.readings import PARTS
 from polymp.diagnostics.audit_records import Fault
 
 
@@ -67,17 +68,17 @@ def locate(
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    watch = Measures(model, operands=True)
+    tracer = Measures(model, operands=True)
     with _put_back():
         try:
-            with watch:
+            with tracer:
                 step_fn(*args, **kwargs)
         except Exception:
-            fault = watch.fault()
+            fault = tracer.fault()
             if fault is None:
                 raise
             return fault
-        return watch.fault()
+        return tracer.fault()
 
 
 class _Undo(TorchDispatchMode):
@@ -100,29 +101,29 @@ class _Undo(TorchDispatchMode):
         for t in given:
             if t.is_leaf and t.requires_grad:
                 self.grads.setdefault(id(t), (t, t.grad))
-        if compat.unwrapped_first(types):
+        if modes.unwrapped_first(types):
             return NotImplemented
-        if compat.talks(func):
+        if distributed.talks(func):
             self.meeting.wait(func.name())
-        if compat.writes(func):
-            for t in compat.written(func, args, kwargs):
-                key = compat.storage_key(t)
+        if dispatcher.writes(func):
+            for t in dispatcher.written(func, args, kwargs):
+                key = storage.storage_key(t)
                 if key and key not in self.made and key not in self.written:
-                    storage = t.untyped_storage()
-                    self.written[key] = storage, _bytes(storage).clone()
+                    memory = t.untyped_storage()
+                    self.written[key] = memory, _bytes(memory).clone()
         result = func(*args, **kwargs)
-        before = {compat.storage_key(t) for t in given}
+        before = {storage.storage_key(t) for t in given}
         for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and compat.storage_key(t) not in before:
-                self.made.add(compat.storage_key(t))
+            if isinstance(t, torch.Tensor) and storage.storage_key(t) not in before:
+                self.made.add(storage.storage_key(t))
         return result
 
     def put_back(self) -> None:
         """Give all of it the values that it had."""
         with torch.no_grad():
-            for storage, was in self.written.values():
-                if storage.nbytes() >= was.nbytes:  # less has been freed, as FSDP does
-                    _bytes(storage)[: was.nbytes].copy_(was)
+            for memory, was in self.written.values():
+                if memory.nbytes() >= was.nbytes:  # less has been freed, as FSDP does
+                    _bytes(memory)[: was.nbytes].copy_(was)
         for t, grad in self.grads.values():
             t.grad = grad
 
@@ -146,7 +147,7 @@ class _Meeting:
 
     def module(self, module: nn.Module, _: Any) -> None:
         """Before a forward pass: wrappers that give up halfway through talking cannot go on."""
-        if compat.will_talk(module):
+        if distributed.will_talk(module):
             self.wait(f"a call of {type(module).__name__}")
 
     def wait(self, what: str) -> None:
@@ -159,7 +160,7 @@ class _Meeting:
         self._met = True
         if ranks == 1:
             return
-        store = dist.distributed_c10d.PrefixStore("polymp.locate", compat.default_store())
+        store = dist.distributed_c10d.PrefixStore("polymp.locate", distributed.default_store())
         came = store.add("came", 1)
         meeting = -(-came // ranks)
         full, all_came = meeting * ranks, f"all came to {meeting}"
@@ -185,16 +186,14 @@ class _Meeting:
 def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The attributes of all loss scalers that there are, each beside a copy of them."""
     found = []
-    for scaler in [it for it in gc.get_objects() if issubclass(type(it), _SCALERS)]:
-        own = vars(scaler)
-        found.append((own, {name: _copied(value) for name, value in own.items()}))
-        watch = own.get("_watch")  # of ours: it changes as it watches
-        if watch is not None:
-            found.append((vars(watch), dict(vars(watch))))
+    for it in gc.get_objects():
+        if issubclass(type(it), _SCALERS):
+            own = vars(it)
+            found.append((own, {name: _copied(value) for name, value in own.items()}))
     return found
 
 
-_SCALERS = (torch.amp.GradScaler, GradScaler)
+_SCALERS = (torch.amp.GradScaler, GradScaler, *PARTS)
 
 
 def _copied(value: Any) -> Any:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.compat import dispatcher, modes
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors
 from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
 from polymp.dtypes import FORMATS
 
@@ -32,10 +33,10 @@ def measurable(t: Any) -> bool:
         isinstance(t, torch.Tensor)
         and t.is_floating_point()
         and t.layout is torch.strided
-        and regions.FORMATS[t.dtype] in FORMATS
+        and dtype_names.NAMES[t.dtype] in FORMATS
         and t.numel() > 0
         and t.device.type != "meta"
-        and compat.is_plain(t)
+        and modes.is_plain(t)
     )
 
 
@@ -167,3 +168,33 @@ def _bins_of(t: torch.Tensor) -> torch.Tensor:
 @cache
 def _ones(device: torch.device) -> torch.Tensor:
     return torch.ones(SAMPLE, dtype=torch.int32, device=device)
+
+
+def in_float16(
+    func: torch._ops.OpOverload, args: Any, kwargs: Any, results: list[torch.Tensor]
+) -> Lost | None:
+    """What float16 lost in an op, by the same op on the same inputs in float32.
+
+    None of an op that writes into its arguments, draws random numbers or has no float32 form.
+    """
+    if dispatcher.writes(func) or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    args, kwargs = _widened(args), _widened(kwargs)
+    try:
+        wide = [t for t in float_tensors(func(*args, **kwargs)) if measurable(t)]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    if not wide or wide[0].shape != results[0].shape:
+        return None
+    return Lost.of(wide[0], results[0])
+
+
+def _widened(tree: Any) -> Any:
+    """An op's arguments with float32 for float16."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(torch.float32) if tree.dtype is torch.float16 else tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(_widened, tree))
+    if isinstance(tree, dict):
+        return {key: _widened(value) for key, value in tree.items()}
+    return torch.float32 if tree is torch.float16 else tree

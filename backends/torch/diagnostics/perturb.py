@@ -14,31 +14,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.explain import call_of
-from polymp.backends.torch.diagnostics.op_tracer import (
-    Ran,
-    Running,
-    Watch,
-    float_tensors,
-    is_cast,
-    kind_of,
-    name_of,
-)
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors, is_cast, kind_of, name_of
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
 from polymp.diagnostics import trees
 from polymp.diagnostics.rounding import Run, Step, movement
 from polymp.rules.vocabulary import vocabulary
-
-# Kernels that add up, of whose operands the magnitudes can be put in their place.
-_SUMS = frozenset(
-    "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
-)
-# Classes whose kernels add up along an axis, too.
-_ALONG = frozenset(
-    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
-)
 
 
 class Chance:
@@ -97,7 +82,7 @@ class _Probe(TorchDispatchMode):
         return result
 
 
-class Moved(Watch):
+class Moved(OpTracer):
     """Follows run after run; moves every op's results by its rounding, and keeps them, if asked."""
 
     def __init__(self) -> None:
@@ -119,51 +104,51 @@ class Moved(Watch):
         self._keep = keep
         self._values: dict[int, tuple[torch.Tensor, ...]] = {}
         self._reads: dict[int, set[int]] = {}
-        self._maker: dict[int, int] = {}  # storage: the running whose result it holds
+        self._maker: dict[int, int] = {}  # storage: the call whose result it holds
         self._alive: list[Any] = []
 
     def before(self, ran: Ran) -> None:
         if self._keep:
-            self._note_reads(ran.running, (ran.args, ran.kwargs))
+            self._note_reads(ran.op_call, (ran.args, ran.kwargs))
 
-    def _note_reads(self, running: Running, tree: Any) -> None:
-        reads = self._reads.setdefault(id(running), set())
+    def _note_reads(self, op_call: OpCall, tree: Any) -> None:
+        reads = self._reads.setdefault(id(op_call), set())
         for t in tree_leaves(tree):
             if isinstance(t, torch.Tensor):
-                maker = self._maker.get(compat.storage_key(t))
-                if maker not in (None, id(running)):
+                maker = self._maker.get(storage.storage_key(t))
+                if maker not in (None, id(op_call)):
                     reads.add(maker)
 
     def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
         if self._chance is not None:
             self._chance.op(ran.func, ran.args, ran.kwargs, ran.reads, result, made)
         if self._keep and made:
-            self._values[id(ran.running)] = tuple(t.detach().double().clone() for t in made)
+            self._values[id(ran.op_call)] = tuple(t.detach().double().clone() for t in made)
             for t in made:
-                self._made(t, id(ran.running))
+                self._made(t, id(ran.op_call))
 
-    def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
+    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         if self._chance is not None:
             self._chance.cast(source, result)
         if self._keep:
-            self._note_reads(running, source)
-            maker = self._maker.get(compat.storage_key(source))
-            self._made(result, id(running) if maker is None else maker)
+            self._note_reads(op_call, source)
+            maker = self._maker.get(storage.storage_key(source))
+            self._made(result, id(op_call) if maker is None else maker)
 
     def _made(self, t: torch.Tensor, maker: int) -> None:
-        self._maker[compat.storage_key(t)] = maker
-        self._alive.append(compat.storage_reference(t))
+        self._maker[storage.storage_key(t)] = maker
+        self._alive.append(storage.storage_reference(t))
 
     def steps(self) -> tuple[Step, ...]:
         """The calls, in order."""
-        at = {id(running): number for number, running in enumerate(self.calls)}
+        at = {id(op_call): number for number, op_call in enumerate(self.calls)}
         return tuple(
             Step(
-                call_of(running),
-                tuple(v.numpy() for v in self._values.get(id(running), ())),
-                frozenset(at[r] for r in self._reads.get(id(running), ()) if r in at),
+                call_of(op_call),
+                tuple(v.numpy() for v in self._values.get(id(op_call), ())),
+                frozenset(at[r] for r in self._reads.get(id(op_call), ()) if r in at),
             )
-            for running in self.calls
+            for op_call in self.calls
         )
 
 
@@ -184,22 +169,22 @@ def _movement(
 ) -> torch.Tensor:
     """How far one result of an op may be from the exact one, number by number."""
     (of, kind), name = _op(func), func.overloadpacket.__name__
-    format = regions.FORMATS[t.dtype]
-    flops = compat.flops(func, args, kwargs, result)
+    format = dtype_names.NAMES[t.dtype]
+    flops = flop_count.flops(func, args, kwargs, result)
     size = max(x.numel() for x in reads)
     terms = 1.0
     if flops:
         terms = flops / (2 * max(t.numel(), 1))
-    elif name in _SUMS or kind in _ALONG:
+    elif name in op_facts.SUMS or kind in op_facts.SUM_ALONG:
         terms = size / max(t.numel(), 1)
-        if terms <= 1 and name not in _SUMS:
+        if terms <= 1 and name not in op_facts.SUMS:
             terms = max(t.shape, default=1)
         elif name == "cumsum":
             terms = t.shape[args[1]] if t.ndim else 1
     roundoff, inside = movement(of, "matmul" if flops else kind, format, terms)
     magnitude = t.double().abs()
     by = roundoff * magnitude
-    if inside and terms > 1 and name in _SUMS:
+    if inside and terms > 1 and name in op_facts.SUMS:
         bare = [x.abs() if _is_float(x) else x for x in args]
         magnitude = func(*bare, **kwargs).double()
     elif inside and terms > 1 and magnitude.numel():
@@ -208,7 +193,7 @@ def _movement(
 
 
 class Program:
-    """A function at arguments, to be run while its watch follows: `with program.watch:`.
+    """A function at arguments, to be run while its tracer follows: `with program.watch:`.
 
     Args:
         fn: takes tensors.
@@ -238,12 +223,12 @@ class Program:
         self._cotangent = cotangent
 
     def probe(self, seed: int, alike: bool) -> Run:
-        """Run it moved, outside of the watch; see `Chance`."""
+        """Run it moved, outside of the tracer; see `Chance`."""
         with _Probe(Chance(seed, alike)) as probe:
             return self._ran(probe)
 
     def run(self, seed: int | None = None, alike: bool = False, keep: bool = False) -> Run:
-        """Run the function, and differentiate it, while the watch follows; see `Moved.start`."""
+        """Run the function, and differentiate it, while the tracer follows; see `Moved.start`."""
         self.watch.start(seed, alike, keep)
         return self._ran(self.watch)._replace(steps=self.watch.steps())
 
@@ -257,7 +242,7 @@ class Program:
         follower.looks_away = False
         with ExitStack() as region:
             if self._dtype is not None:
-                dtype = regions.DTYPES[self._dtype]
+                dtype = dtype_names.DTYPES[self._dtype]
                 region.enter_context(autocast("cpu", dtype, policy=self._policy))
             results = trees.results(self._fn(*args, **kwargs), "torch")
         gradients = self._gradients(results, inputs, follower) if inputs else {}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polymp import dtypes
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.modules import subclass
 from polymp.errors import PolicyError
 from polymp.rules import scopes
@@ -50,7 +50,7 @@ class Pinned(subclass.Extension):
             return super()._apply(fn, *recurse)  # type: ignore[no-untyped-call]
         kept = {id(t) for _, t in pin.tensors(self)}
         kept |= {id(p.grad) for p in self._parameters.values() if id(p) in kept and p is not None}
-        dtype = regions.DTYPES[pin.format]
+        dtype = dtype_names.DTYPES[pin.format]
 
         def unrounded(t: torch.Tensor) -> torch.Tensor:
             made = fn(t)
@@ -64,7 +64,7 @@ class Pinned(subclass.Extension):
         pin = self.__dict__.get(Pinned.KEY)
         if pin is None:
             return
-        dtype = regions.DTYPES[pin.format]
+        dtype = dtype_names.DTYPES[pin.format]
         for name, tensor in list(pin.tensors(self)):
             if tensor.dtype is not dtype:  # a new tensor: this one may be the caller's
                 made = tensor.detach().to(dtype)
@@ -141,16 +141,16 @@ def pin(
             )
     for own, kept in pins.values():
         subclass.extend(own, Pinned, kept)
-    dtype = regions.DTYPES[name]
+    dtype = dtype_names.DTYPES[name]
     if any(t.dtype is not dtype for m, kept in pins.values() for _, t in kept.tensors(m)):
         module._apply(lambda t: t)
     return Pinning(name, [m for m, _ in pins.values()])
 
 
 def _format(format: str | torch.dtype) -> str:
-    name = regions.FORMATS.get(format, "") if isinstance(format, torch.dtype) else format
-    if name not in dtypes.FORMATS or name not in regions.DTYPES:
-        known = ", ".join(f for f in dtypes.FORMATS if f in regions.DTYPES)
+    name = dtype_names.NAMES.get(format, "") if isinstance(format, torch.dtype) else format
+    if name not in dtypes.FORMATS or name not in dtype_names.DTYPES:
+        known = ", ".join(f for f in dtypes.FORMATS if f in dtype_names.DTYPES)
         raise PolicyError(f"pin(): {format!r} is no float format of torch. There are {known}.")
     return name
 

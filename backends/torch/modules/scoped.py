@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from polymp.backends.torch.autocast import kernels, regions, torch_table
+from polymp.backends.torch.autocast import kernels, policy_code, scope, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.modules import subclass
 from polymp.callsite import outside
@@ -22,7 +22,7 @@ from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 
 
-class Place:
+class ModuleScope:
     """What a module knows of its scope; one object for each policy.
 
     Attributes:
@@ -34,15 +34,15 @@ class Place:
         for device in torch_table.DEVICES:
             kernels.install(policy, device)
         self.policy = policy
-        self.code = regions.scope_code(policy)
+        self.code = policy_code.of_scope(policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _place, (self.policy,)  # codes are of one process
+        return _module_scope, (self.policy,)  # codes are of one process
 
 
 @cache
-def _place(policy: Policy) -> Place:
-    return Place(policy)
+def _module_scope(policy: Policy) -> ModuleScope:
+    return ModuleScope(policy)
 
 
 class Scoped(subclass.Extension):
@@ -52,18 +52,18 @@ class Scoped(subclass.Extension):
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
-        place = self.__dict__.get(Scoped.KEY)
-        if place is None:
+        module_scope = self.__dict__.get(Scoped.KEY)
+        if module_scope is None:
             above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
             return above._call_impl(*args, **kwargs)
-        code, outer = place.code, regions.code_in_force()
+        code, outer = module_scope.code, policy_code.in_force()
         if code == outer:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        regions.enter_scope(code)
+        scope.enter(code)
         try:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            regions.leave_scope(outer)
+            scope.leave(outer)
 
 
 class Scoping(subclass.Handle):
@@ -149,7 +149,7 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
                 f"{what} is scoped already, by policy {name!r}. "
                 "Take that off first, by remove() of the handle that scoped() returned."
             )
-    places = {path: _place(loaded.at(path)) for path in modules}
+    places = {path: _module_scope(loaded.at(path)) for path in modules}
     for path, module in modules.items():
         subclass.extend(module, Scoped, places[path])
     scoping = Scoping(loaded, modules)

@@ -14,7 +14,7 @@ from polymp.scaling.scale_rule import ScaleState
 _EVERY = 4
 
 
-class Watch:
+class AsyncRead:
     """Copies the state to the host now and then, and tells what the last copy that arrived said.
 
     Attributes:
@@ -32,7 +32,7 @@ class Watch:
         self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
 
     def __reduce__(self) -> Any:
-        return Watch, ()
+        return AsyncRead, ()
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; take in a copy that has arrived, start another.
@@ -89,8 +89,21 @@ class Watch:
 
 # In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
 Hears = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-_hear: dict[str, WeakMethod[Hears]] = {}
-_numbers = count()
+
+
+class Listeners:
+    """The methods that listen in this process, by their names.
+
+    Attributes:
+        methods: references to them; one goes when its object does.
+    """
+
+    def __init__(self) -> None:
+        self.methods: dict[str, WeakMethod[Hears]] = {}
+        self.numbers = count()
+
+
+listeners = Listeners()
 
 
 def listen(hears: Hears) -> str:
@@ -99,8 +112,8 @@ def listen(hears: Hears) -> str:
     Args:
         hears: called with scale [], tracker [] and counts [3].
     """
-    name = f"scaler {next(_numbers)}"
-    _hear[name] = WeakMethod(hears, lambda _: _hear.pop(name, None))
+    name = f"scaler {next(listeners.numbers)}"
+    listeners.methods[name] = WeakMethod(hears, lambda _: listeners.methods.pop(name, None))
     return name
 
 
@@ -110,7 +123,8 @@ def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Te
 
 
 def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    hears = _hear[name]() if name in _hear else None
+    listening = listeners.methods.get(name)
+    hears = None if listening is None else listening()
     if hears is not None:
         hears(scale, tracker, counts)
 

@@ -9,16 +9,16 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import nn_modules
+from polymp.backends.torch.scaler.findings import Findings
 from polymp.callsite import outside
 from polymp.errors import ScalerWarning
 
-_scalers: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_told: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# What is watched, and whether the warning was given for it.
+_warned: "weakref.WeakKeyDictionary[Findings, bool]" = weakref.WeakKeyDictionary()
 
 TOO_EARLY = (
     "gradients were clipped while they were still multiplied by the loss scale, so what is left of "
@@ -28,22 +28,22 @@ TOO_EARLY = (
 )
 
 
-def watch(scaler: Any) -> None:
+def watch(findings: Findings) -> None:
     """Have clipping noticed between a scaler's `scale` and its `unscale_`."""
-    _scalers.add(scaler)
+    _warned[findings] = False
     _install()
 
 
 @cache
 def _install() -> None:
-    compat.before_clipping(_look)
+    nn_modules.before_clipping(_look)
 
 
 def _look(parameters: Sequence[torch.Tensor]) -> None:
     """Gradients are about to be clipped: warn once for a scaler that has not unscaled them."""
     if torch.compiler.is_compiling():
         return
-    for scaler in list(_scalers):
-        if scaler not in _told and scaler._has_yet_to_unscale(parameters):
-            _told.add(scaler)
+    for findings, warned in list(_warned.items()):
+        if not warned and findings.has_yet_to_unscale(parameters):
+            _warned[findings] = True
             warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

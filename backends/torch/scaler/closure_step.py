@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.scaler.findings import Entry, Findings
 
 
 class _NotFinite(BaseException):
@@ -23,8 +25,56 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     return given if callable(given) else None
 
 
-@compat.untraced("a step that is taken back when an evaluation fails cannot be traced")
 def step(
+    unscale: Callable[[torch.optim.Optimizer], None],
+    findings: Findings,
+    optimizer: torch.optim.Optimizer,
+    entry: Entry,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`optimizer.step(*args, **kwargs)`, taken back if an evaluation had Inf or NaN.
+
+    Args:
+        unscale: `GradScaler.unscale_`.
+        findings: the scaler's.
+        optimizer: calls the closure as often as it likes.
+        entry: the optimizer's.
+        args: of the step, with the closure.
+        kwargs: of the step, with the closure.
+
+    Returns:
+        What the step returned; None if it was taken back.
+
+    Raises:
+        RuntimeError: the closure did not scale its loss.
+    """
+
+    def spoiled() -> bool:
+        if not findings.has_scaled():
+            raise RuntimeError(
+                "the closure given to step() did not scale its loss: call "
+                "scaler.scale(loss).backward() in it, and return the loss itself."
+            )
+        if entry["stage"] is not OptState.UNSCALED:
+            unscale(optimizer)
+        entry["stage"] = OptState.READY  # for the next evaluation
+        bad = any(f.item() for f in entry["found_inf_per_device"].values())
+        if not bad:
+            findings.note_scaled(False)
+        return bad
+
+    # Gradients that are there already are for an optimizer that uses them before it calls the
+    # closure (SAM), if they were made in this iteration.
+    if findings.has_scaled() and spoiled():
+        result, entry["skipped"] = None, True
+    else:
+        result, entry["skipped"] = _step_or_take_back(optimizer, spoiled, args, kwargs)
+    return result
+
+
+@dynamo.untraced("a step that is taken back when an evaluation fails cannot be traced")
+def _step_or_take_back(
     optimizer: torch.optim.Optimizer,
     spoiled: Callable[[], bool],
     args: tuple[Any, ...],

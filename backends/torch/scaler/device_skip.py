@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dtensor, optimizers
 from polymp.backends.torch.scaler import unscale
+from polymp.backends.torch.scaler.options import SkipOn
 
 State = dict[str, Any]
 # Values that a step can only replace, not change in place.
@@ -53,17 +54,17 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
     """
     compiling = torch.compiler.is_compiling()
     if compiling:
-        compat.make_state(optimizer)
+        optimizers.make_state(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     skip = found != 0
     before = [dict(optimizer.state.get(p, {})) for p in params]
     if not all(isinstance(v, _PLAIN) for state in before for v in state.values()):
-        return None if bool(skip) else compat.optimizer_step(optimizer, *args, **kwargs)
+        return None if bool(skip) else optimizers.optimizer_step(optimizer, *args, **kwargs)
     settings = [_settings(group) for group in optimizer.param_groups]
     with torch.no_grad():
-        kept = [compat.local(p) for p in params]
+        kept = [dtensor.local(p) for p in params]
         for state in before:
-            kept += [compat.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
+            kept += [dtensor.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
         copies = _Copies(kept, skip)
 
     def undo() -> None:
@@ -85,10 +86,10 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
                 group.update(was)
 
     if compiling:  # a graph that breaks in a try is given up
-        result = compat.optimizer_step(optimizer, *args, **kwargs)
+        result = optimizers.optimizer_step(optimizer, *args, **kwargs)
     else:
         try:
-            result = compat.optimizer_step(optimizer, *args, **kwargs)
+            result = optimizers.optimizer_step(optimizer, *args, **kwargs)
         except BaseException:  # of the step or a hook, with parameters written already
             undo()
             raise
@@ -96,9 +97,17 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
     return result
 
 
-def possible(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer says that its step needs nothing of the host: `capturable`."""
-    return all(group.get("capturable", False) for group in optimizer.param_groups)
+def wanted(skip_on: SkipOn, optimizer: torch.optim.Optimizer) -> bool:
+    """True if the device is to decide on a step.
+
+    Left to us, it is in compiled code, and where the optimizer says that its step needs nothing of
+    the host: `capturable`.
+    """
+    if skip_on == "auto":
+        return torch.compiler.is_compiling() or all(
+            group.get("capturable", False) for group in optimizer.param_groups
+        )
+    return skip_on == "device"
 
 
 class _Copies:
@@ -146,7 +155,7 @@ def _momentum_from_zeros(
             if now is None or before[p].get("momentum_buffer") is not None or group["dampening"]:
                 continue
             with torch.no_grad():
-                buffer = compat.local(now)
+                buffer = dtensor.local(now)
                 skip = skips.get(buffer.device)
                 torch.where(skip, torch.zeros_like(buffer), buffer, out=buffer)
             before[p]["momentum_buffer"] = now

@@ -1,4 +1,4 @@
-"""The numbers of a loss scaler: constants, and a state on a device that the host may know as well.
+"""`DeviceState`: a loss scaler's constants, and its state on a device that the host may know, too.
 
 The state is tensors, for others read and write them under torch.amp's names. Whatever brings it
 from one state to the next by Python numbers notes them with the versions of the tensors; as long as
@@ -6,14 +6,14 @@ the versions stay, nothing has to wait for the device to read them.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.scaler import scale_update
-from polymp.backends.torch.scaler.async_read import Watch
+from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.scaler import scale_update, unscale
+from polymp.backends.torch.scaler.async_read import AsyncRead
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
@@ -26,120 +26,100 @@ class _Known(NamedTuple):
     versions: tuple[int, ...]
 
 
-class ScaleHolder:
-    """What `GradScaler` is without gradients.
+class DeviceState:
+    """The rule of a loss scaler, and its state: tensors on a device once the first loss is scaled.
 
-    Names with an underscore are torch.amp's, but for `_rule`, `_counts`, `_init_counts`, `_bars`,
-    `_loss`, `_known`, `_regular`, `_watch` and `_captured`. A disabled one has `_device` and
-    `_enabled` only, as in torch.amp.
+    Args:
+        rule: the constants.
+        first: the state to start with, as Python numbers.
+        notes_losses: whether `loss` is ever written to by others.
+
+    Attributes:
+        rule: the constants now.
+        first: what the tensors are made from.
+        scale: float32 [], None until it is made. Others may write to it, or put another here.
+        tracker: int32 [], likewise.
+        counts: float32 [3], of `scale_update.counted`.
+        loss: float32 [], one of the bars of a finding: not 0 if a loss was not finite.
+        arriving: what is copied to the host while nobody waits.
     """
 
-    _device: str
-    _enabled: bool
-
-    def _hold(self, rule: ScaleRule, init_scale: float) -> None:
-        """Start with these numbers."""
-        self._rule = rule
-        self._init_scale = init_scale
-        self._init_growth_tracker = 0
-        self._init_counts = (0, 0, 0)
-        self._scale: torch.Tensor | None = None  # float32 [], made on the first output's device
-        self._growth_tracker: torch.Tensor | None = None  # int32 []
-        self._counts: torch.Tensor | None = None  # of `scale_update.counted`
+    def __init__(self, rule: ScaleRule, first: ScaleState, *, notes_losses: bool) -> None:
+        self.rule = rule
+        self.first = first
+        self.scale: torch.Tensor | None = None
+        self.tracker: torch.Tensor | None = None
+        self.counts: torch.Tensor | None = None
+        self.loss: torch.Tensor | None = None
+        self.arriving = AsyncRead()
+        self._notes_losses = notes_losses
         self._bars: torch.Tensor | None = None  # of `scale_update.new_bars`
-        self._loss: torch.Tensor | None = None  # that of the bars: not 0 if a loss was not finite
         self._known: _Known | None = None
-        self._regular = scale_update.regular(rule, self._initial())
-        self._watch = Watch()
+        self._regular = scale_update.regular(rule, first)
         # The scale that a CUDA graph updates, whose replays write without a new version.
         self._captured: torch.Tensor | None = None
 
-    # The constants, under the names that torch.amp gives them.
+    def at_rest(self) -> "DeviceState":
+        """The same numbers without tensors, to be loaded where the device is missing."""
+        return DeviceState(self.rule, self.read(), notes_losses=self._notes_losses)
 
-    @property
-    def _growth_factor(self) -> float:
-        return self._rule.growth
+    def change(self, **constants: float) -> None:
+        """Go on with other constants, unchecked."""
+        rule = self.rule._replace(**constants)  # type: ignore[arg-type]
+        self._regular = self._regular and rule.interval >= self.rule.interval
+        if rule.backoff != self.rule.backoff:
+            self.arriving = AsyncRead()  # what it said of the scale went by the old factor
+        self.rule = rule
 
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._rule = self._rule._replace(growth=value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self._rule.backoff
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._rule = self._rule._replace(backoff=value)
-        self._watch = Watch()  # what it said of the scale went by the old factor
-
-    @property
-    def _growth_interval(self) -> int:
-        return self._rule.interval
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._regular = self._regular and value >= self._rule.interval
-        self._rule = self._rule._replace(interval=value)
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        for name, value in (("_scale", self._scale), ("_growth_tracker", self._growth_tracker)):
-            if value is None:
-                raise AssertionError(
-                    f"Attempted {funcname} but {name} is None.  This may indicate your script did "
-                    "not use scaler.scale(loss or outputs) earlier in the iteration."
-                )
-        return cast(torch.Tensor, self._scale), cast(torch.Tensor, self._growth_tracker)
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
+    def make(self, device: torch.device) -> None:
+        """Make the tensors."""
         with _versioned():
-            self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-            self._growth_tracker = torch.full(
-                (), self._init_growth_tracker, dtype=torch.int32, device=dev
-            )
-            self._make_counts(dev)
+            self.scale = torch.full((), self.first.scale, dtype=torch.float32, device=device)
+            self.tracker = torch.full((), self.first.tracker, dtype=torch.int32, device=device)
+            self._make_counts(device)
         self._stay()
-        if self._capturing():
-            self._captured = self._scale  # and every replay fills it anew
-        state = self._initial()
-        self._remember(state._replace(scale=scale_rule.as_float32(float(state.scale))))
+        if self.capturing():
+            self._captured = self.scale  # and every replay fills it anew
+        self.remember(self.first._replace(scale=scale_rule.as_float32(float(self.first.scale))))
 
     def _make_counts(self, device: torch.device) -> None:
         """Without a copy from the host, which a CUDA graph cannot capture."""
-        self._counts = torch.zeros(3, device=device)
-        for at, count in enumerate(scale_update.counted(self._initial())):
+        self.counts = torch.zeros(3, device=device)
+        for at, count in enumerate(scale_update.counted(self.first)):
             if count:
-                self._counts.select(0, at).fill_(count)
-        self._bars, self._loss = scale_update.new_bars(device)
+                self.counts.select(0, at).fill_(count)
+        self._bars, self.loss = scale_update.new_bars(device)
 
     def _stay(self) -> None:
         """Let compiled code write to the state where it is."""
         if not torch.compiler.is_compiling():
-            for tensor in (*self._tensors(), self._loss):
-                compat.stays(cast(torch.Tensor, tensor))
+            for tensor in (*self.tensors(), self.loss):
+                dynamo.stays(cast(torch.Tensor, tensor))
 
-    def _initial(self) -> ScaleState:
-        return ScaleState(self._init_scale, self._init_growth_tracker, *self._init_counts)
-
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scale, tracker and counts. A subclass may have made the first two by itself."""
-        assert self._scale is not None
-        assert self._growth_tracker is not None
-        if self._counts is None:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scale, tracker and counts. Others may have made the first two by themselves."""
+        assert self.scale is not None
+        assert self.tracker is not None
+        if self.counts is None:
             with _versioned():
-                self._make_counts(self._scale.device)
+                self._make_counts(self.scale.device)
                 self._stay()
-        assert self._counts is not None
-        return self._scale, self._growth_tracker, self._counts
+        assert self.counts is not None
+        return self.scale, self.tracker, self.counts
 
-    def _remember(self, state: ScaleState) -> None:
+    def noted_loss(self) -> torch.Tensor:
+        """`loss`, made if it is not there."""
+        if self.loss is None:
+            self.tensors()
+        assert self.loss is not None
+        return self.loss
+
+    def remember(self, state: ScaleState) -> None:
         """Note that the tensors hold this state now."""
-        self._regular = scale_update.regular(self._rule, state)
+        self._regular = scale_update.regular(self.rule, state)
         if torch.compiler.is_compiling():
             return
-        tensors = self._tensors()
+        tensors = self.tensors()
         self._known = _Known(state, tensors, tuple(t._version for t in tensors))
 
     def _replays(self) -> bool:
@@ -148,44 +128,89 @@ class ScaleHolder:
         In code that is compiled, while a CUDA graph is captured, and for as long as the scale is
         one that a graph updates.
         """
-        if torch.compiler.is_compiling() or self._capturing():
+        if torch.compiler.is_compiling() or self.capturing():
             return True
-        return self._captured is not None and self._captured is self._scale
+        return self._captured is not None and self._captured is self.scale
 
-    def _capturing(self) -> bool:
+    def capturing(self) -> bool:
         """True while a CUDA graph is captured; where code is compiled, that is the compiler's."""
-        if torch.compiler.is_compiling() or self._scale is None:
+        if torch.compiler.is_compiling() or self.scale is None:
             return False
-        return self._scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _recall(self) -> ScaleState | None:
+    def recall(self) -> ScaleState | None:
         """The state, if the host knows it: None if anything wrote to the tensors since."""
         if self._replays():
             return None
         known = self._known
-        if known is None or self._scale is None:
+        if known is None or self.scale is None:
             return None
-        for tensor, now, version in zip(
-            known.tensors, self._tensors(), known.versions, strict=True
-        ):
+        for tensor, now, version in zip(known.tensors, self.tensors(), known.versions, strict=True):
             if tensor is not now or tensor._version != version:
                 return None
         return known.state
 
-    def _read(self) -> ScaleState:
+    def read(self) -> ScaleState:
         """The state as Python numbers. Waits for the device if the host does not know it."""
-        if self._scale is None:
-            return self._initial()
-        state = self._recall()
+        if self.scale is None:
+            return self.first
+        state = self.recall()
         if state is None:
-            scale, tracker, counts = self._tensors()
+            scale, tracker, counts = self.tensors()
             state = scale_update.state_of(scale.item(), tracker.item(), *counts.tolist())
-            self._remember(state)
+            self.remember(state)
         return state
 
-    def _write(self, before: ScaleState, after: ScaleState) -> None:
-        """Bring the tensors from one state to the next, where it differs."""
-        scale, tracker, counts = self._tensors()
+    def may_be_below_one(self) -> bool:
+        """False where the host can rule out that the scale is below 1.
+
+        Above 1 no quotient overflows, so that looking for one finds nothing: the answer saves a
+        pass, and what is found does not follow from what the host happens to know.
+        """
+        if self.rule.min_scale >= 1:
+            return False
+        if self._replays():
+            return True
+        state = self.recall()
+        if state is not None:
+            return bool(state.scale < 1)
+        if not self.arriving.follows(self.tensors()[0]):
+            return True
+        return self.arriving.at_least(self.rule.backoff, self.rule.min_scale) < 1
+
+    def set_scale(self, new: Any, device: str) -> None:
+        """Go on with another scale, a number or a tensor on the device type."""
+        scale, *_ = self.tensors()
+        before = self.recall()
+        if self.capturing():
+            self._captured = scale
+        if isinstance(new, torch.Tensor):
+            _check_new_scale(new, device)
+            bounded = new.detach().reshape(()).to(scale.dtype)
+            bounded = bounded.clamp(self.rule.min_scale, self.rule.max_scale)
+            scale.copy_(torch.where(bounded.isnan(), scale, bounded))
+            number = None
+        else:
+            number = scale_rule.checked_scale("new_scale", new, self.rule)
+            scale.fill_(number)
+        self.arriving.given()
+        self._known = None
+        if number is not None and before is not None:
+            self.remember(before._replace(scale=scale_rule.as_float32(number)))
+
+    def update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
+        """Go on by the rule, in Python numbers; returns the state after.
+
+        Args:
+            skipped: whether an optimizer was.
+            loss_lost: whether it was for a loss that was not finite.
+            given: whether the scale was: then the rule counts skips alone.
+        """
+        before = self.read()
+        after = scale_rule.step(self.rule, before, not skipped, loss_finite=not loss_lost)
+        if given:
+            after = ScaleState(*before[:2], *after[2:])
+        scale, tracker, counts = self.tensors()
         if after.scale != before.scale:
             scale.fill_(after.scale)
         if after.tracker != before.tracker:
@@ -194,106 +219,59 @@ class ScaleHolder:
         for at, (old, new) in enumerate(numbers):
             if new != old:
                 counts[at].fill_(new)
-        self._remember(after)
+        self.remember(after)
+        if self._notes_losses:
+            self.noted_loss().zero_()
+        self.arriving = AsyncRead()
+        return after
 
-    def _set_scale(self, scale: torch.Tensor, new: Any) -> None:
-        least, most = self._rule.min_scale, self._rule.max_scale
-        before = self._recall()
-        if self._capturing():
+    def update_on_device(
+        self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
+    ) -> None:
+        """The same where only the device knows.
+
+        Args:
+            found: float32 []; above 0 if an optimizer was skipped, else 0.
+            losses: float32 [] each; 0 if no loss was lost. None where nobody looked.
+            given: see `update_on_host`.
+        """
+        scale, tracker, counts = self.tensors()
+        loss = unscale.either(losses)
+        if self.capturing():
             self._captured = scale
-        if isinstance(new, torch.Tensor):
-            _check_new_scale(new, self._device)
-            bounded = new.detach().reshape(()).to(scale.dtype).clamp(least, most)
-            scale.copy_(torch.where(bounded.isnan(), scale, bounded))
-            self._watch.given()
-            self._known = None
-        else:
-            number = scale_rule.checked_scale("new_scale", new, self._rule)
-            scale.fill_(number)
-            self._watch.given()
-            self._known = None
-            if before is not None:
-                self._remember(before._replace(scale=scale_rule.as_float32(number)))
+        bars = self._bars if self._regular else None
+        if bars is not None and loss is not None and loss is not self.loss:
+            self.noted_loss().copy_(loss)  # the ranks have agreed on another
+        elif loss is None and self._notes_losses:
+            self.noted_loss().zero_()
+        moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
+        scale_update.update(self.rule, *moved, counts, found, loss, bars)
+        if loss is not None:
+            self.noted_loss().zero_()
+        self._known = None
+        if not torch.compiler.is_compiling():
+            self.arriving.wrote(scale)
 
-    # The numbers.
-
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale
-
-    def get_scale(self) -> float:
-        """The scale, or 1.0 if disabled. Waits for the device if the host does not know it."""
-        return cast(float, self._read().scale) if self._enabled else 1.0
-
-    def get_growth_factor(self) -> float:
-        """The growth factor."""
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Use another growth factor from now on; raises as `GradScaler` does for a wrong one."""
-        if self._enabled:
-            self._growth_factor = scale_rule.checked(self._rule._replace(growth=new_factor)).growth
-
-    def get_backoff_factor(self) -> float:
-        """The backoff factor."""
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Use another backoff factor from now on; raises as `GradScaler` does for a wrong one."""
-        if self._enabled:
-            self._backoff_factor = scale_rule.checked(
-                self._rule._replace(backoff=new_factor)
-            ).backoff
-
-    def get_growth_interval(self) -> int:
-        """The growth interval, in steps."""
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Use another growth interval from now on, in steps; raises for a wrong one."""
-        if self._enabled:
-            rule = scale_rule.checked(self._rule._replace(interval=new_interval))
-            self._growth_interval = rule.interval
-
-    def _get_growth_tracker(self) -> int:
-        return int(self._read().tracker) if self._enabled else 0
-
-    def is_enabled(self) -> bool:
-        """False if every method passes through."""
-        return self._enabled
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as Python numbers, under torch.amp's names; see `scale_rule.to_state_dict`.
-
-        torch.amp's scaler and polymp's for JAX load it, too. Empty if disabled. To be taken after
-        `update`. Waits for the device if the host does not know the state.
-        """
-        return scale_rule.to_state_dict(self._rule, self._read()) if self._enabled else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; does nothing if disabled. Nothing is changed if it raises.
-
-        Raises:
-            RuntimeError: the state is empty, as a disabled scaler's is.
-            KeyError: an entry is missing.
-            TypeError: an entry is not a number.
-            ValueError: an entry is out of its range.
-        """
-        if not self._enabled:
-            return
-        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
-        self._rule, state = scale_rule.from_state_dict(state_dict, self._rule)
-        self._init_scale, self._init_growth_tracker, *counts = state
-        self._init_counts = cast(tuple[int, int, int], tuple(counts))
-        self._watch = Watch()
-        if self._scale is not None:
-            values = (*state[:2], scale_update.counted(state))
-            for tensor, value in zip(self._tensors(), values, strict=True):
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state as `scale_rule.from_state_dict` takes it, or raise as it does."""
+        self.rule, self.first = scale_rule.from_state_dict(state_dict, self.rule)
+        self.arriving = AsyncRead()
+        if self.scale is not None:
+            values = (*self.first[:2], scale_update.counted(self.first))
+            for tensor, value in zip(self.tensors(), values, strict=True):
                 tensor.copy_(torch.tensor(value, dtype=tensor.dtype))
-            self._remember(state)
+            self.remember(self.first)
+
+
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1/scale as torch.amp computes it, through float64.
+
+    Of the tensor that the loss was multiplied by: `torch.distributed` and `.data` write to it
+    without a new version.
+    """
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
 
 
 def _versioned() -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import distributed, dtensor
 
 
 class Circle(NamedTuple):
@@ -29,7 +29,7 @@ class Circle(NamedTuple):
 ALONE = Circle((), True)
 
 
-def distributed() -> bool:
+def has_peers() -> bool:
     """True if this process is one of several that can talk to each other."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
@@ -46,15 +46,15 @@ def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
         params: an optimizer's.
         given: a process group to add, as the caller asks for.
     """
-    if not distributed():
+    if not has_peers():
         return ALONE
     world = dist.get_world_size()
     if given is not None and dist.get_world_size(given) == world:
         return Circle((given,), True)
     params = list(params)
-    meshes = compat.meshes(params)
+    meshes = dtensor.meshes(params)
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    if given is None and any(map(compat.in_fsdp1, params)):
+    if given is None and any(map(distributed.in_fsdp1, params)):
         found.append(dist.group.WORLD)
     sizes = {group: dist.get_world_size(group) for group in found if group is not given}
     for group, size in sizes.items():
@@ -75,7 +75,7 @@ def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
     """
     together = torch.stack(findings)
     for group in groups:
-        there = compat.speaking(group, together)
+        there = distributed.speaking(group, together)
         dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
         together = there.to(together.device)
     for finding, largest in zip(findings, together.unbind(), strict=True):

@@ -13,8 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.compat import optimizers
 from polymp.backends.torch.scaler import grad_scaler, loss_scalers, unscale
 from polymp.errors import ScalerWarning, UnscaledError
 
@@ -62,7 +62,7 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> RemovableHandle:
         if not on:
             return
         if optimizer not in settled and not _stepped_by_a_scaler():
-            if not compat.unscaled_by_torch(optimizer):
+            if not optimizers.unscaled_by_torch(optimizer):
                 if action == "raise":
                     raise UnscaledError(_message(optimizer, on))
                 warnings.warn(_message(optimizer, on), ScalerWarning, stacklevel=3)

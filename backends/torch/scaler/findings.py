@@ -1,84 +1,84 @@
-"""What a loss scaler has found, optimizer by optimizer, and what it says of that.
+"""`Findings`: what a loss scaler has found in the gradients of each optimizer.
 
-An iteration has a dictionary for each optimizer, which other libraries reach into: torch.amp's
-entries `stage` and `found_inf_per_device`, and beside them, once they are known, `loss`, float32
-[], 0 if no loss was lost, `optimizer`, a weak reference, `inverse`, by which the gradients were
-multiplied, and `skipped`, where the host knows it.
+An iteration has a dictionary for each optimizer, its entry, which other libraries reach into:
+torch.amp's `stage` and `found_inf_per_device`, and beside them, once they are known, `loss`,
+float32 [], 0 if no loss was lost, `optimizer`, a weak reference, `inverse`, by which the gradients
+were multiplied, and `skipped`, where the host knows it.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch.scaler import async_read, clipping, gradient_stats, unscale
-from polymp.backends.torch.scaler.device_state import ScaleHolder
-from polymp.scaling.gradient_report import GradientReport, OnStuck, tell
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.scaler import distributed, gradient_stats, unscale
+from polymp.backends.torch.scaler.device_state import DeviceState
+from polymp.backends.torch.scaler.options import Options
+from polymp.scaling.gradient_report import GradientReport
 
-SkipOn = Literal["auto", "host", "device"]
+Entry = dict[str, Any]
+Unscale = Callable[
+    [torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor]
+]
 
 
-def _refresh_per_optimizer_state() -> dict[str, Any]:
+def _refresh_per_optimizer_state() -> Entry:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
-def _fresh_states() -> dict[int, dict[str, Any]]:
-    make: Callable[[], dict[str, Any]] = _refresh_per_optimizer_state
+def _fresh_entries() -> dict[int, Entry]:
+    make: Callable[[], Entry] = _refresh_per_optimizer_state
     return defaultdict(make)
 
 
-class Options(NamedTuple):
-    """What is asked of a scaler beside the rule."""
+class Findings:
+    """The entries of this iteration and of the last one.
 
-    on_stuck: OnStuck
-    stuck_after: int
-    strict: bool
-    allow_fp16: bool
-    check_loss: bool
-    skip_on: SkipOn
-    process_group: Any
+    Args:
+        state: the scaler's.
+        options: the scaler's.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Options":
-        return self  # a process group cannot be copied
+    Attributes:
+        entries: those of this iteration, by the id of the optimizer. Others may put new ones here.
+    """
 
-    def __reduce__(self) -> Any:
-        if self.process_group is not None:
-            raise TypeError(
-                "a scaler with a process_group cannot be pickled. Save its state_dict() and load "
-                "it into one that was made with the group."
-            )
-        return Options, tuple(self)
+    def __init__(self, state: DeviceState, options: Options) -> None:
+        self.state = state
+        self.options = options
+        self.entries = _fresh_entries()
+        self._before: dict[int, Entry] = {}  # those of the last iteration
+        self._scaled_in: Any = None  # the entries of the iteration in which a loss was scaled last
 
+    # The iteration.
 
-class Teller(ScaleHolder):
-    """What `GradScaler` is, without what it does to gradients and steps."""
+    def note_scaled(self, scaled: bool = True) -> None:
+        """Note that a loss was scaled in this iteration; or that none was since, if not."""
+        self._scaled_in = self.entries if scaled else None
 
-    _options: Options
-    _names: gradient_stats.Names
+    def has_scaled(self) -> bool:
+        """True if a loss was scaled in this iteration, on the host.
 
-    def _begin(self) -> None:
-        """What a scaler starts with, be it made, loaded or copied."""
-        self._per_optimizer_states: dict[int, dict[str, Any]] = _fresh_states()
-        self._before: dict[int, dict[str, Any]] = {}  # those of the last iteration
-        self._scaled_in: Any = None  # the states of the iteration in which a loss was scaled last
-        self._told: int | None = None  # of which row of skips: how many came before it
-        self._looked = False  # whether its region is bfloat16
-        self._of = ""  # the loss that it is for, if it is one of several
-        self._name = async_read.listen(self._updated)
-        clipping.watch(self)
-
-    def _has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """True between `scale` and `unscale_` or `step`, for parameters of an optimizer of its own.
-
-        Its optimizers are those that it stepped in the iteration before.
+        Iterations are told apart by their entries, which a subclass's own `update` exchanges, too.
         """
-        if not self._has_scaled() or self._of:
+        return self._scaled_in is self.entries
+
+    def end_iteration(self) -> None:
+        """Keep the entries as those of the last iteration, and begin new ones."""
+        self._before, self.entries = self.entries, _fresh_entries()
+
+    def has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """True between `scale` and `unscale_` or `step`, for parameters of one of the optimizers.
+
+        These are the ones that were stepped in the iteration before.
+        """
+        if not self.has_scaled() or self.options.loss:
             return False
         for key, before in self._before.items():
-            now = self._per_optimizer_states.get(key)
+            now = self.entries.get(key)
             optimizer = before["optimizer"]() if "optimizer" in before else None
             if optimizer is not None and (now is None or now["stage"] is OptState.READY):
                 given = {id(p) for p in parameters}
@@ -86,27 +86,89 @@ class Teller(ScaleHolder):
                     return True
         return False
 
-    def _has_scaled(self) -> bool:
-        """True if a loss was scaled in this iteration, on the host.
+    # One optimizer.
 
-        Iterations are told apart by the states of the optimizers, which a subclass's own `update`
-        exchanges, too.
+    def look(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inverse: torch.Tensor | None,
+        unscale_grads: Unscale,
+        *,
+        allow_fp16: bool,
+        divisor: torch.Tensor | None = None,
+    ) -> Entry:
+        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found.
+
+        Args:
+            optimizer: whose gradients they are.
+            inverse: float32 [].
+            unscale_grads: `GradScaler._unscale_grads_`.
+            allow_fp16: whether gradients may be float16.
+            divisor: float32 []; given where the optimizer divides by it itself.
+
+        Returns:
+            The optimizer's entry.
         """
-        return self._scaled_in is self._per_optimizer_states
+        scale = self.state.tensors()[0]
+        entry = self.entries[id(optimizer)]
+        circle = distributed.ALONE
+        if distributed.has_peers():
+            params = unscale.parameters(optimizer)
+            circle = distributed.circle(params, self.options.process_group)
+        loss = self.state.loss if circle.everybody and self.options.check_loss else None
+        start = torch.zeros_like(scale)
+        by = torch.ones_like(scale) if inverse is None else inverse
+        found = unscale_grads(optimizer, by, start, allow_fp16)
+        divided = inverse is not None or divisor is not None
+        if divided and self.state.may_be_below_one():
+            # A quotient can be Inf where the scaled gradient was not.
+            by = torch.ones_like(scale) if divisor is None else divisor
+            for device, finding in unscale.overflows(optimizer, by).items():
+                before = found.get(device)
+                found[device] = finding if before is None else torch.maximum(before, finding)
+        if circle.groups:
+            together = start.clone()
+            for finding in found.values():
+                together.copy_(torch.maximum(together, finding.to(scale.device)))
+            # A rank may have no loss, or no gradient, where others have: stages of a pipeline.
+            bad = start.clone() if loss is None else (loss != 0).float()
+            any_gradient = torch.full_like(scale, bool(found))
+            distributed.agree([together, bad, any_gradient], circle.groups)
+            if not found and any_gradient.item():
+                found = {scale.device: together}
+            for finding in found.values():
+                finding.copy_(together)
+            loss = None if loss is None else bad
+        if not torch.compiler.is_compiling():
+            regions.entries.unscaled.clear()
+        entry["found_inf_per_device"] = found
+        entry["loss"] = loss
+        entry["optimizer"] = weakref.ref(optimizer)
+        entry["inverse"] = inverse
+        return entry
 
-    def _found(self, state: dict[str, Any]) -> torch.Tensor:
+    def nothing_to_step(self, entry: Entry) -> bool:
+        """True if there was no gradient to look at, so that the step does nothing."""
+        if entry["found_inf_per_device"]:
+            return False
+        if self.options.strict:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        entry["stage"] = OptState.STEPPED
+        return True
+
+    def found(self, entry: Entry) -> torch.Tensor:
         """The finding for the optimizer on all devices, on the scale's: 0 or 1, float32 [].
 
         Torch's sharded scaler adds up what the ranks found; others take the mean. Fused kernels
         skip for 1 and for nothing else.
         """
-        found: torch.Tensor = self._largest(state).sign()
+        found: torch.Tensor = self.largest(entry).sign()
         return found
 
-    def _largest(self, state: dict[str, Any]) -> torch.Tensor:
+    def largest(self, entry: Entry) -> torch.Tensor:
         """The same as it was found: 0, or above 0."""
-        device = self._tensors()[0].device
-        findings = list(state["found_inf_per_device"].values())
+        device = self.state.tensors()[0].device
+        findings = list(entry["found_inf_per_device"].values())
         either: torch.Tensor = findings[0]
         if len(findings) > 1 or either.device != device:
             largest = unscale.either(unscale.moved(t, device) for t in findings)
@@ -115,110 +177,43 @@ class Teller(ScaleHolder):
         # Torch's sharded scaler finds in shape [1].
         return either if either.dim() == 0 else either.reshape(())
 
-    # What happened.
-
-    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def latest(self, optimizer: torch.optim.Optimizer) -> Entry:
         """What was last found for the optimizer, in this iteration or the one before."""
-        for states in (self._per_optimizer_states, self._before):
-            state = states.get(id(optimizer))
-            if state is not None and "optimizer" in state and state["optimizer"]() is optimizer:
-                return state
+        for entries in (self.entries, self._before):
+            entry = entries.get(id(optimizer))
+            if entry is not None and "optimizer" in entry and entry["optimizer"]() is optimizer:
+                return entry
         raise RuntimeError(
             f"this scaler has not looked at the gradients of this {type(optimizer).__name__} in "
             "this iteration or the last: call step(optimizer) or unscale_(optimizer) first."
         )
 
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if the last iteration had an entry for the optimizer."""
+        return id(optimizer) in self._before
+
     def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """True if Inf or NaN was last found for the optimizer; bool [], on the scale's device.
-
-        In a gradient on any rank, before or after it was unscaled, or in a loss. Nothing waits for
-        the device until the tensor is read.
-
-        Raises:
-            RuntimeError: the scaler has not looked at the optimizer in this iteration or the last.
-        """
-        if not self._enabled:
+        """`GradScaler.found_inf`."""
+        entry = self.latest(optimizer)
+        if not entry["found_inf_per_device"]:
             return torch.tensor(False)
-        state = self._state_of(optimizer)
-        if not state["found_inf_per_device"]:
-            return torch.tensor(False)
-        found: torch.Tensor = self._found(state) != 0
+        found: torch.Tensor = self.found(entry) != 0
         return found
 
-    def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """True if the last `step` of the optimizer was not taken; bool [], on the scale's device.
+    # All of them.
 
-        For Inf or NaN, or because the optimizer had no gradient. To be asked after `step`, before
-        or after `update`. `if scaler.step_skipped(optimizer):` waits for the device where the host
-        does not know the answer.
-
-        Raises:
-            RuntimeError: the scaler has not stepped the optimizer in this iteration or the last.
-        """
-        if not self._enabled:
-            return torch.tensor(False)
-        state = self._state_of(optimizer)
-        if state["stage"] is not OptState.STEPPED:
-            raise RuntimeError(
-                f"step_skipped() was called before this {type(optimizer).__name__}'s step()."
-            )
-        return self.found_inf(optimizer) if state["found_inf_per_device"] else torch.tensor(True)
-
-    @property
-    def skipped_steps(self) -> torch.Tensor:
-        """Iterations so far in which an optimizer was skipped; int32 [], on the scale's device."""
-        if not self._enabled or self._scale is None:
-            return torch.tensor(0 if not self._enabled else self._init_counts[2], dtype=torch.int32)
-        return self._tensors()[2][2].to(torch.int32)
-
-    def report(self, named: gradient_stats.Named | None = None) -> GradientReport:
-        """What is in the gradients of the optimizers of this iteration, or of the last one.
-
-        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. To be asked
-        after `step` or `unscale_`, and before `zero_grad`; before them there are no entries. Waits
-        for the device. Of a DTensor, this rank's part is counted.
-
-        Args:
-            named: a module, or pairs of a name and a parameter; None for those that the scaler was
-                made with.
-
-        Raises:
-            TypeError: `named` is something else.
-        """
-        if not self._enabled:
-            return GradientReport(ScaleRule(), ScaleState(1.0), ())
-        names = self._names if named is None else gradient_stats.Names(named)
-        # Once a loss of this iteration is scaled, gradients are no longer what the last one left.
-        return self._report(names, {} if self._has_scaled() else self._before)
-
-    def _report(
-        self, names: gradient_stats.Names, before: dict[int, dict[str, Any]]
-    ) -> GradientReport:
-        """The report, with optimizers that were looked at before this iteration."""
+    def report(self, names: gradient_stats.Names, *, last: bool) -> GradientReport:
+        """The report on the gradients; with optimizers of the `last` iteration, if asked for."""
         rows = []
-        for state in {**before, **self._per_optimizer_states}.values():
-            optimizer = state["optimizer"]() if "optimizer" in state else None
+        for entry in {**(self._before if last else {}), **self.entries}.values():
+            optimizer = entry["optimizer"]() if "optimizer" in entry else None
             if optimizer is not None:
-                inverse = state["inverse"]
-                one = torch.ones((), device=self._tensors()[0].device)
+                inverse = entry["inverse"]
+                one = torch.ones((), device=self.state.tensors()[0].device)
                 factor = one if inverse is None else inverse.reciprocal()
-                if inverse is None and "grad_scale" in state and state["found_inf_per_device"]:
+                if inverse is None and "grad_scale" in entry and entry["found_inf_per_device"]:
                     # torch's fused optimizers leave true gradients, if they have stepped.
-                    factor = torch.where(self._found(state) != 0, one, state["grad_scale"])
+                    factor = torch.where(self.found(entry) != 0, one, entry["grad_scale"])
                 rows += gradient_stats.gradients(optimizer, names.of(optimizer), factor)
-        return GradientReport(self._rule, self._read(), tuple(rows), self._of)
-
-    def _updated(self, *state: torch.Tensor) -> None:
-        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
-        if not replayed and self._watch.updated(*state):
-            assert self._watch.seen is not None
-            self._look_if_stuck(self._watch.seen)
-
-    def _look_if_stuck(self, state: ScaleState) -> None:
-        stuck = state.skips >= self._options.stuck_after
-        row = state.skipped - state.skips if stuck else None  # skips before it
-        if stuck and row != self._told:
-            self._told = row
-            report = self._report(self._names, self._before)._replace(state=state)
-            tell(self._options.on_stuck, report)
-        self._told = row
+        state = self.state.read()
+        return GradientReport(self.state.rule, state, tuple(rows), self.options.loss)

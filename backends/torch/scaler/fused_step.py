@@ -1,15 +1,57 @@
-"""What torch's fused optimizers need where the device may skip their first step."""
+"""The step of an optimizer that takes the scale and the finding, and skips by itself."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.scaler.findings import Entry, Findings
 
 _takes_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+def step(
+    scaler: Any,
+    findings: Findings,
+    optimizer: Any,
+    entry: Entry,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`optimizer.step(*args, **kwargs)` under what it needs to divide and to skip.
+
+    Args:
+        scaler: a `GradScaler`; what it does under torch.amp's names, a subclass may do otherwise.
+        findings: the scaler's.
+        optimizer: one with `_step_supports_amp_scaling`.
+        entry: the optimizer's.
+        args: of the step.
+        kwargs: of the step.
+    """
+    if takes_scaler(optimizer):
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+            "directly.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return optimizer.step(*args, **kwargs, grad_scaler=scaler)
+    outer = getattr(optimizer, "grad_scale", None)
+    scale = outer
+    if entry["stage"] is OptState.READY:
+        scale = scaler._get_scale_async() * (1 if outer is None else outer)
+        scaler._check_inf_per_device(optimizer, scale)
+        entry["grad_scale"] = scale
+    if findings.nothing_to_step(entry):
+        return None
+    return _step_under(optimizer, scale, findings.found(entry), args, kwargs)
 
 
 def takes_scaler(optimizer: Any) -> bool:
@@ -25,10 +67,10 @@ def takes_scaler(optimizer: Any) -> bool:
     return _takes_scaler[step]
 
 
-@compat.untraced(
+@dynamo.untraced(
     "dynamo does not trace fused optimizers; in compiled code make them without fused=True"
 )
-def step(
+def _step_under(
     optimizer: Any,
     scale: torch.Tensor | None,
     found: torch.Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dtensor
 from polymp.backends.torch.scaler import unscale
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient
 
@@ -75,8 +75,8 @@ def gradients(
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                grad = compat.local(param.grad)
-                rows.append((names[id(param)], tuple(compat.local(param).shape)))
+                grad = dtensor.local(param.grad)
+                rows.append((names[id(param)], tuple(dtensor.local(param).shape)))
                 counts.append(unscale.moved(_counts(grad, factor), factor.device))
     if not counts:
         return []

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch.scaler import closure_step, unscale
+from polymp.backends.torch.scaler import closure_step, device_skip, unscale
+from polymp.backends.torch.scaler.findings import Entry, Findings
 from polymp.backends.torch.scaler.grad_scaler import GradScaler, OptState
+from polymp.backends.torch.scaler.readings import findings_of
 from polymp.scaling import scale_rule
 
 _RESERVED = ("retain_graph", "skipped")  # an argument of `backward`, an entry of `state_dict`
@@ -53,8 +55,8 @@ class LossScalers(Mapping[str, GradScaler]):
         if isinstance(named, Iterable) and not isinstance(named, torch.nn.Module):
             options["named"] = list(named)  # each scaler goes through it
         self._scalers = {name: GradScaler(device, **options) for name in names}
-        for name, scaler in self._scalers.items():
-            scaler._of = name
+        for name, findings in self._findings().items():
+            findings.options = findings.options._replace(loss=name)
         self._skipped: int | torch.Tensor = 0  # iterations with a skip
         self._found: torch.Tensor | None = None  # 1 if this one has a skip, else 0; float32 []
 
@@ -71,6 +73,10 @@ class LossScalers(Mapping[str, GradScaler]):
 
     def _names(self) -> str:
         return ", ".join(map(repr, self._scalers))
+
+    def _findings(self) -> dict[str, Findings]:
+        """The findings of each loss's scaler; of none, if disabled."""
+        return {n: findings_of(scaler) for n, scaler in self.items() if scaler.is_enabled()}
 
     def is_enabled(self) -> bool:
         """False if every method passes through."""
@@ -106,7 +112,7 @@ class LossScalers(Mapping[str, GradScaler]):
         for name, loss in losses.items():
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(f"the loss {name!r} must be a tensor, got {loss!r}.")
-        if any(s["stage"] is OptState.STEPPED for s in self._states(optimizer).values()):
+        if any(e["stage"] is OptState.STEPPED for e in self._entries(optimizer).values()):
             raise RuntimeError(
                 f"backward() was called after this {type(optimizer).__name__}'s step(): call "
                 "update() first."
@@ -130,12 +136,12 @@ class LossScalers(Mapping[str, GradScaler]):
             for p, grad in zip(params, before, strict=True):
                 _add(p, grad)
 
-    def _states(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-        """What each loss's scaler has noted of the optimizer in this iteration, by the loss."""
+    def _entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Entry]:
+        """What each loss's scaler has found for the optimizer in this iteration, by the loss."""
         return {
-            name: scaler._per_optimizer_states[id(optimizer)]
-            for name, scaler in self.items()
-            if scaler.is_enabled() and id(optimizer) in scaler._per_optimizer_states
+            name: findings.entries[id(optimizer)]
+            for name, findings in self._findings().items()
+            if id(optimizer) in findings.entries
         }
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -154,58 +160,41 @@ class LossScalers(Mapping[str, GradScaler]):
             return optimizer.step(*args, **kwargs)
         if closure_step.closure_of(args, kwargs) is not None:
             raise TypeError("LossScalers.step() takes no closure; GradScaler.step() does.")
-        states = self._states(optimizer)
-        if not states:
+        entries = self._entries(optimizer)
+        if not entries:
             raise RuntimeError(
                 f"step() was called before this {type(optimizer).__name__}'s backward(): call "
                 f"backward(optimizer, ...) with one or more of {self._names()}."
             )
-        if any(state["stage"] is OptState.STEPPED for state in states.values()):
+        if any(entry["stage"] is OptState.STEPPED for entry in entries.values()):
             raise RuntimeError("step() has already been called since the last update().")
-        lead = self[next(iter(states))]
-        state = states[next(iter(states))]
-        looked = {n: s for n, s in states.items() if s["found_inf_per_device"]}
+        findings = self._findings()
+        lead, entry = next(iter(entries.items()))
+        looked = {name: e for name, e in entries.items() if e["found_inf_per_device"]}
         if looked:
-            self._look_at_sums(optimizer, looked)
-        findings = [self[name]._found(s) for name, s in looked.items()]
-        found = unscale.either(findings)
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if found is None or fused or lead._skips_on_device(optimizer):
-            own = state["found_inf_per_device"]
-            state["found_inf_per_device"] = {} if found is None else {found.device: found}
+            _look_at_sums(optimizer, findings, looked)
+        found_by = [findings[name].found(e) for name, e in looked.items()]
+        found = unscale.either(found_by)
+        on_device = getattr(optimizer, "_step_supports_amp_scaling", False) or device_skip.wanted(
+            findings[lead].options.skip_on, optimizer
+        )
+        if found is None or on_device:
+            own = entry["found_inf_per_device"]
+            entry["found_inf_per_device"] = {} if found is None else {found.device: found}
             try:
-                result = lead.step(optimizer, *args, **kwargs)
+                result = self[lead].step(optimizer, *args, **kwargs)
             finally:
-                state["found_inf_per_device"] = own
+                entry["found_inf_per_device"] = own
         else:
-            for s, finding in zip(looked.values(), torch.stack(findings).tolist(), strict=True):
-                s["skipped"] = bool(finding)
-            skip = any(s["skipped"] for s in looked.values())
+            for e, finding in zip(looked.values(), torch.stack(found_by).tolist(), strict=True):
+                e["skipped"] = bool(finding)
+            skip = any(e["skipped"] for e in looked.values())
             result = None if skip else optimizer.step(*args, **kwargs)
-        for s in states.values():
-            s["stage"] = OptState.STEPPED
+        for e in entries.values():
+            e["stage"] = OptState.STEPPED
         if found is not None:
             self._found = found if self._found is None else torch.maximum(self._found, found)
         return result
-
-    def _look_at_sums(
-        self, optimizer: torch.optim.Optimizer, looked: dict[str, dict[str, Any]]
-    ) -> None:
-        """Note true gradients that overflow only where they add up, as if every loss were lost.
-
-        No scale mends that, so none is lowered for it.
-        """
-        first = next(iter(looked))
-        lead, state = self[first], looked[first]
-        found = unscale.either(self[name]._found(s) for name, s in looked.items())
-        assert found is not None
-        before = dict(state)
-        lead._look(optimizer, None, allow_fp16=True)
-        lost = (lead._found(state) - found).clamp(min=0)
-        state.update(before)
-        for name, s in looked.items():
-            s["found_inf_per_device"] = {lost.device: torch.maximum(self[name]._found(s), lost)}
-            s["loss"] = lost if s.get("loss") is None else torch.maximum(s["loss"], lost)
 
     def update(self) -> None:
         """Set each scale for the next iteration by what was found for its own loss.
@@ -219,8 +208,8 @@ class LossScalers(Mapping[str, GradScaler]):
         """
         if not self.is_enabled():
             return
-        used = [scaler for scaler in self.values() if scaler._per_optimizer_states]
-        if not used:
+        findings = self._findings()
+        if not any(f.entries for f in findings.values()):
             raise RuntimeError(
                 "update() was called before backward(): call backward(optimizer, ...) with one or "
                 f"more of {self._names()}."
@@ -229,12 +218,12 @@ class LossScalers(Mapping[str, GradScaler]):
             self._skipped = self._skipped + (self._found != 0).to(torch.int32)
             self._found = None
         raised: list[Exception] = []
-        for scaler in self.values():
+        for name, f in findings.items():
             try:
-                if scaler in used:
-                    scaler.update()
+                if f.entries:
+                    self[name].update()
                 else:
-                    scaler._end_iteration()
+                    f.end_iteration()
             except Exception as error:  # the others are updated all the same
                 raised.append(error)
         if raised:
@@ -259,8 +248,8 @@ class LossScalers(Mapping[str, GradScaler]):
         return self._any(optimizer, "step_skipped")
 
     def _any(self, optimizer: torch.optim.Optimizer, question: str) -> torch.Tensor:
-        asked = list(self._states(optimizer)) or [
-            name for name, scaler in self.items() if id(optimizer) in getattr(scaler, "_before", {})
+        asked = list(self._entries(optimizer)) or [
+            name for name, findings in self._findings().items() if findings.knows(optimizer)
         ]
         either = unscale.either(
             getattr(self[name], question)(optimizer).float() for name in asked or self
@@ -295,9 +284,9 @@ class LossScalers(Mapping[str, GradScaler]):
         if set(state_dict) - {"skipped"} != set(self):
             there = ", ".join(map(repr, state_dict)) or "nothing"
             raise KeyError(f"the state must have the losses {self._names()}; it has {there}")
-        for name, scaler in self.items():
+        for name, findings in self._findings().items():
             try:
-                scale_rule.from_state_dict(state_dict[name], scaler._rule)
+                scale_rule.from_state_dict(state_dict[name], findings.state.rule)
             except (KeyError, TypeError, ValueError) as error:
                 error.add_note(f"in the state of the loss {name!r}")
                 raise
@@ -314,12 +303,32 @@ class LossScalers(Mapping[str, GradScaler]):
 
 def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """`scaler.unscale_(optimizer)` for gradients that are new, adding to what was found before."""
-    state = scaler._per_optimizer_states[id(optimizer)]
-    before, state["stage"] = state["found_inf_per_device"], OptState.READY
+    entry = findings_of(scaler).entries[id(optimizer)]
+    before, entry["stage"] = entry["found_inf_per_device"], OptState.READY
     scaler.unscale_(optimizer)
-    found = state["found_inf_per_device"]
+    found = entry["found_inf_per_device"]
     for device, finding in before.items():
         found[device] = torch.maximum(found[device], finding) if device in found else finding
+
+
+def _look_at_sums(
+    optimizer: torch.optim.Optimizer, findings: dict[str, Findings], looked: dict[str, Entry]
+) -> None:
+    """Note true gradients that overflow only where they add up, as if every loss were lost.
+
+    No scale mends that, so none is lowered for it.
+    """
+    first = next(iter(looked))
+    lead, entry = findings[first], looked[first]
+    found = unscale.either(findings[name].found(e) for name, e in looked.items())
+    assert found is not None
+    before = dict(entry)
+    lead.look(optimizer, None, unscale.unscale, allow_fp16=True)
+    lost = (lead.found(entry) - found).clamp(min=0)
+    entry.update(before)
+    for name, e in looked.items():
+        e["found_inf_per_device"] = {lost.device: torch.maximum(findings[name].found(e), lost)}
+        e["loss"] = lost if e.get("loss") is None else torch.maximum(e["loss"], lost)
 
 
 def _add(param: torch.Tensor, grad: torch.Tensor | None) -> None:

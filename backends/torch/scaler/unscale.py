@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dtensor, optimizers
 
 
 class OnDevices:
@@ -62,7 +62,6 @@ def unscale(
     optimizer: torch.optim.Optimizer,
     inverse: torch.Tensor,
     found: torch.Tensor,
-    *,
     float16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     """Multiply every gradient by `inverse`, in place, and find what was not finite before.
@@ -84,7 +83,7 @@ def unscale(
     def each(alike: list[list[torch.Tensor]]) -> None:
         for grads in alike:
             device = grads[0].device
-            if compat.unscales(device.type, grads[0].dtype):
+            if optimizers.unscales(device.type, grads[0].dtype):
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     grads, founds.get(device), inverses.get(device)
                 )
@@ -194,9 +193,9 @@ def _values(param: torch.Tensor) -> torch.Tensor:
     """What of a parameter's gradient can be multiplied in place, as a dense real tensor."""
     grad = param.grad
     assert grad is not None
-    if compat.is_partial(grad):  # only the sums can be judged, and the step needs them anyway
-        grad = param.grad = compat.added_up(grad)
-    grad = compat.local(grad)
+    if dtensor.is_partial(grad):  # only the sums can be judged, and the step needs them anyway
+        grad = param.grad = dtensor.added_up(grad)
+    grad = dtensor.local(grad)
     if grad.is_sparse:
         # Entries that share an index add up, and float16 can overflow there: only the sums can
         # be judged.

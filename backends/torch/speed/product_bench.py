@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch.nn import functional as F
 
-from polymp.backends.torch.autocast.regions import DTYPES
+from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.speed.products import MATMULS, Kernel, Operand
 from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 from polymp.speed.product_times import Run

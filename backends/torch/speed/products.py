@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast.api import autocast
-from polymp.backends.torch.diagnostics.op_tracer import Ran, Running, Watch
+from polymp.backends.torch.compat import flop_count, storage
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
 from polymp.speed.advice import Found, Product
 
 LOW = torch.bfloat16
@@ -72,20 +73,20 @@ def products_of(model: nn.Module, inputs: tuple[Any, ...]) -> Found:
     """
     parameters = list(model.parameters())
     device = device_of(model)
-    watch = _Products(model)
+    tracer = _Products(model)
     with ExitStack() as stack:
         trains = model.training and any(p.requires_grad for p in parameters)
         stack.enter_context(torch.set_grad_enabled(trains))
-        with watch:
+        with tracer:
             with autocast(device, LOW):
                 made = model(*inputs)
             ends = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.requires_grad]
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
     counted: dict[Product, int] = {}
-    for product in map(_product, watch.seen):
+    for product in map(_product, tracer.seen):
         counted[product] = counted.get(product, 0) + 1
-    return Found([p._replace(times=times) for p, times in counted.items()], watch.left_out)
+    return Found([p._replace(times=times) for p, times in counted.items()], tracer.left_out)
 
 
 def device_of(model: nn.Module) -> str:
@@ -100,14 +101,14 @@ class _Seen:
         self.func = ran.func
         self.sizes = sizes
         self.flops = flops
-        self.direction = ran.running.direction
+        self.direction = ran.op_call.direction
         self.args: tuple[Hashable, ...] = ()
         self.kwargs: tuple[tuple[str, Hashable], ...] = ()
         self.results: tuple[int, ...] = ()  # how many numbers each has
         self.widened: set[int] = set()
 
 
-class _Products(Watch):
+class _Products(OpTracer):
     """Notes every product, with the casts that were made for it.
 
     Attributes:
@@ -121,21 +122,21 @@ class _Products(Watch):
         super().__init__(model)
         self.seen: list[_Seen] = []
         self.left_out: dict[str, int] = {}
-        self._weights = {compat.storage_key(p) for p in model.parameters()}
+        self._weights = {storage.storage_key(p) for p in model.parameters()}
         # By storage, with a reference so that the key stays its own.
         self._casts: dict[int, tuple[Any, bool]] = {}
         self._made: dict[int, tuple[Any, _Seen, int]] = {}
 
-    def after_cast(self, running: Running, source: torch.Tensor, result: torch.Tensor) -> None:
+    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         if result.dtype is LOW:
-            weight = compat.storage_key(source) in self._weights
-            self._casts[compat.storage_key(result)] = compat.storage_reference(result), weight
-        elif (known := self._made.get(compat.storage_key(source))) is not None:
+            weight = storage.storage_key(source) in self._weights
+            self._casts[storage.storage_key(result)] = storage.storage_reference(result), weight
+        elif (known := self._made.get(storage.storage_key(source))) is not None:
             _, seen, at = known
             seen.widened.add(at)
 
     def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
-        flops = compat.flops(ran.func, ran.args, ran.kwargs, result)
+        flops = flop_count.flops(ran.func, ran.args, ran.kwargs, result)
         if not flops:
             return
         name = ran.func.overloadpacket.__name__
@@ -152,7 +153,7 @@ class _Products(Watch):
             self.seen.append(seen)
             for at, t in enumerate(every):
                 if t is not None:
-                    self._made[compat.storage_key(t)] = compat.storage_reference(t), seen, at
+                    self._made[storage.storage_key(t)] = storage.storage_reference(t), seen, at
 
     def _leave_out(self, name: str, flops: int) -> None:
         self.left_out[name] = self.left_out.get(name, 0) + flops
@@ -160,7 +161,7 @@ class _Products(Watch):
     def _plain(self, x: Any) -> Hashable:
         if not isinstance(x, torch.Tensor):
             return tuple(x) if isinstance(x, list) else x
-        _, weight = cast = self._casts.pop(compat.storage_key(x), (None, False))
+        _, weight = cast = self._casts.pop(storage.storage_key(x), (None, False))
         return Operand(tuple(x.shape), tuple(x.stride()), cast[0] is not None, weight)
 
 

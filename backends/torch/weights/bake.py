@@ -1,29 +1,21 @@
 """`bake`: a model exported with the casts of its region written out as ops.
 
 In goes a model, called in a region; out comes a program of plain ops, with the policy's decisions
-in it and no autocast. While torch.export traces, every op that it is about to record is shown to
-`_Trace` first. Where autocast acts, its kernel runs, and what that calls is recorded: casts, and
-the op. What a policy says is not known here.
+in it and no autocast. While torch.export traces, `bake_trace` sees every op first.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions, torch_table
-from polymp.backends.torch.autocast.run_op import Rulings
+from polymp.backends.torch.compat import export
 from polymp.backends.torch.modules import subclass
+from polymp.backends.torch.weights import mkldnn_lstm
+from polymp.backends.torch.weights.bake_trace import Trace
 from polymp.errors import PolicyError
-
-Call = Callable[..., Any]
 
 
 def bake(
@@ -73,7 +65,7 @@ def bake(
             f"bake() takes the inputs of {type(model).__name__} as a tuple, such as (x,), "
             f"not as {type(inputs).__name__}."
         )
-    trace = _Trace(torch.is_autocast_cache_enabled(), _mkldnn())
+    trace = Trace(torch.is_autocast_cache_enabled(), mkldnn_lstm.in_use())
     subclass.extend(model, _Baked, trace)
     try:
         program = torch.export.export(
@@ -87,7 +79,7 @@ def bake(
             "nothing to write out. Write: with autocast(device_type, dtype): bake(model, inputs)."
         )
     if any(
-        node.target in (compat.ENTER, compat.LEAVE) or str(node.target) == compat.WITHIN
+        node.target in (export.ENTER, export.LEAVE) or str(node.target) == export.WITHIN
         for node in _nodes(program)
     ):
         raise PolicyError(
@@ -111,13 +103,13 @@ class _Baked(subclass.Extension):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = self.__dict__.get(self.KEY)
-        mode = compat.proxy_mode()
+        mode = export.proxy_mode()
         if (
             trace is None or mode is None or trace.mode is not None
         ):  # called by others, or by itself
             return super().__call__(*args, **kwargs)
         trace.watch(mode)
-        with compat.without_recorder() as recorder, _Entering(recorder):
+        with export.without_recorder() as recorder, _Entering(recorder):
             return super().__call__(*args, **kwargs)
 
 
@@ -134,253 +126,6 @@ class _Entering(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is compat.ENTER or func is compat.LEAVE:
+        if func is export.ENTER or func is export.LEAVE:
             return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         return self.recorder.__torch_function__(func, types, args, kwargs or {})
-
-
-class _Trace:
-    """What is done with each op before torch.export records it.
-
-    Attributes:
-        keep: True if a parameter's cast serves all its uses.
-        mkldnn: True if torch uses it; torch.export turns it off while it traces.
-        in_region: True once a tensor was seen where its device has an enabled region.
-        mode: whose ops are shown; None until the model is called.
-    """
-
-    def __init__(self, keep: bool, mkldnn: bool) -> None:
-        self.keep = keep
-        self.mkldnn = mkldnn
-        self.in_region = False
-        self.mode: Any = None
-        self._casting = False  # in a kernel of autocast's
-        self._apart = False  # in a kernel that takes an op apart
-        self._casts: dict[Any, tuple[Any, torch.Tensor, torch.Tensor]] = {}
-
-    def watch(self, mode: Any) -> None:
-        """Have every op that `mode` is about to record shown to this trace."""
-        self.mode = mode
-        compat.decompositions(mode).update(
-            (op, functools.partial(self._shown, op)) for op in compat.all_ops()
-        )
-
-    def _shown(self, op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
-        """The op's result, its parts recorded one by one; NotImplemented to have it recorded."""
-        if self._casting and op is torch.ops.aten.to.dtype:
-            return self._cast(op, *args, **kwargs)
-        if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
-            with compat.unrecorded():  # the compiled kernel asks what cuDNN can do, say
-                return op(*args, **kwargs)
-        devices = _enabled(_tensors((args, kwargs)))
-        if not devices:
-            return NotImplemented
-        self.in_region = True
-        with _no_cache():
-            for device in devices:
-                kernel = _kernel(op, device)
-                if kernel is not None:
-                    return self._by(kernel, args, kwargs)
-            return self._in_parts(op, devices, args, kwargs)
-
-    def _by(self, kernel: Call, args: Any, kwargs: Any) -> Any:
-        outer, self._casting = self._casting, True
-        try:
-            return kernel(*args, **kwargs)
-        finally:
-            self._casting = outer
-
-    def _cast(self, op: Any, t: torch.Tensor, dtype: torch.dtype, *rest: Any, **named: Any) -> Any:
-        """A cast that autocast makes; of a parameter, the one that there is already."""
-        if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
-            return NotImplemented
-        tracer = compat.proxy_mode().tracer  # a branch has a graph of its own
-        version = 0 if t.is_inference() else t._version
-        key = id(tracer), id(t), version, dtype, torch.is_grad_enabled()
-        if key not in self._casts:
-            self._casting = False
-            try:
-                self._casts[key] = tracer, t, op(t, dtype, *rest, **named)
-            finally:
-                self._casting = True
-        return self._casts[key][-1]
-
-    def _in_parts(
-        self, op: torch._ops.OpOverload, devices: Sequence[str], args: Any, kwargs: Any
-    ) -> Any:
-        """What an op comes to, if autocast acts on what it is made of; else NotImplemented.
-
-        Whether it does is tried out: the ops that reach the device, with autocast and without.
-        """
-        parts = self._parts(op, devices, args, kwargs)
-        if parts is None:
-            return NotImplemented
-        with compat.unrecorded():
-            acts = self._acts_in(parts, devices, args, kwargs)
-        if not acts:
-            return NotImplemented
-        outer, self._apart = self._apart, True
-        try:
-            return parts(*args, **kwargs)
-        finally:
-            self._apart = outer
-
-    def _acts_in(self, parts: Call, devices: Sequence[str], args: Any, kwargs: Any) -> bool:
-        keys = (compat.keyset(str(compat.autocast_key(device))) for device in devices)
-        with torch.no_grad(), _Reached() as inside:
-            parts(*args, **kwargs)
-        off = compat.ExcludeKeys(functools.reduce(torch._C.DispatchKeySet.__or__, keys))
-        with torch.no_grad(), _Reached() as outside, off:
-            parts(*args, **kwargs)
-        if inside.seen() != outside.seen():
-            return True
-        for op, inputs, named in inside.calls:
-            deeper = self._parts(op, devices, inputs, named)
-            if deeper is not None and self._acts_in(deeper, devices, inputs, named):
-                return True
-        return False
-
-    def _parts(
-        self, op: torch._ops.OpOverload, devices: Sequence[str], args: Any, kwargs: Any
-    ) -> Call | None:
-        """A function that calls what the op is made of, on these devices; None if it is one."""
-        key = _composite(op, devices)
-        if key is None or not any(t.is_floating_point() for t in _tensors((args, kwargs))):
-            return None
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*op.tags}:
-            return None  # each try would make sizes that nobody uses
-        if self.mkldnn and _is_mkldnn_lstm(op, args):
-            return _mkldnn_lstm
-        return compat.called_at(op, key)
-
-
-def _mkldnn() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-
-
-@functools.cache
-def _rulings(name: str, device: str) -> Rulings:
-    return Rulings(name, device)
-
-
-def _kernel(op: torch._ops.OpOverload, device: str) -> Call | None:
-    """What autocast does with an op on the device, in the region in force; None if nothing."""
-    name, key = op.name().removeprefix("aten::"), str(compat.autocast_key(device))
-    if not compat.has_kernel(op.name(), key):
-        return None
-    ruling = _rulings(name, device).of(regions.in_force(device))
-    compiled = ruling.agrees and name in torch_table.kernels(device)
-    if not compiled and ruling.row is None:
-        return None
-    return compat.called_at(op, key)
-
-
-def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
-    """Where the kernel is that takes the op apart; None if it has none, or is no function."""
-    has = functools.partial(compat.has_kernel, op.name())
-    schema = op._schema
-    if schema.is_mutable or any(has(device.upper()) for device in devices):
-        return None
-    key = next(filter(has, compat.COMPOSITE), None)
-    views = any(result.alias_info is not None for result in schema.returns)
-    return None if views and key != compat.COMPOSITE[0] else key
-
-
-def _is_mkldnn_lstm(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """True if torch runs the op by mkldnn, layer by layer, which a fake tensor does not show.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/RNN.cpp, `use_mkldnn` and `lstm`.
-    """
-    if op is not torch.ops.aten.lstm.input:
-        return False
-    x, (h, c), params = args[:3]
-    supported = {
-        torch.float32: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.is_grad_enabled(),
-    }
-    on_cpu = all(t.device.type == "cpu" for t in (x, h, c, *params))
-    return on_cpu and supported.get(x.dtype, False) and h.shape[2] == c.shape[2] and x.numel() != 0
-
-
-def _mkldnn_lstm(
-    x: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An LSTM as torch runs it by mkldnn.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`.
-    """
-    h, c = state[0].contiguous(), state[1].contiguous()
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
-    each = 4 if has_biases else 2
-    directions = 2 if bidirectional else 1
-    last_h, last_c = [], []
-    for layer in range(num_layers):
-        outputs = []
-        for reverse in range(directions):
-            at = layer * directions + reverse
-            weights = params[at * each : (at + 1) * each]
-            biases = weights[2:] or [torch.zeros_like(w) for w in weights]
-            y, hn, cn, _ = torch.ops.aten.mkldnn_rnn_layer(
-                x, *weights[:2], *biases, h[at], c[at], bool(reverse), [], 2, h.shape[2],
-                num_layers, has_biases, bidirectional, batch_first, train,
-            )  # fmt: skip
-            outputs.append(y)
-            last_h.append(hn)
-            last_c.append(cn)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and train and layer < num_layers - 1:
-            x = torch.dropout(x, dropout, train=True)
-    x = x.transpose(0, 1) if batch_first else x
-    return x, torch.stack(last_h), torch.stack(last_c)
-
-
-class _Reached(TorchDispatchMode):
-    """Notes the ops that reach the device, and their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[torch._ops.OpOverload, Any, Any]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace != "prim":  # device and layout are asked so, past the dispatcher
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def seen(self) -> list[Any]:
-        """The ops, each with the dtypes it was called with."""
-        return [(op, [t.dtype for t in _tensors(inputs)]) for op, *inputs in self.calls]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Devices of the tensors that autocast is enabled for, in the order in which they are asked."""
-    found = {t.device.type for t in tensors}
-    on = [d for d in found if compat.autocast_key(d) and torch.is_autocast_enabled(d)]
-    return sorted(on, key=lambda device: (device == "cpu", device))  # the CPU's key comes last
-
-
-@contextmanager
-def _no_cache() -> Iterator[None]:
-    """No casts in torch's own map of them: it knows nothing of graphs."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

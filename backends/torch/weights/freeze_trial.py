@@ -1,4 +1,4 @@
-"""Calls of a model that leave no trace, and weights that can be put back.
+"""Calls of a model that leave no trace.
 
 In go a model, examples and groups of its tensors; `Trial` runs the examples as the model is and,
 once weights are stored in another format, as it is then, and says in which op that makes a
@@ -17,90 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import cast_cache, regions
-from polymp.backends.torch.weights import freeze_usage
+from polymp.backends.torch.autocast import cast_cache, dtype_names
+from polymp.backends.torch.compat import storage
+from polymp.backends.torch.weights import compare_bits, freeze_usage
+from polymp.backends.torch.weights.originals import Original
 from polymp.errors import PolicyError
-from polymp.rules.row import LOW
-
-
-def names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; one with several names under each."""
-    every = (model.named_parameters, model.named_buffers)
-    return {name: t for named in every for name, t in named(remove_duplicate=False)}
-
-
-def memory(model: nn.Module) -> int:
-    """Bytes of the memory that parameters and buffers are on, each piece once."""
-    pieces = {compat.storage_key(t): t for t in names(model).values() if compat.storage_key(t)}
-    return sum(t.untyped_storage().nbytes() for t in pieces.values())
-
-
-class Original:
-    """Tensors on one storage, and what they held before they were stored in another format."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.held = [t.detach() for t in tensors]
-
-    def store(self, dtype: torch.dtype) -> None:
-        """Have the tensors hold their values in a format, sharing memory as they do.
-
-        They stay the same objects, as in `module.to`.
-        """
-        made = _together(self.held, dtype)
-        for t, low in zip(self.tensors, made, strict=True):
-            t.data = low
-
-    def put_back(self) -> None:
-        """Have the tensors hold what they held, in the same memory."""
-        for t, held in zip(self.tensors, self.held, strict=True):
-            t.data = held
-
-    def announce(self) -> None:
-        """Let autograd know that the tensors changed: graphs made before do not fit them now."""
-        for t in self.tensors:
-            torch.autograd.graph.increment_version(t)
-
-    def give_back(self, low: torch.dtype) -> None:
-        """Have the tensors hold float32: what they held, or what was written since, widened."""
-        pairs = list(zip(self.tensors, self.held, strict=True))
-        if all(_is_rounded(t, held, low) for t, held in pairs):
-            for t, held in pairs:
-                t.data = held.to(t.device)
-        else:
-            wide = _together([t.detach() for t in self.tensors], torch.float32)
-            for t, made in zip(self.tensors, wide, strict=True):
-                t.data = made
-        self.announce()
-
-
-def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
-    """True if `t` is `held` in the low format, wherever it is and whatever format it is in now.
-
-    A model that is converted is not written: `half().float()` goes through another low format.
-    """
-    stored = held.to(low).to(t.device)
-    ways = (stored, *(stored.to(getattr(torch, format)) for format in LOW))
-    return any(freeze_usage.same(t.detach(), way.to(t.dtype)) for way in ways)
-
-
-def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The tensors in another format, on one piece of memory for each that they are on now."""
-    made: dict[int, torch.Tensor] = {}
-    for key in {compat.storage_key(t) for t in tensors}:
-        sharing = [t for t in tensors if compat.storage_key(t) == key]
-        first = min(t.storage_offset() for t in sharing)
-        last = max(t.storage_offset() + _extent(t) for t in sharing)
-        flat = sharing[0].as_strided((last - first,), (1,), first).to(dtype, copy=True)
-        for t in sharing:
-            made[id(t)] = flat.as_strided(t.size(), t.stride(), t.storage_offset() - first)
-    return [made[id(t)] for t in tensors]
-
-
-def _extent(t: torch.Tensor) -> int:
-    """How many elements of its memory a tensor reaches over."""
-    return 1 + sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))
 
 
 class Case(NamedTuple):
@@ -165,13 +86,13 @@ class Trial:
             PolicyError: they are not.
         """
         found: dict[int, str] = {}
-        places = {compat.storage_key(o.held[0]): at for at, o in enumerate(originals)}
+        places = {storage.storage_key(o.held[0]): at for at, o in enumerate(originals)}
         before = [o.held[0] for o in originals]
         differing = None
         for case, (results, ops) in zip(self._cases, self._plain, strict=True):
             low = self._uses(before)
             try:
-                ran_same = freeze_usage.same(self._run(case), results)
+                ran_same = compare_bits.same(self._run(case), results)
                 self._run(case, watch=low)
             except Exception as error:
                 self._refuse(case, originals, error)
@@ -211,9 +132,9 @@ class Trial:
                 with region or contextlib.nullcontext():
                     returned = self._model(*args, **kwargs)
                 if watch is not None:
-                    watch.returned(list(freeze_usage.leaves(returned)))
+                    watch.returned(list(compare_bits.leaves(returned)))
                 gradients = self._gradients(returned, (args, kwargs))
-            parts = [*freeze_usage.leaves(returned), *gradients]
+            parts = [*compare_bits.leaves(returned), *gradients]
             return [p.detach().clone() if isinstance(p, torch.Tensor) else p for p in parts]
 
     def _gradients(self, returned: Any, inputs: Any) -> Sequence[Any]:
@@ -221,7 +142,7 @@ class Trial:
         wanted = [t for t in (*self._model.parameters(), *given) if t.requires_grad]
         made = [
             t
-            for t in freeze_usage.leaves(returned)
+            for t in compare_bits.leaves(returned)
             if isinstance(t, torch.Tensor) and t.requires_grad
         ]
         if not wanted or not made:
@@ -247,7 +168,7 @@ class Trial:
         pairs = zip(plain.ops, again.ops, strict=False)
         steady = [a if a == b else a._replace(digests=()) for a, b in pairs]
         what = f"freeze(): {self._name}, called with example {case.at},"
-        if not freeze_usage.same(*runs):
+        if not compare_bits.same(*runs):
             op = freeze_usage.first_difference(plain.ops, again.ops)
             raise PolicyError(
                 f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
@@ -260,7 +181,7 @@ class Trial:
         differs = freeze_usage.first_difference(compared, steady)
         ours, theirs = differs or (None, None)
         raised = f" It raises {type(error).__name__}: {error}" if error else ""
-        low_format = regions.FORMATS[self._region.fast_dtype]
+        low_format = dtype_names.NAMES[self._region.fast_dtype]
         raise PolicyError(
             f"{what} does not run with weights in {low_format} as under autocast.{raised} "
             f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "

@@ -6,7 +6,6 @@ and autograd, where a cast is an op like any other. How a model is run, and what
 answer, is not known here.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp import callsite
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.compat import nn_modules, storage
+from polymp.backends.torch.weights import compare_bits
 
 
 class Group:
@@ -54,7 +54,7 @@ class Group:
     def put_back(self) -> None:
         """Give the tensors what they held when it was saved."""
         for t, saved in zip(self.tensors.values(), self.saved, strict=False):
-            if not _same_bits(t.detach(), saved):
+            if not compare_bits.same_bits(t.detach(), saved):
                 t.data.copy_(saved)
 
 
@@ -99,13 +99,13 @@ class Uses(TorchDispatchMode):
         digests: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.groups = {compat.storage_key(t): g for g in groups for t in g.each()}
+        self.groups = {storage.storage_key(t): g for g in groups for t in g.each()}
         self.low = low
         self.paths = paths
         self.digests = digests
         self.ops: list[Op] = []
         self.touched: dict[int, str] = {}
-        self._elsewhere = {compat.storage_key(t) for t in elsewhere}
+        self._elsewhere = {storage.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def __torch_dispatch__(
@@ -126,14 +126,14 @@ class Uses(TorchDispatchMode):
         at = len(self.ops) - 1
         result = func(*args, **kwargs)
         if shown:
-            done = tuple(map(digest, _tensors(result))) if self.digests else ()
+            done = tuple(map(compare_bits.digest, _tensors(result))) if self.digests else ()
             self.ops[at] = self.ops[at]._replace(outputs=_formats(result), digests=done)
         return result
 
     def returned(self, tree: Any) -> None:
         """The program handed these tensors out; what is a cast may be written by whoever has it."""
         for t in _tensors(tree):
-            if found := self._casts.get(compat.storage_key(t)):
+            if found := self._casts.get(storage.storage_key(t)):
                 found[1].stays("its cast is returned")
 
     def _cast_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Group | None:
@@ -147,7 +147,7 @@ class Uses(TorchDispatchMode):
         plain = kwargs.get("memory_format") in (None, torch.preserve_format)
         here = device is None or torch.device(device).type == t.device.type
         low = kwargs.get("dtype") is self.low
-        return self.groups.get(compat.storage_key(t)) if plain and here and low else None
+        return self.groups.get(storage.storage_key(t)) if plain and here and low else None
 
     def _cast(
         self, group: Group, func: Any, args: Any, kwargs: Mapping[str, Any], where: str
@@ -156,19 +156,19 @@ class Uses(TorchDispatchMode):
         if made.stride() != args[0].stride():
             group.stays(f"cast into another layout by {func}{_in(where)}")
         group.cast = True
-        self._casts[compat.storage_key(made)] = compat.storage_reference(made), group
+        self._casts[storage.storage_key(made)] = storage.storage_reference(made), group
         return made
 
     def _only_views(self, ways: Sequence[tuple[torch.Tensor, str]]) -> bool:
         """True for a view of watched tensors or of their casts, which once stored low are one."""
-        keys = [compat.storage_key(t) for t, way in ways if way == "view"]
+        keys = [storage.storage_key(t) for t, way in ways if way == "view"]
         known = all(key in self.groups or key in self._casts for key in keys)
         return bool(keys) and len(keys) == len(ways) and known
 
     def _look(self, func: Any, ways: Sequence[tuple[torch.Tensor, str]], where: str) -> None:
         """Note what an op does with watched storages, before it does."""
         for t, way in ways:
-            key = compat.storage_key(t)
+            key = storage.storage_key(t)
             if key in self._elsewhere:
                 self.touched.setdefault(key, f"{func}{_in(where)}")
             if way == "write" and (cast := self._casts.get(key)):
@@ -180,7 +180,7 @@ class Uses(TorchDispatchMode):
                 group.save()
                 group.stays(f"written by {func}{_in(where)}")
             else:
-                group.stays(f"read in {regions.FORMATS[t.dtype]} by {func}{_in(where)}")
+                group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
 
 
 # What tells the format of a tensor, or makes it be read where no op is seen.
@@ -203,7 +203,7 @@ class Asks(TorchFunctionMode):
 
     def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
         super().__init__()
-        self.groups = {compat.storage_key(t): g for g in groups for t in g.each()}
+        self.groups = {storage.storage_key(t): g for g in groups for t in g.each()}
         self.paths = paths
 
     def __torch_function__(
@@ -218,7 +218,7 @@ class Asks(TorchFunctionMode):
             asked = args if torch.float32 in told else told
         tensors = [t for t in asked if isinstance(t, torch.Tensor)]
         if tensors and not _harmless(sys._getframe(1)):
-            for group in filter(None, (self.groups.get(compat.storage_key(t)) for t in tensors)):
+            for group in filter(None, (self.groups.get(storage.storage_key(t)) for t in tensors)):
                 group.stays(f"its dtype is asked for{_in(module_path(self.paths))}")
         return func(*args, **kwargs)
 
@@ -229,7 +229,7 @@ def _harmless(frame: Any) -> bool:
 
 def module_path(paths: Mapping[int, str]) -> str:
     """The path of the innermost of these modules whose call runs here; "" outside of all."""
-    return next((paths[id(m)] for m in compat.running_modules() if id(m) in paths), "")
+    return next((paths[id(m)] for m in nn_modules.running_modules() if id(m) in paths), "")
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
@@ -242,62 +242,6 @@ def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None,
         return None
     rest = longer[min(len(one), len(other))]
     return (rest, None) if longer is one else (None, rest)
-
-
-def same(one: Any, other: Any) -> bool:
-    """True if two results are the same, tensors bit for bit; whatever they are made of."""
-    parts, others = list(leaves(one)), list(leaves(other))
-    if len(parts) != len(others):
-        return False
-    return all(
-        _same_bits(a, b)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        else type(a) is type(b) and (not isinstance(a, _PLAIN) or repr(a) == repr(b))
-        for a, b in zip(parts, others, strict=True)
-    )
-
-
-_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
-
-
-def leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Tensors and plain values in a result: in containers, and in attributes of other objects."""
-    for leaf in tree_leaves(tree):
-        inside = None if isinstance(leaf, torch.Tensor | type | nn.Module) else _attributes(leaf)
-        if inside and id(leaf) not in seen:
-            yield from leaves(inside, seen | {id(leaf)})
-        else:
-            yield leaf
-
-
-def _attributes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return getattr(value, "__dict__", None)
-
-
-def digest(t: torch.Tensor) -> str:
-    """A name for the bits of a tensor."""
-    if not _has_bits(t):
-        return ""
-    return hashlib.blake2b(_bits(t).cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
-        return False
-    if not (_has_bits(a) and _has_bits(b)):
-        return a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _has_bits(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
-
-
-def _bits(t: torch.Tensor) -> torch.Tensor:
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
 
 
 def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, str]]:
@@ -327,7 +271,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _formats(tree: Any) -> tuple[str, ...]:
-    return tuple(regions.FORMATS[t.dtype] for t in _tensors(tree))
+    return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
 
 
 def _in(path: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import cast_cache, kernels, weight_cast_cache
+from polymp.backends.torch.autocast import cast_cache, lending, weight_cast_cache
+from polymp.backends.torch.compat import dynamo
 
 
 class hold_casts(ContextDecorator):  # a context manager, named as torch's are
@@ -83,7 +83,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._hooks: list[Any] = []
         self._counted = [0, 0]  # casts made and served, less what the weights in hand say
 
-    @compat.untraced("a hold_casts block is entered and left outside of compiled code")
+    @dynamo.untraced("a hold_casts block is entered and left outside of compiled code")
     def __enter__(self) -> Self:
         with self._lock:
             if not self._entered:
@@ -98,7 +98,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
             self._entered += 1
         return self
 
-    @compat.untraced("a hold_casts block is entered and left outside of compiled code")
+    @dynamo.untraced("a hold_casts block is entered and left outside of compiled code")
     def __exit__(self, *exc: object) -> Literal[False]:
         with self._lock:
             if not self._entered:
@@ -127,7 +127,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                 self._count(before, 1)
                 self._take()
                 weight_cast_cache.release(before, self.check)
-                kernels.take_back(devices)
+                lending.take_back(devices)
 
     def _take(self) -> None:
         named: dict[int, tuple[str, torch.Tensor]] = {}
@@ -138,7 +138,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                     if tensor.is_floating_point() and id(tensor) not in unseen:
                         named.setdefault(id(tensor), (name, tensor))
         self._devices = frozenset(tensor.device.type for _, tensor in named.values())
-        kernels.lend(self._devices)
+        lending.lend(self._devices)
         self._held = weight_cast_cache.hold(named.values(), self.check)
         self._count(self._held, -1)
 
@@ -146,7 +146,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._count(self._held, 1)
         weight_cast_cache.release(self._held, self.check)
         self._held = []
-        kernels.take_back(self._devices)
+        lending.take_back(self._devices)
 
     @property
     def bytes(self) -> int:

@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from polymp.diagnostics import plain_text, report_text
+from polymp import plain_text
+from polymp.diagnostics import report_text
 from polymp.diagnostics.report import Report
 from tests.support import reports
 

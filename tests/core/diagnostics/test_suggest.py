@@ -12,7 +12,8 @@ import polymp
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
-from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
+from polymp.diagnostics.suggest import FIRST, suggest
+from polymp.diagnostics.suggestion import Suggestion
 from polymp.errors import PolicyError
 from polymp.rules.row import Row, Rule
 from polymp.scaling.scale_rule import LARGEST

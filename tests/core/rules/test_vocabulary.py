@@ -20,12 +20,21 @@ from typing import Any, NamedTuple
 import pytest
 
 from polymp.backends.jax.autocast import op_facts
+from polymp.rules import vocabulary as rules
 from tests.conftest import need
 from tests.support import cases, frameworks
 
 Vocabulary = dict[str, Any]
 
-KEYS = {"aten": list, "jax": list, "functions": list, "traces": list, "fp32": str, "note": str}
+KEYS = {
+    "aten": list,
+    "jax": list,
+    "functions": list,
+    "traces": list,
+    "fp32": str,
+    "note": str,
+    "picks": bool,
+}
 VARIANTS = (
     "dot_general:unbatched",
     *(f"conv_general_dilated:{kind}{n}d" for kind in ("", "transpose") for n in (1, 2, 3)),
@@ -622,3 +631,13 @@ def test_most_ops_have_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
             f"{len(ops) - both - traced} with one side"
         )
     assert both >= 120
+
+
+def test_ops_that_pick_are_of_the_class_that_does() -> None:
+    words = rules.vocabulary()
+    picking = {name for name, op in words.ops.items() if op.picks}
+    assert {"embedding", "gather", "index"} <= picking
+    assert {words.ops[name].kind for name in picking} == {"indexing"}
+    assert words.picks("take")
+    assert not words.picks("linear")
+    assert not words.picks("")

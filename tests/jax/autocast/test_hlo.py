@@ -37,7 +37,11 @@ CPU = jax.default_backend() == "cpu"
 def compiled(version: str, scanned: bool = False) -> str:
     """The optimised HLO of a train step that has run: XLA compiles some that it cannot run."""
     params, batch = transformer.parameters(SIZE, scanned=scanned), transformer.tokens(SIZE)
-    step = jax.jit(transformer.train_step(LOSSES[version])).lower(params, batch).compile()
+    step = (
+        jax.jit(transformer.train_step(LOSSES[version]))
+        .lower(params, batch)
+        .compile(hlo.AS_FOR_USERS)
+    )
     assert jnp.isfinite(step(params, batch)[1])
     return step.as_text()
 
@@ -103,7 +107,7 @@ def test_the_reader_tells_a_loop_from_what_stands_outside():
         return x @ v
 
     args = jnp.ones((24, 24)), jnp.ones((24, 40)), jnp.ones((8, 24))
-    found = hlo.contractions(jax.jit(f).lower(*args).compile().as_text())
+    found = hlo.contractions(jax.jit(f).lower(*args).compile(hlo.AS_FOR_USERS).as_text())
     assert [(c.shape, c.looped) for c in found if c.looped] == [((8, 24), True)]
     assert [(c.shape, c.looped) for c in found if not c.looped] == [((8, 40), False)]
 
@@ -220,7 +224,7 @@ def problem(length: int) -> tuple[jax.Array, jax.Array]:
 
 def casts(f: Any, length: int = 64) -> list[hlo.Instruction]:
     w, x = problem(length)
-    text = jax.jit(f).lower(w, x).compile().as_text()
+    text = jax.jit(f).lower(w, x).compile(hlo.AS_FOR_USERS).as_text()
     assert any(c.looped for c in hlo.contractions(text)), "no loop is left to look into"
     return hlo.looped_casts(text, w.size)
 

@@ -91,7 +91,7 @@ def batches() -> jax.Array:
 
 def compiled(f: Any, *args: Any) -> Any:
     """The program, after it ran: XLA compiles some that it cannot run."""
-    made = jax.jit(f, compiler_options=corpus_runs.QUICK).lower(*args).compile()
+    made = jax.jit(f, compiler_options=corpus_runs.QUICK).lower(*args).compile(hlo.AS_FOR_USERS)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(made(*args)))
     return made
 
@@ -149,7 +149,7 @@ def test_a_cast_that_a_barrier_keeps_in_a_loop_is_seen():
         return jax.lax.scan(turn, x, length=50)[0]
 
     args = jnp.ones((24, 40)), jnp.ones((40, 24)), jnp.ones((8, 24))
-    seen = hlo.repeated_casts(text(jax.jit(f).lower(*args).compile()))
+    seen = hlo.repeated_casts(text(jax.jit(f).lower(*args).compile(hlo.AS_FOR_USERS)))
     assert (24, 40) in {op.shape for op in seen}
     assert not {(40, 24), (8, 24)} & {op.shape for op in seen if op.format == "bfloat16"}
 

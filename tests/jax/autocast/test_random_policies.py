@@ -26,10 +26,14 @@ from polymp.rules.row import LOW, Rule
 from tests.support import random_policies as given
 from tests.support.frameworks import in_jax as fw
 from tests.support.random_policies import MINE, NAMES, SIZE, WRONG, Call, Framework, Module
+from tests.support.sizes import size
 
-POLICIES = 500  # traced under jit: formats, and what is recorded
-VALUED = 120  # of these, run op by op: numbers
-JITTED = 30  # and compiled
+POLICIES = size(200, 500)  # traced under jit: formats, and what is recorded
+VALUED = size(30, 120)  # of these, run op by op: numbers
+JITTED = size(8, 30)  # and compiled
+PAIRS = size(8, 25)  # of policies, under each of which one function runs in turn
+
+pytestmark = pytest.mark.sized
 
 
 @jax.jit  # two calls of a plain function from one line, here that of the interpreter, look alike
@@ -217,7 +221,7 @@ def test_jitted_programs_have_the_values() -> None:
 def test_a_program_traced_under_one_policy_is_not_used_under_another(jitted_inside: bool) -> None:
     """One function, jitted outside or inside of the region, under A, B and A again, and B, A, B."""
     rng, pairs, differ = random.Random(0), 0, 0
-    while pairs < 25:
+    while pairs < PAIRS:
         seed = rng.randrange(10_000)
         low, values = LOW[seed % 2], arguments(0)
         policies = [given.policy(seed), given.policy(seed + 10_000)]
@@ -241,4 +245,4 @@ def test_a_program_traced_under_one_policy_is_not_used_under_another(jitted_insi
                 shapes = jax.eval_shape(calls[at], values)
                 assert [s.dtype.name for s in shapes] == alone[at], (seed, order, at)
             assert len(traces) == 2, (seed, order)
-    assert differ > 15
+    assert differ > PAIRS / 2

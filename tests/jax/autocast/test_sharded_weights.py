@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import values_only
-
 # Where the program gathers its weights itself.
 OWN = (
     "explicit, resharded",
@@ -36,8 +34,8 @@ MIXED = ("shard_map, read in float32 too", "shard_map, read in float32 too, jitt
 def on_mesh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla")
     flags = (
-        f"{values_only()} --xla_force_host_platform_device_count=8 --xla_dump_to={folder} "
-        "--xla_dump_hlo_pass_re=spmd-partitioning"
+        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8 "
+        f"--xla_dump_to={folder} --xla_dump_hlo_pass_re=spmd-partitioning"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.support.jax.gathers_on_mesh", str(folder)],

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests import STRICT
-from tests.conftest import values_only
 
 SHARD_MAPS = [f"shard_map-{check}" for check in (True, False)]
 MESHES = [f"mesh-{kind}" for kind in ("Auto", "Explicit")]
@@ -24,7 +23,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def on_mesh():
-    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, *STRICT, "-m", "tests.support.jax.autocast_on_mesh"],
         cwd=Path(__file__).parents[3],

@@ -19,7 +19,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from polymp.jax import GradScaler
-from tests.conftest import values_only
 
 HISTORY = ("good", "good", "overflow", "good", "spoiled", "overflow", "overflow")
 
@@ -128,7 +127,7 @@ def test_a_copy_of_one_that_is_donated_lives_on():
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> dict[str, Any]:
-    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     folder = tmp_path_factory.mktemp("checkpoint")
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.jax.scaler_on_other_meshes", str(folder)],

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests import STRICT
-from tests.conftest import values_only
 from tests.support.jax import planted_run
 
 HELPERS = ("summed", "by_value_and_grad", "by_optimizer")
@@ -24,7 +23,7 @@ ONE_PER_DEVICE = tuple(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, *STRICT, "-m", "tests.support.jax.scaler_over_meshes"],
         cwd=Path(__file__).parents[3],

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from polymp.jax import GradScaler, ScaledState, autocast, scaled
+from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import bits, numbers
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "b": jnp.asarray([0.5, -0.0, 2.0])}
@@ -299,7 +300,11 @@ def test_the_optimizer_and_the_zeros_are_in_the_branches():
     params = jnp.ones((311, 257))
     state = ours.init(params)
     grads = jnp.ones_like(params)
-    program = jax.jit(ours.update, donate_argnums=(0, 1)).lower(grads, state, params).compile()
+    program = (
+        jax.jit(ours.update, donate_argnums=(0, 1))
+        .lower(grads, state, params)
+        .compile(AS_FOR_USERS)
+    )
     text = program.as_text()
     main = text[text.index("ENTRY ") :]
     assert text.count(" conditional(") == 1

@@ -20,7 +20,6 @@ from flax import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.jax import autocast
 from tests import STRICT
-from tests.conftest import values_only
 from tests.support.jax.scaler_problem import (
     STEPS,
     bound,
@@ -193,7 +192,7 @@ def test_an_nnx_model_that_is_changed_in_place():
 
 @pytest.fixture(scope="module")
 def on_mesh() -> dict[str, Any]:
-    flags = f"{values_only()} --xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, *STRICT, "-m", "tests.support.jax.scaler_on_mesh"],
         cwd=Path(__file__).parents[3],

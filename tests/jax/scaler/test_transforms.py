@@ -15,6 +15,7 @@ from jax import export
 
 from polymp.backends.jax.scaler import optimizer_step
 from polymp.jax import GradScaler, autocast, scaled, upper
+from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import KINDS, bits, flat, kinds, numbers, values, with_shape
 
 
@@ -140,7 +141,9 @@ def compiled(step: Any) -> tuple[str, float]:
     """The HLO, and the memory for intermediate results in copies of the weights."""
     w = jnp.ones(SHAPE)
     run = jax.jit(step, donate_argnums=(0, 1, 2))
-    program = run.lower(GradScaler(), w, ADAM.init(w), jnp.ones((5, SHAPE[0]))).compile()
+    program = run.lower(GradScaler(), w, ADAM.init(w), jnp.ones((5, SHAPE[0]))).compile(
+        AS_FOR_USERS
+    )
     return program.as_text(), program.memory_analysis().temp_size_in_bytes / w.nbytes
 
 
@@ -194,7 +197,7 @@ def for_platform(platform: str) -> tuple[str, str]:
     arguments = GradScaler(), w, ADAM.init(w), jnp.ones((5, SHAPE[0]))
     anywhere = [export.DisabledSafetyCheck.platform()]
     made = export.export(run, platforms=[platform], disabled_checks=anywhere)(*arguments)
-    return made.mlir_module(), jax.jit(made.call).lower(*arguments).compile().as_text()
+    return made.mlir_module(), jax.jit(made.call).lower(*arguments).compile(AS_FOR_USERS).as_text()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ FORMATS = {
     "c128": "complex128",
 }
 LOW = {"bfloat16", "float16"}
+# Options for `compile`, so that what is read is what users get: the flags in tests/conftest.py ask
+# for XLA's older way to make code of a fusion, where it has one.
+AS_FOR_USERS: dict[str, Any] = (
+    {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+)
 # Libraries that XLA calls for a contraction: cuBLAS, cuDNN, oneDNN, Eigen.
 _LIBRARY = re.compile(r"gemm|matmul|dot|conv", re.IGNORECASE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import dtensor
 from polymp.backends.torch.scaler import distributed
 from polymp.errors import StuckError
 from polymp.torch import GradScaler
@@ -232,7 +232,7 @@ def meshes() -> Notes:
     def on(mesh: DeviceMesh) -> torch.Tensor:
         return distribute_tensor(torch.ones(4), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
 
-    notes: Notes = {"same": (one is other, len(compat.meshes([on(one), on(other), on(one)])))}
+    notes: Notes = {"same": (one is other, len(dtensor.meshes([on(one), on(other), on(one)])))}
     alone = DeviceMesh("cpu", [0])
     circles = {
         "one": distributed.circle([on(one), torch.ones(2), on(other)]),

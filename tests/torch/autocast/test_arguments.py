@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import policy_code
 from polymp.torch import autocast, cpu, cuda, is_autocast_available
 from tests.support.torch.version_changes import VERSION
 
@@ -85,7 +85,8 @@ RIGHT: tuple[Any, ...] = (
 @pytest.mark.parametrize("call", RIGHT, ids=_call)
 def test_right_arguments_give_what_torch_gives(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a process that has used no policy: others refuse maia, see test_leaving_and_keys.
-    monkeypatch.setattr(regions, "_policies", {regions._NONE: {}})
+    for code in set(policy_code.POLICIES) - {policy_code.NONE}:
+        monkeypatch.delitem(policy_code.POLICIES, code)
     args, kwargs = call
     ours = outcome(autocast, *args, **kwargs)
     assert ours == outcome(torch.autocast, *args, **kwargs)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polymp import PolicyError, policy
-from polymp.backends.torch.autocast import cast_cache, regions
+from polymp.backends.torch.autocast import cast_cache, policy_code, regions
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row, Rule
 from polymp.torch import GradScaler, autocast
@@ -22,7 +22,7 @@ X = torch.ones(1, 4)
 
 
 def thread_wide() -> tuple[object, ...]:
-    slots = [(torch.is_autocast_enabled(s), torch.get_autocast_dtype(s)) for s in regions._SLOTS]
+    slots = [(torch.is_autocast_enabled(s), torch.get_autocast_dtype(s)) for s in policy_code.SLOTS]
     return torch.is_autocast_cache_enabled(), *slots
 
 
@@ -33,10 +33,10 @@ def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() 
     a.__enter__()
     b.__enter__()
     a.__exit__()
-    left = regions.policy_of("xpu")
+    left = policy_code.policy_of("xpu")
     assert left is not None
     assert left.name == "b"
-    assert regions.policy_of("cpu") is None
+    assert policy_code.policy_of("cpu") is None
     assert torch.is_autocast_cache_enabled()
     b.__exit__()
     assert thread_wide() == before
@@ -49,7 +49,7 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise PolicyError("no code left")
 
-    monkeypatch.setattr(regions, "_code_inside", full)
+    monkeypatch.setattr(policy_code, "inside", full)
     with pytest.raises(PolicyError), region:
         pass
     assert (thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)) == before

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import kernels, recurrent, torch_table
+from polymp.backends.torch.autocast import kernels, lending, recurrent, torch_table
+from polymp.backends.torch.compat import nn_modules
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from tests.support.torch.inside import inside
@@ -47,7 +47,7 @@ def flattened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             for w, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
                 w.set_(part.view(w.shape))
 
-    monkeypatch.setattr(compat, "flatten_rnn_weights", flatten)
+    monkeypatch.setattr(nn_modules, "flatten_rnn_weights", flatten)
     monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda t: True)
     return asked
 
@@ -217,7 +217,7 @@ def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("low", LOW)
 def test_held_casts_and_policies_that_agree_leave_torch_its_kernel(low: str) -> None:
-    assert not {"_cudnn_rnn", "miopen_rnn"} & kernels.lowered("cuda")
+    assert not {"_cudnn_rnn", "miopen_rnn"} & lending.lowered("cuda")
     for name in ("amp", "torch-cuda", "lean"):
         assert torch_table.agrees("cuda", policy_files.load(name), "_cudnn_rnn", low)
     assert not torch_table.agrees("cuda", policy_files.load({}), "_cudnn_rnn", low)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import cast_cache, kernels, torch_table
-from polymp.backends.torch.compat import overload
+from polymp.backends.torch.autocast import front_kernel, op_facts, torch_table
+from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Apply, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -63,7 +62,7 @@ def test_counts_by_rule(device, low):
 
 def test_the_vocabulary_names_what_torch_has_and_what_other_versions_have():
     names = {name for op in vocabulary().ops.values() for name in op.aten if "::" not in name}
-    assert {name for name in names if overload(name) is None} == LACKS
+    assert {name for name in names if dispatcher.overload(name) is None} == LACKS
     assert not LACKS & {op for device in torch_table.DEVICES for op in ruled(device)}
 
 
@@ -80,10 +79,10 @@ def test_an_op_that_torch_did_not_register_yet_has_no_row_of_torchs(monkeypatch)
 
 def test_overloads_with_named_dimensions_are_left_to_torch():
     registered = {
-        op for d in torch_table.DEVICES for op in compat.registered(compat.autocast_key(d))
+        op for d in torch_table.DEVICES for op in dispatcher.registered(dispatcher.autocast_key(d))
     }
-    registered = {op for op in registered if op.partition(".")[0] not in cast_cache.WRITERS}  # ours
-    assert {op for op in registered if compat.takes_names(op)} == (
+    registered = {op for op in registered if op.partition(".")[0] not in op_facts.WRITERS}  # ours
+    assert {op for op in registered if dispatcher.takes_names(op)} == (
         {*NAMED} if VERSION < (2, 13) else set()
     )
     assert not any(torch_table.kernels(device) & {*NAMED} for device in torch_table.DEVICES)
@@ -105,6 +104,6 @@ def test_a_device_without_a_table_has_an_empty_policy():
 
 
 def test_kernels_are_read_before_ours_stand_beside_them():
-    kernels.install_for_transforms("cpu")
+    front_kernel.put_on("cpu")
     assert "add_.Tensor" not in torch_table.kernels("cpu")
     assert not any(op.endswith("_") for op in torch_table.kernels("cpu"))

@@ -14,8 +14,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp import versions
-from polymp.backends.torch import compat
-from polymp.backends.torch.autocast import regions
+from polymp.backends.torch.autocast import dtype_names, policy_code
+from polymp.backends.torch.compat import (
+    accelerators,
+    autograd,
+    dispatcher,
+    distributed,
+    dtensor,
+    dynamo,
+    export,
+    flop_count,
+    modes,
+    nn_modules,
+    optimizers,
+    storage,
+)
 from tests.support.torch.compiled import Count
 
 ROOT = Path(__file__).parents[3]
@@ -23,34 +36,34 @@ ROOT = Path(__file__).parents[3]
 
 def test_autocast_keys_exist_for_the_devices_that_have_tables():
     for device in ("cpu", "cuda", "mps", "xpu"):
-        key = compat.autocast_key(device)
+        key = dispatcher.autocast_key(device)
         assert hasattr(torch._C.DispatchKey, key)
-        assert compat.registered(key), f"torch registers nothing on {key}"
+        assert dispatcher.registered(key), f"torch registers nothing on {key}"
 
 
 def test_registered_names_are_overloads():
-    for name in compat.registered("AutocastCPU") | compat.registered("AutocastCUDA"):
-        op = compat.overload(name)
+    for name in dispatcher.registered("AutocastCPU") | dispatcher.registered("AutocastCUDA"):
+        op = dispatcher.overload(name)
         assert op is not None, name
         assert op.name() == f"aten::{name}"
-    assert compat.overload("no_such_op") is None
-    assert compat.overload("mm.no_such_overload") is None
+    assert dispatcher.overload("no_such_op") is None
+    assert dispatcher.overload("mm.no_such_overload") is None
 
 
 def test_excluding_the_key_turns_autocast_off_inside():
-    with compat.ExcludeKeys(compat.keyset("AutocastCPU")):
+    with dispatcher.ExcludeKeys(dispatcher.keyset("AutocastCPU")):
         with torch.autocast("cpu"):
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
     torch.set_autocast_enabled("cpu", True)
     try:
-        with compat.ExcludeKeys(compat.keyset("AutocastCPU")):
+        with dispatcher.ExcludeKeys(dispatcher.keyset("AutocastCPU")):
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
     finally:
         torch.set_autocast_enabled("cpu", False)
 
 
 def test_below_leaves_the_key_and_all_above_it_out():
-    keys = compat.below("AutocastCPU")
+    keys = dispatcher.below("AutocastCPU")
     assert not keys.has(torch._C.DispatchKey.AutocastCPU)
     assert not keys.has(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
     assert keys.has(torch._C.DispatchKey.AutogradCPU)
@@ -64,13 +77,13 @@ def test_the_front_key_is_where_torch_func_looks_first():
     library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
     seen = []
     op = torch.ops.polymp_front.twice.default
-    front = torch.library.get_kernel(op, compat.FUNC_FRONT)
+    front = torch.library.get_kernel(op, dispatcher.FUNC_FRONT)
 
     def kernel(keys, x):
         seen.append(x.shape)
         return front.call_boxed(keys, x)
 
-    compat.put(library, "twice", kernel, compat.FUNC_FRONT)
+    dispatcher.put(library, "twice", kernel, dispatcher.FUNC_FRONT)
     assert torch.equal(torch.func.vmap(op)(torch.ones(3, 2)), torch.full((3, 2), 2.0))
     assert seen == [(2,)], "the kernel did not see one row of the batch"
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
@@ -79,21 +92,21 @@ def test_the_front_key_is_where_torch_func_looks_first():
 
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
-    before = [torch.get_autocast_dtype(slot) for slot in regions._SLOTS]
+    before = [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS]
     seen = []
-    for slot in regions._SLOTS:
+    for slot in policy_code.SLOTS:
         with pytest.raises((RuntimeError, NotImplementedError)):
             torch.ones(1, device=slot)
-        for dtype in regions.FORMATS:
+        for dtype in dtype_names.NAMES:
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
     thread = threading.Thread(
-        target=lambda: seen.extend(torch.get_autocast_dtype(slot) for slot in regions._SLOTS)
+        target=lambda: seen.extend(torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS)
     )
     thread.start()
     thread.join()
-    assert seen == list(regions._NONE), "a new thread starts with no policy"
-    for slot, dtype in zip(regions._SLOTS, before, strict=True):
+    assert seen == list(policy_code.NONE), "a new thread starts with no policy"
+    for slot, dtype in zip(policy_code.SLOTS, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
 
 
@@ -107,7 +120,7 @@ def test_dynamo_has_the_switch_that_keeps_a_frame_from_being_compiled():
 def test_a_function_marked_as_run_at_trace_time_is():
     calls = []
 
-    @compat.at_trace_time
+    @dynamo.at_trace_time
     def constant(n):
         calls.append(n)
         return n + 1
@@ -140,7 +153,7 @@ def test_fused_scaler_kernels_keep_their_signatures():
 def test_cuda_missing_reads_what_torch_amp_reads(monkeypatch):
     for said in (True, False):
         monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda s=said: s)
-        assert compat.cuda_missing() is said
+        assert accelerators.cuda_missing() is said
 
 
 def test_versions():
@@ -155,19 +168,19 @@ def test_an_op_of_a_library_is_found_by_what_a_user_has_of_it():
 
     packet = torch.ops.polymp_names.same
     for given in ("polymp_names::same", same, packet, packet.default):
-        assert compat.qualified_name(given) == "polymp_names::same"
-    assert compat.overload("polymp_names::same") is packet.default
-    assert compat.qualified_name(torch.relu) is None
-    assert not compat.has_kernel("polymp_names::same", "AutocastCPU")
+        assert dispatcher.qualified_name(given) == "polymp_names::same"
+    assert dispatcher.overload("polymp_names::same") is packet.default
+    assert dispatcher.qualified_name(torch.relu) is None
+    assert not dispatcher.has_kernel("polymp_names::same", "AutocastCPU")
     same.register_autocast("cpu", torch.bfloat16)
-    assert compat.has_kernel("polymp_names::same", "AutocastCPU")
+    assert dispatcher.has_kernel("polymp_names::same", "AutocastCPU")
 
 
 def test_a_number_may_stand_for_a_tensor():
     x = torch.tensor([5.0, 7.0])
-    assert compat.calling(torch.ops.aten.remainder.Tensor)(x, 4).tolist() == [1.0, 3.0]
-    assert compat.calling(torch.ops.aten.add.Tensor)(x, 1, alpha=2).tolist() == [7.0, 9.0]
-    assert compat.calling(torch.ops.aten.relu.default)(-x).tolist() == [0.0, 0.0]
+    assert dispatcher.calling(torch.ops.aten.remainder.Tensor)(x, 4).tolist() == [1.0, 3.0]
+    assert dispatcher.calling(torch.ops.aten.add.Tensor)(x, 1, alpha=2).tolist() == [7.0, 9.0]
+    assert dispatcher.calling(torch.ops.aten.relu.default)(-x).tolist() == [0.0, 0.0]
 
 
 def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
@@ -175,14 +188,14 @@ def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
 
     def kernel(keys, x):
         seen.append(x.shape)
-        with compat.ExcludeKeys(compat.keyset("AutocastCPU")):
+        with dispatcher.ExcludeKeys(dispatcher.keyset("AutocastCPU")):
             return torch.ops.aten.erfinv.default(x)
 
     x = torch.zeros(3, dtype=torch.bfloat16)
     with torch.autocast("cpu"):
         before = torch.erfinv(x).dtype
-        with compat.temporary_library("aten") as library:
-            compat.put(library, "erfinv", kernel, "AutocastCPU")
+        with dispatcher.temporary_library("aten") as library:
+            dispatcher.put(library, "erfinv", kernel, "AutocastCPU")
             torch.erfinv(x)
         assert seen == [(3,)]
         assert torch.erfinv(x).dtype is before
@@ -192,9 +205,12 @@ def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
 def test_a_kernel_goes_over_one_of_another_library():
     """torch up to 2.12 refuses it unless it is asked not to."""
     x = torch.ones(2)
-    with compat.temporary_library("aten") as below, compat.temporary_library("aten") as above:
-        compat.put(below, "erfinv", lambda keys, x: x + 1, "AutocastCPU")
-        compat.put(above, "erfinv", lambda keys, x: x + 2, "AutocastCPU")
+    with (
+        dispatcher.temporary_library("aten") as below,
+        dispatcher.temporary_library("aten") as above,
+    ):
+        dispatcher.put(below, "erfinv", lambda keys, x: x + 1, "AutocastCPU")
+        dispatcher.put(above, "erfinv", lambda keys, x: x + 2, "AutocastCPU")
         with torch.autocast("cpu"):
             assert torch.equal(torch.erfinv(x), x + 2)
 
@@ -226,27 +242,27 @@ def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_r
 
 def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
     t = torch.ones(4, 4)
-    key, reference = compat.storage_key(t), compat.storage_reference(t)
-    assert key == compat.storage_key(t[1:].t()) == compat.storage_key(t.detach()) != 0
-    assert key != compat.storage_key(t.clone())
-    assert compat.storage_key(t.to_sparse()) == 0
+    key, reference = storage.storage_key(t), storage.storage_reference(t)
+    assert key == storage.storage_key(t[1:].t()) == storage.storage_key(t.detach()) != 0
+    assert key != storage.storage_key(t.clone())
+    assert storage.storage_key(t.to_sparse()) == 0
     assert not reference.expired()
     del t
     assert reference.expired()
-    assert key not in {compat.storage_key(torch.ones(4, 4)) for _ in range(100)}
+    assert key not in {storage.storage_key(torch.ones(4, 4)) for _ in range(100)}
 
 
 def test_modules_whose_calls_run_are_read_off_the_stack():
     class Inner(torch.nn.Module):
         def forward(self):
-            return [*compat.running_modules()]
+            return [*nn_modules.running_modules()]
 
     inner = Inner()
     outer = torch.nn.Sequential(inner)
     inner.register_forward_hook(lambda *_: None)
     outer.forward = lambda: inner()
     assert outer() == [inner, outer]
-    assert [*compat.running_modules()] == []
+    assert [*nn_modules.running_modules()] == []
 
 
 def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
@@ -265,10 +281,10 @@ def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
 
     t = torch.ones(2)
     plain = (t, torch.nn.Parameter(t), torch.nn.Buffer(t), Named(t))
-    assert all(map(compat.is_plain, plain))
-    assert not any(map(compat.is_plain, (t.as_subclass(Function), t.as_subclass(Dispatch))))
+    assert all(map(modes.is_plain, plain))
+    assert not any(map(modes.is_plain, (t.as_subclass(Function), t.as_subclass(Dispatch))))
     with FakeTensorMode():
-        assert not compat.is_plain(torch.ones(2))
+        assert not modes.is_plain(torch.ones(2))
 
 
 # --- what the scaler asks for ---------------------------------------------------------------------
@@ -296,14 +312,14 @@ def test_the_fused_kernel_unscales_the_dtypes_that_are_named(device):
         grad = torch.full((2,), 8.0, dtype=dtype, device=device)
         found, inverse = torch.zeros((), device=device), torch.tensor(0.5, device=device)
         call = torch._amp_foreach_non_finite_check_and_unscale_, [grad], found, inverse
-        if compat.unscales(device, dtype):
+        if optimizers.unscales(device, dtype):
             call[0](*call[1:])
             assert grad.tolist() == [4.0, 4.0]
         else:
             with pytest.raises((RuntimeError, NotImplementedError), match="not implemented"):
                 call[0](*call[1:])
-    assert compat.unscales("cuda", torch.float16)
-    assert not compat.unscales("cuda", torch.bfloat16)
+    assert optimizers.unscales("cuda", torch.float16)
+    assert not optimizers.unscales("cuda", torch.bfloat16)
 
 
 def test_the_fused_kernel_refuses_sparse_gradients_before_it_changes_any():
@@ -317,13 +333,13 @@ def test_no_tensor_is_a_dtensor_before_somebody_imports_them():
     """And polymp does not."""
     script = (
         "import sys, torch, polymp.torch\n"
-        "from polymp.backends.torch import compat\n"
+        "from polymp.backends.torch.compat import dtensor\n"
         "x = torch.ones(2)\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"
-        "assert compat._dtensor() is None\n"
-        "assert compat.local(x) is x and compat.meshes([x]) == [] and not compat.is_partial(x)\n"
+        "assert dtensor._dtensor() is None\n"
+        "assert dtensor.local(x) is x and dtensor.meshes([x]) == [] and not dtensor.is_partial(x)\n"
         "import torch.distributed.tensor\n"
-        "assert compat._dtensor() is torch.distributed.tensor.DTensor\n"
+        "assert dtensor._dtensor() is torch.distributed.tensor.DTensor\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -333,13 +349,13 @@ def test_local_shares_the_memory_of_a_dtensor(alone):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     whole = distribute_tensor(torch.ones(4), alone, [Shard(0)]).requires_grad_()
-    part = compat.local(whole)
+    part = dtensor.local(whole)
     assert type(part) is torch.Tensor
     assert not part.requires_grad
     part.mul_(2)
     assert whole.full_tensor().tolist() == [2.0] * 4
     plain = torch.ones(2)
-    assert compat.local(plain) is plain
+    assert dtensor.local(plain) is plain
 
 
 def test_meshes_are_named_once_in_the_order_of_their_use(alone):
@@ -357,8 +373,8 @@ def test_meshes_are_named_once_in_the_order_of_their_use(alone):
             (other, [Shard(0), Replicate()]),
         )
     ]
-    assert compat.meshes([torch.ones(1), *made]) == [other, alone]
-    assert compat.meshes([torch.ones(1)]) == []
+    assert dtensor.meshes([torch.ones(1), *made]) == [other, alone]
+    assert dtensor.meshes([torch.ones(1)]) == []
     assert [other.get_group(axis).size() for axis in range(other.ndim)] == [1, 1]
 
 
@@ -367,11 +383,11 @@ def test_a_sum_that_is_not_made_yet_is_partial(alone):
 
     for placement in (Partial(), Replicate(), Shard(0)):
         tensor = DTensor.from_local(torch.ones(2), alone, [placement])
-        assert compat.is_partial(tensor) is isinstance(placement, Partial)
-        made = compat.added_up(tensor)
-        assert not compat.is_partial(made)
-        assert compat.local(made).tolist() == [1.0, 1.0]
-    assert not compat.is_partial(torch.ones(2))
+        assert dtensor.is_partial(tensor) is isinstance(placement, Partial)
+        made = dtensor.added_up(tensor)
+        assert not dtensor.is_partial(made)
+        assert dtensor.local(made).tolist() == [1.0, 1.0]
+    assert not dtensor.is_partial(torch.ones(2))
 
 
 @pytest.mark.parametrize("original", [True, False])
@@ -379,7 +395,7 @@ def test_parameters_of_fsdp1_are_known_by_its_mark(alone, original):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     plain = torch.nn.Linear(2, 2)
-    assert not any(map(compat.in_fsdp1, plain.parameters()))
+    assert not any(map(distributed.in_fsdp1, plain.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 is deprecated
         wrapped = FullyShardedDataParallel(
@@ -387,28 +403,28 @@ def test_parameters_of_fsdp1_are_known_by_its_mark(alone, original):
         )
     params = list(wrapped.parameters())
     assert params
-    assert all(map(compat.in_fsdp1, params))
+    assert all(map(distributed.in_fsdp1, params))
 
 
 def test_a_group_is_spoken_to_on_a_device_that_it_knows(alone):
     import torch.distributed as dist
 
     found = torch.zeros(())
-    assert compat.speaking(dist.group.WORLD, found) is found
+    assert distributed.speaking(dist.group.WORLD, found) is found
     with FakeTensorMode():
         elsewhere = torch.zeros((), device="cuda")
         kinds = dist.get_backend_config(dist.group.WORLD)
         expected = "cuda" if "cuda:" in kinds else "cpu"
-        assert compat.speaking(dist.group.WORLD, elsewhere).device.type == expected
+        assert distributed.speaking(dist.group.WORLD, elsewhere).device.type == expected
 
 
 def test_fsdp1_marks_the_parameters_that_it_takes_over():
     from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
 
     param = torch.nn.Parameter(torch.ones(2))
-    assert not compat.in_fsdp1(param)
+    assert not distributed.in_fsdp1(param)
     _set_fsdp_flattened(param)
-    assert compat.in_fsdp1(param)
+    assert distributed.in_fsdp1(param)
 
 
 def test_a_tensor_goes_to_a_device_that_the_group_speaks(monkeypatch):
@@ -420,7 +436,7 @@ def test_a_tensor_goes_to_a_device_that_the_group_speaks(monkeypatch):
         ("meta:fake", "meta"),
     ):
         monkeypatch.setattr("torch.distributed.get_backend_config", lambda group, c=config: c)
-        there = compat.speaking(None, tensor)
+        there = distributed.speaking(None, tensor)
         assert there.device.type == device
         assert (there is tensor) == (device == "cpu")
 
@@ -429,12 +445,12 @@ def test_a_scaler_of_torchs_notes_what_it_has_unscaled():
     w = torch.ones(2, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([w], lr=1.0), torch.amp.GradScaler("cpu")
     scaler.scale(w.sum()).backward()
-    assert not compat.unscaled_by_torch(optimizer)
+    assert not optimizers.unscaled_by_torch(optimizer)
     scaler.unscale_(optimizer)
-    assert compat.unscaled_by_torch(optimizer)
-    assert not compat.unscaled_by_torch(torch.optim.SGD([w], lr=1.0))
+    assert optimizers.unscaled_by_torch(optimizer)
+    assert not optimizers.unscaled_by_torch(torch.optim.SGD([w], lr=1.0))
     scaler.update()
-    assert not compat.unscaled_by_torch(optimizer)
+    assert not optimizers.unscaled_by_torch(optimizer)
 
 
 def test_steps_of_torch_s_optimizers_are_in_the_two_wrappers_that_are_left_out():
@@ -442,32 +458,34 @@ def test_steps_of_torch_s_optimizers_are_in_the_two_wrappers_that_are_left_out()
     kinds = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Rprop]
     for kind in kinds:
         optimizer = kind([w], lr=0.5)  # the outer wrapper comes with the first of a class
-        assert compat._breaks_graphs(kind)
+        assert optimizers._breaks_graphs(kind)
         assert optimizer.defaults["differentiable"] is False
-    assert not compat._breaks_graphs(torch.optim.LBFGS)
+    assert not optimizers._breaks_graphs(torch.optim.LBFGS)
 
     class Own(torch.optim.SGD):
         def step(self, closure=None):
             return super().step(closure)
 
     Own([w], lr=0.5)
-    assert not compat._breaks_graphs(Own)
+    assert not optimizers._breaks_graphs(Own)
 
 
 def test_the_lists_that_an_optimizer_s_state_is_gathered_in():
-    lists = {k: compat._lists_of(k) for k in (torch.optim.SGD, torch.optim.Adam, torch.optim.Muon)}
+    lists = {
+        k: optimizers._lists_of(k) for k in (torch.optim.SGD, torch.optim.Adam, torch.optim.Muon)
+    }
     assert lists == {torch.optim.SGD: 3, torch.optim.Adam: 6, torch.optim.Muon: 3}
-    assert compat._lists_of(torch.optim.LBFGS) is None
+    assert optimizers._lists_of(torch.optim.LBFGS) is None
 
     class Own(torch.optim.SGD):
         def _init_group(self, group):
             raise AssertionError
 
-    assert compat._lists_of(Own) is None
+    assert optimizers._lists_of(Own) is None
 
 
 def test_what_is_not_traced_breaks_a_graph_and_says_why():
-    @compat.untraced("for a reason")
+    @dynamo.untraced("for a reason")
     def read(x):
         return x.sum().item()
 
@@ -486,7 +504,7 @@ def test_what_records_ops_is_seen() -> None:
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(compat.is_recorded())
+        seen.append(modes.is_recorded())
         return x
 
     x = torch.ones(2, requires_grad=True)
@@ -506,7 +524,7 @@ def test_what_records_ops_is_seen() -> None:
         look(torch.ones(2))
     make_fx(look)(x.detach())
     assert seen == [True] * 6
-    assert not compat.is_recorded()
+    assert not modes.is_recorded()
 
 
 def test_a_mode_that_only_looks_on_records_nothing() -> None:
@@ -514,11 +532,11 @@ def test_a_mode_that_only_looks_on_records_nothing() -> None:
         looks_on = True
 
     with Looks():
-        assert not compat.is_recorded()
+        assert not modes.is_recorded()
         with TorchDispatchMode():
-            assert compat.is_recorded()
+            assert modes.is_recorded()
     with TorchDispatchMode(), Looks():
-        assert compat.is_recorded()
+        assert modes.is_recorded()
 
 
 def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
@@ -529,8 +547,8 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     class Looks(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is not torch.ops.aten.detach.default:
-                below.append(compat.latest_node())
-                behind.append(compat.backward_node())
+                below.append(autograd.latest_node())
+                behind.append(autograd.backward_node())
             return func(*args, **(kwargs or {}))
 
     x = torch.ones(2, requires_grad=True)
@@ -538,10 +556,10 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
         y = x.exp().sin()
     assert behind == [None, None]
     assert below == [y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()]
-    assert compat.latest_node() == below[-1]
+    assert autograd.latest_node() == below[-1]
     with torch.no_grad():
         x.exp()
-    assert compat.latest_node() == below[-1], "no node, no number"
+    assert autograd.latest_node() == below[-1], "no node, no number"
     exponential, sine = below
     below.clear()
     behind.clear()
@@ -549,12 +567,12 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     with Looks():
         y.backward(given)
     assert set(behind) == {sine, exponential, -1}, "-1 where a gradient is accumulated"
-    assert compat.backward_node() is None
+    assert autograd.backward_node() is None
 
 
 def test_what_a_recording_mode_asks_first() -> None:
     def record(x: torch.Tensor) -> torch.Tensor:
-        compat.decompositions(compat.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
+        export.decompositions(export.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
         return torch.tanh(x)
 
     called = {node.target for node in make_fx(record)(torch.ones(2)).graph.nodes}
@@ -571,29 +589,31 @@ def test_a_module_is_called_by_the_code_that_is_named() -> None:
 
     module = Seen()
     module()
-    assert seen[0].f_code is compat.MODULE_CALL
+    assert seen[0].f_code is nn_modules.MODULE_CALL
     assert seen[0].f_locals["self"] is module
 
 
 def test_flops_are_known_of_the_kernels_that_have_some() -> None:
     aten = torch.ops.aten
     a, b = torch.ones(2, 3), torch.ones(3, 5)
-    assert compat.flops(aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
-    assert compat.flops(aten.addmm.default, (torch.ones(5), a, b), {}, a @ b) == 2 * 2 * 3 * 5
-    assert compat.flops(aten.exp.default, (a,), {}, a.exp()) == 0
+    assert flop_count.flops(aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert flop_count.flops(aten.addmm.default, (torch.ones(5), a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert flop_count.flops(aten.exp.default, (a,), {}, a.exp()) == 0
     q = torch.ones(1, 2, 3, 4)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     out, logsumexp = kernel(q, q, q)
-    assert compat.flops(kernel.default, (q, q, q), {}, (out, logsumexp)) == 2 * 2 * (2 * 3 * 3 * 4)
+    assert flop_count.flops(kernel.default, (q, q, q), {}, (out, logsumexp)) == 2 * 2 * (
+        2 * 3 * 3 * 4
+    )
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = out, q, q, q, out, logsumexp, 0.0, False
     made = backward(*given)
-    assert compat.flops(backward.default, given, {}, made) == 5 * 2 * (2 * 3 * 3 * 4)
+    assert flop_count.flops(backward.default, given, {}, made) == 5 * 2 * (2 * 3 * 3 * 4)
     k, v = torch.ones(1, 1, 7, 4), torch.ones(1, 1, 7, 5)  # both heads of queries share them
     scores, results = 2 * (2 * 3 * 7 * 4), 2 * (2 * 3 * 7 * 5)
-    assert compat.flops(kernel.default, (q, k, v), {}, None) == scores + results
+    assert flop_count.flops(kernel.default, (q, k, v), {}, None) == scores + results
     given = torch.ones(1, 2, 3, 5), q, k, v
-    assert compat.flops(backward.default, given, {}, None) == 3 * scores + 2 * results
+    assert flop_count.flops(backward.default, given, {}, None) == 3 * scores + 2 * results
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -609,18 +629,18 @@ def test_flops_of_convolutions_and_their_gradients(transposed: bool, groups: int
     out = aten.convolution(x, w, None, *rest)
     places = 3 * (8 if transposed else 4)  # each of the windows' places, in all examples
     flops = 2 * places * 4 * 6 * 3 // groups
-    assert compat.flops(aten.convolution.default, (x, w, None, *rest), {}, out) == flops
+    assert flop_count.flops(aten.convolution.default, (x, w, None, *rest), {}, out) == flops
     given = out, x, w, [0], *rest, [True, True, False]
     made = aten.convolution_backward(*given)
-    assert compat.flops(aten.convolution_backward.default, given, {}, made) == 2 * flops
+    assert flop_count.flops(aten.convolution_backward.default, given, {}, made) == 2 * flops
     one = *given[:-1], [False, True, False]
-    assert compat.flops(aten.convolution_backward.default, one, {}, made) == flops
+    assert flop_count.flops(aten.convolution_backward.default, one, {}, made) == flops
 
 
 def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
     seen: list[torch.Tensor] = []
     x = torch.ones(2, requires_grad=True)
-    with compat.saved_tensors_shown(seen.append), compat.saved_tensors_shown(seen.append):
+    with autograd.saved_tensors_shown(seen.append), autograd.saved_tensors_shown(seen.append):
         refuses = torch.autograd.graph.disable_saved_tensors_hooks("refuses")
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             with pytest.raises(RuntimeError, match="refuses"):
@@ -630,8 +650,8 @@ def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
         y = x.exp()
         assert len(seen) == 1, "the inner one sees it, as of any hooks"
         assert seen[0].data_ptr() == y.data_ptr()
-    assert torch.autograd.graph.disable_saved_tensors_hooks is compat._DISABLE
-    assert compat._showing == {}
+    assert torch.autograd.graph.disable_saved_tensors_hooks is autograd._DISABLE
+    assert autograd._showing == {}
 
 
 def test_standing_in_for_cuda(monkeypatch) -> None:
@@ -639,71 +659,71 @@ def test_standing_in_for_cuda(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     elsewhere = []
-    with compat.stand_in("cuda"):
-        assert not compat.cuda_missing()
-        assert not compat.cuda_lacks_bfloat16()
-        thread = threading.Thread(target=lambda: elsewhere.append(compat.cuda_missing()))
+    with accelerators.stand_in("cuda"):
+        assert not accelerators.cuda_missing()
+        assert not accelerators.cuda_lacks_bfloat16()
+        thread = threading.Thread(target=lambda: elsewhere.append(accelerators.cuda_missing()))
         thread.start()
         thread.join()
     assert elsewhere == [True]
-    assert compat.cuda_missing()
-    assert compat.cuda_lacks_bfloat16()
+    assert accelerators.cuda_missing()
+    assert accelerators.cuda_lacks_bfloat16()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_a_device_that_is_not_there_has_a_guard_in_the_block(device: str) -> None:
     """Without a guard, autograd on its tensors ends the process; it is taken away again."""
-    guards = compat._guards()
+    guards = accelerators._guards()
     assert guards is not None, "libc10.so does not show its guards"
     before = list(guards)
-    with compat.stand_in(device) as differentiable, FakeTensorMode():
+    with accelerators.stand_in(device) as differentiable, FakeTensorMode():
         x = torch.empty(4, 4, device=device, requires_grad=True)
         assert differentiable
         assert (x[:2] @ x).grad_fn is not None
     assert list(guards) == before
-    assert (before[compat._NUMBERS["cuda"]] is None) != torch.cuda._is_compiled()
+    assert (before[accelerators._NUMBERS["cuda"]] is None) != torch.cuda._is_compiled()
 
 
 def test_autocast_keys_of_several_devices_in_one_set() -> None:
-    both = compat.autocast_keys(["cpu", "cuda"])
+    both = dispatcher.autocast_keys(["cpu", "cuda"])
     for device in ("cpu", "cuda"):
-        assert both.has(getattr(torch._C.DispatchKey, compat.autocast_key(device)))
-    assert not compat.autocast_keys(["cpu"]).has(torch._C.DispatchKey.AutocastCUDA)
+        assert both.has(getattr(torch._C.DispatchKey, dispatcher.autocast_key(device)))
+    assert not dispatcher.autocast_keys(["cpu"]).has(torch._C.DispatchKey.AutocastCUDA)
     a = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.bfloat16
-        with compat.ExcludeKeys(compat.autocast_keys(["cpu"])):
+        with dispatcher.ExcludeKeys(dispatcher.autocast_keys(["cpu"])):
             assert (a @ a).dtype is torch.float32
 
 
 def test_the_innermost_mode_and_whether_one_sees_this_thread() -> None:
     outer, inner = TorchDispatchMode(), TorchDispatchMode()
-    assert compat.innermost_mode() is None
+    assert modes.innermost_mode() is None
     with outer:
-        assert compat.innermost_mode() is outer
-        assert compat.sees(outer)
+        assert modes.innermost_mode() is outer
+        assert modes.sees(outer)
         with inner:
-            assert compat.innermost_mode() is inner
-            assert compat.sees(outer)
-        assert not compat.sees(inner)
+            assert modes.innermost_mode() is inner
+            assert modes.sees(outer)
+        assert not modes.sees(inner)
         elsewhere: list[bool] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(compat.sees(outer)))
+        thread = threading.Thread(target=lambda: elsewhere.append(modes.sees(outer)))
         thread.start()
         thread.join()
         assert elsewhere == [False]
-    assert not compat.sees(outer)
+    assert not modes.sees(outer)
 
 
 def test_backward_passes_have_numbers() -> None:
     x = torch.ones(2, requires_grad=True)
     seen: list[int | None] = []
-    x.register_hook(lambda g: seen.append(compat.backward_task()))
-    assert compat.backward_task() is None
+    x.register_hook(lambda g: seen.append(autograd.backward_task()))
+    assert autograd.backward_task() is None
     x.exp().sum().backward()
     (x * x).sum().backward()
     assert None not in seen
     assert len({*seen}) == 2
-    assert compat.backward_task() is None
+    assert autograd.backward_task() is None
 
 
 def test_what_an_op_writes() -> None:
@@ -711,29 +731,29 @@ def test_what_an_op_writes() -> None:
     x, y = torch.ones(2), torch.ones(2)
 
     def written(op: object, *args: object, **kwargs: object) -> list[int]:
-        return [id(t) for t in compat.written(op, args, kwargs)]
+        return [id(t) for t in dispatcher.written(op, args, kwargs)]
 
     assert written(aten.add_.Tensor, x, y) == [id(x)]
     assert written(aten.add.out, x, x, out=y) == [id(y)]
     assert written(aten._foreach_add_.Scalar, [x, y], 1) == [id(x), id(y)]
     assert written(aten.add.Tensor, x, y) == []
-    assert compat.writes(aten.add_.Tensor)
-    assert not compat.writes(aten.add.Tensor)
+    assert dispatcher.writes(aten.add_.Tensor)
+    assert not dispatcher.writes(aten.add.Tensor)
 
 
-@pytest.mark.parametrize("name", sorted(compat._SILENT))
+@pytest.mark.parametrize("name", sorted(dispatcher._SILENT))
 def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
     """Once torch says so of one, its name goes from the list."""
     op = getattr(torch.ops.aten, name).default
     assert not op._schema.is_mutable
     names = [argument.name for argument in op._schema.arguments]
-    assert compat._STATISTICS <= {*names}
+    assert dispatcher._STATISTICS <= {*names}
     given = [torch.ones(2) for _ in names]
-    wrote = [t for t in compat.written(op, given, {})]
+    wrote = [t for t in dispatcher.written(op, given, {})]
     assert [id(t) for t in wrote] == [
-        id(t) for t, known in zip(given, names, strict=True) if known in compat._STATISTICS
+        id(t) for t, known in zip(given, names, strict=True) if known in dispatcher._STATISTICS
     ]
-    assert compat.writes(op)
+    assert dispatcher.writes(op)
     if name == "native_batch_norm":
         x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
         op(x, None, None, mean, var, True, 0.1, 1e-5)
@@ -746,7 +766,7 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path
 
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if compat.unwrapped_first(types):
+            if modes.unwrapped_first(types):
                 return NotImplemented
             seen.append((func, [type(t) for t in args if isinstance(t, torch.Tensor)]))
             return func(*args, **(kwargs or {}))
@@ -755,7 +775,7 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path
     meeting = (tmp_path / "meeting").as_uri()
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
-        assert compat.default_store().add("polymp", 1) == 1
+        assert distributed.default_store().add("polymp", 1) == 1
         mesh = init_device_mesh("cpu", (1,))
         x = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
         with Seeing():
@@ -765,10 +785,10 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path
         dist.destroy_process_group()
     assert (torch.ops.aten.add_.Tensor, [torch.Tensor]) in seen
     assert not any(DTensor in kinds for _, kinds in seen)
-    assert [op.namespace for op, _ in seen if compat.talks(op)] == ["c10d"]
-    assert compat.talks(torch.ops._c10d_functional.all_reduce.default)
-    assert not compat.talks(torch.ops.aten.add_.Tensor)
-    assert not compat.unwrapped_first([torch.Tensor, torch.nn.Parameter])
+    assert [op.namespace for op, _ in seen if distributed.talks(op)] == ["c10d"]
+    assert distributed.talks(torch.ops._c10d_functional.all_reduce.default)
+    assert not distributed.talks(torch.ops.aten.add_.Tensor)
+    assert not modes.unwrapped_first([torch.Tensor, torch.nn.Parameter])
 
 
 def test_wrappers_that_are_sure_to_talk() -> None:
@@ -778,20 +798,20 @@ def test_wrappers_that_are_sure_to_talk() -> None:
         def __init__(self, talks: bool) -> None:
             self.require_backward_grad_sync = talks
 
-    assert compat.will_talk(Wrapper(True))
-    assert not compat.will_talk(Wrapper(False))
+    assert distributed.will_talk(Wrapper(True))
+    assert not distributed.will_talk(Wrapper(False))
     with torch.no_grad():
-        assert not compat.will_talk(Wrapper(True))
-    assert compat.will_talk(object.__new__(fsdp.FSDPModule))
-    assert compat.will_talk(object.__new__(fsdp.FullyShardedDataParallel))
-    assert not compat.will_talk(torch.nn.Linear(1, 1))
+        assert not distributed.will_talk(Wrapper(True))
+    assert distributed.will_talk(object.__new__(fsdp.FSDPModule))
+    assert distributed.will_talk(object.__new__(fsdp.FullyShardedDataParallel))
+    assert not distributed.will_talk(torch.nn.Linear(1, 1))
 
 
 def test_what_checkpoints_run_again_is_carried() -> None:
     script = """
 import torch
 from torch.utils.checkpoint import checkpoint
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import autograd
 calls = []
 def carry(function):
     def carried(*args, **kwargs):
@@ -799,7 +819,7 @@ def carry(function):
         return function(*args, **kwargs)
     calls.append("forward")
     return carried
-compat.carry_into_recomputation(carry)
+autograd.carry_into_recomputation(carry)
 for reentrant in (True, False):
     x = torch.ones(2, requires_grad=True)
     y = checkpoint(lambda x: x.exp() * x, x, use_reentrant=reentrant)
@@ -815,7 +835,7 @@ def test_a_tensor_of_a_transform_is_told_from_others():
     seen = []
 
     def look(x):
-        seen.append(compat.in_transform(x))
+        seen.append(modes.in_transform(x))
         return x.sum()
 
     x = torch.ones(2, 3)
@@ -825,6 +845,6 @@ def test_a_tensor_of_a_transform_is_told_from_others():
 
 
 def test_a_tensor_that_stays_is_as_dynamo_marks_it():
-    ours, theirs = compat.stays(torch.ones(())), torch.ones(())
+    ours, theirs = dynamo.stays(torch.ones(())), torch.ones(())
     torch._dynamo.mark_static_address(theirs, guard=True)
     assert vars(ours) == vars(theirs) == {"_dynamo_static_input_type": "guarded"}

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polymp
-from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import kernels, torch_table
+from polymp.backends.torch.compat import modes
 from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
 from polymp.rules import decisions
@@ -247,7 +247,7 @@ def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor
     def block() -> None:
         with context as report, autocast("cpu", BF16, policy="amp"):
             reports.append(report)
-            assert compat.is_recorded() is False, "it only looks on"
+            assert modes.is_recorded() is False, "it only looks on"
             assert decisions.current() is not None
             model(x)
             model(x[:, :3])

@@ -19,8 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polymp.backends.torch.scaler import device_state
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32, step
 from polymp.torch import GradScaler
+from tests.support.sizes import size
 from tests.support.torch.training import entries, spoiled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -166,9 +168,10 @@ def play(make: type, game: Any, history: Any) -> list[Any]:
     return [player.log(call) for call in history]
 
 
-@settings(max_examples=1000)
+@pytest.mark.sized
+@settings(max_examples=size(200, 2000))
 @given(game=high | low, history=st.lists(calls, min_size=1, max_size=10))
-def test_a_thousand_histories(game: Any, history: Any) -> None:
+def test_random_histories(game: Any, history: Any) -> None:
     theirs = play(torch.amp.GradScaler, game, history)
     ours = play(GradScaler, game, history)
     for expected, found in zip(theirs, ours, strict=True):
@@ -270,14 +273,17 @@ fused_runs = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("knows", [None, True, False], ids=["", "below 1?", "not below 1"])
-@settings(max_examples=40)
+@pytest.mark.sized
+@settings(max_examples=size(10, 100))
 @given(run=fused_runs)
 def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
     """Whatever the host makes of the scale: by what it has heard, or told the same always."""
 
     class Told(GradScaler):
-        def _may_be_below_one(self) -> bool:
-            return super()._may_be_below_one() if knows is None else knows
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if knows is not None:
+                self._state.may_be_below_one = lambda: knows  # type: ignore[method-assign]
 
     expected = fifty(torch.amp.GradScaler, **run)
     assert fifty(Told, **run) == expected
@@ -286,11 +292,13 @@ def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
 class DividesBefore(GradScaler):
     """Gives a fused optimizer gradients that it has divided, rounded to their dtype."""
 
-    def _step_fused(self, optimizer: Any, state: Any, args: Any, kwargs: Any) -> Any:
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
         if state["stage"].name == "READY":
-            self._look(optimizer, self._inverse(self._scale), allow_fp16=True)
+            inverse = device_state.inverse(self._scale)
+            self._findings.look(optimizer, inverse, self._unscale_grads_, allow_fp16=True)
             state["stage"] = type(state["stage"]).UNSCALED
-        return super()._step_fused(optimizer, state, args, kwargs)
+        return super().step(optimizer, *args, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -324,7 +332,8 @@ def test_small_gradients_of_float16_weights_reach_a_fused_optimizer() -> None:
 bounded = st.floats(SMALLEST, LARGEST, width=32)
 
 
-@settings(max_examples=1000)
+@pytest.mark.sized
+@settings(max_examples=size(300, 2000))
 @given(
     scale=bounded,
     growth=st.floats(1.0009765625, 16, width=32) | st.floats(1.001, 16),

@@ -17,8 +17,9 @@ from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch import compat
+from polymp.backends.torch.compat import accelerators
 from polymp.backends.torch.scaler import unscale
+from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
@@ -189,7 +190,7 @@ class Waiting(TorchDispatchMode):
 def test_on_a_fake_gpu_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have no values: whatever reads one raises."""
     monkeypatch.setattr(torch, "Event", NeverThere)
-    monkeypatch.setattr(compat, "cuda_missing", lambda: False)
+    monkeypatch.setattr(accelerators, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     make, options = FREE[name]
     with FakeTensorMode():
@@ -205,7 +206,7 @@ def test_on_a_fake_gpu_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch)
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
-    assert waiting.seen == ["late"]  # the copy that the Watch asks for, and never reads
+    assert waiting.seen == ["late"]  # the copy that an AsyncRead asks for, and never reads
 
 
 def test_the_fake_gpu_notices_a_wait() -> None:
@@ -224,7 +225,7 @@ def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
 ) -> None:
     """Neither that the scale is above 1, nor the state after; and only if the graph updates it."""
     capturing = False
-    monkeypatch.setattr(compat, "cuda_missing", lambda: False)
+    monkeypatch.setattr(accelerators, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     with FakeTensorMode():
         w = torch.ones(2, device="cuda")
@@ -233,8 +234,8 @@ def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
         scaler = GradScaler("cuda", 4.0, skip_on="device")
 
         def knows() -> bool:
-            assert scaler._may_be_below_one() == (scaler._recall() is None)
-            return scaler._recall() is not None
+            assert scaler._state.may_be_below_one() == (scaler._state.recall() is None)
+            return scaler._state.recall() is not None
 
         scaler.scale(torch.ones((), device="cuda"))
         assert knows()
@@ -247,7 +248,7 @@ def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
         scaler.step(optimizer)
         scaler.update()
         capturing = False
-        scaler._remember(ScaleState(4.0))
+        scaler._state.remember(ScaleState(4.0))
         assert not knows()
         scaler._scale = scaler._growth_tracker = None  # as a subclass may, for another device
         scaler._lazy_init_scale_growth_tracker(w.device)
@@ -277,7 +278,7 @@ def test_nothing_comes_over_from_the_host_in_a_capture(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in the first `scale`, which makes the state, nor in the first step on the device."""
-    monkeypatch.setattr(compat, "cuda_missing", lambda: False)
+    monkeypatch.setattr(accelerators, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     make, options = FREE[name]
     with FakeTensorMode():
@@ -287,7 +288,7 @@ def test_nothing_comes_over_from_the_host_in_a_capture(
             w.grad = torch.ones_like(w)
         optimizer.step()
         scaler = GradScaler("cuda", growth_interval=5, **options)
-        scaler._init_counts = (3, 1, 7)  # as a state that was loaded before
+        scaler._state.first = ScaleState(2.0**16, 0, 3, 1, 7)  # as a state that was loaded before
         with Copies() as copies:
             for _ in range(6):
                 scaler.scale(torch.ones((), device="cuda"))
@@ -343,7 +344,7 @@ def in_graphs(kind: Any, graphed: bool, clip: bool = False) -> tuple[list[Any], 
 
     graph = Graph()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradScaler, "_capturing", lambda self: True)
+        patch.setattr(DeviceState, "capturing", lambda self: True)
         with graph:
             forward_and_backward()
     seen = []
@@ -368,7 +369,7 @@ def test_a_graph_that_scales_notes_what_it_finds_when_it_is_replayed(clip: bool)
     last = seen[-1][0]
     assert [last[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 4]
     assert [state["spoiled"] for state, _ in seen] == [int(at in (4, 6, 9)) for at in range(12)]
-    assert scaler._recall() is not None
+    assert scaler._state.recall() is not None
 
 
 @pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adam, capturable"])
@@ -394,7 +395,7 @@ def test_a_whole_iteration_replayed_is_that_of_eager_code(name: str) -> None:
         graph, seen = Graph(), []
         with pytest.MonkeyPatch.context() as patch:
             if graphed:
-                patch.setattr(GradScaler, "_capturing", lambda self: True)
+                patch.setattr(DeviceState, "capturing", lambda self: True)
                 with graph:
                     iterate()
             else:

@@ -1,7 +1,7 @@
 """The scale's rule on a device, and what the host hears of it.
 
 `scale_update` against `scale_rule.step` on Python numbers, bit for bit, by the rule's own lines on
-tensors and by torch's kernel; `Watch` against a device that is late.
+tensors and by torch's kernel; `AsyncRead` against a device that is late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.backends.torch.scaler import async_read, scale_update
-from polymp.backends.torch.scaler.async_read import Watch
+from polymp.backends.torch.scaler.async_read import AsyncRead
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 
@@ -160,7 +160,7 @@ def test_a_wrong_update_is_seen(wrong: Any, rule: Any, state: ScaleState, found:
     assert on_device(wrong, rule, state, [found]) != expected
 
 
-# --- Watch ---------------------------------------------------------------------------------------
+# --- AsyncRead -----------------------------------------------------------------------------------
 
 
 class Late:
@@ -214,7 +214,7 @@ def test_its_bound_is_never_above_the_scale(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Event", Late)
         patch.setattr(Late, "waits", list(waits))
-        watch, state, past = Watch(), ScaleState(16.0), []
+        watch, state, past = AsyncRead(), ScaleState(16.0), []
         assert watch.at_least(rule.backoff, rule.min_scale) == rule.min_scale
         for found in history:
             state = on_host(rule, state, [found])[0]
@@ -231,9 +231,9 @@ def test_its_bound_is_never_above_the_scale(
 
 
 def test_it_forgets_the_age_and_is_seen() -> None:
-    """The oracle above notices a Watch that takes what arrives for new."""
+    """The oracle above notices a AsyncRead that takes what arrives for new."""
 
-    class Ageless(Watch):
+    class Ageless(AsyncRead):
         def updated(self, *state: torch.Tensor) -> bool:
             new = super().updated(*state)
             self.age = 0
@@ -249,7 +249,7 @@ def test_it_forgets_the_age_and_is_seen() -> None:
 
 
 def test_counts_beyond_float32_s_whole_numbers_come_over_exactly() -> None:
-    watch = Watch()
+    watch = AsyncRead()
     tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
     for _ in range(5):
         watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 1.0, 2.0**24]))
@@ -273,8 +273,8 @@ def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> N
     assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
     del two
     async_read.tell(names[1], *state)
-    assert names[1] not in async_read._hear
-    assert names[0] in async_read._hear
+    assert names[1] not in async_read.listeners.methods
+    assert names[0] in async_read.listeners.methods
 
 
 def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:

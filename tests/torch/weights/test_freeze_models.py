@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from polymp import PolicyError
-from polymp.backends.torch.weights import freeze_trial, freeze_usage
+from polymp.backends.torch.weights import compare_bits, originals
 from polymp.torch import autocast, checkpoint, freeze
 from tests.support.torch.compiled import Count
 
@@ -181,7 +181,7 @@ def test_a_frozen_model_gives_the_bits_of_autocast(
     model.train(train)
     plain = copy.deepcopy(model)
     handle = freeze(model, (inputs,), policy=policy, drop=True)
-    low = {id(t): t for n, t in freeze_trial.names(model).items() if n in handle.stored}.values()
+    low = {id(t): t for n, t in originals.names(model).items() if n in handle.stored}.values()
     assert handle.bytes_before - handle.bytes_after == 2 * sum(t.numel() for t in low) > 0
 
     def region() -> Any:
@@ -195,8 +195,8 @@ def test_a_frozen_model_gives_the_bits_of_autocast(
             with grad(), around():
                 y = fresh(inputs)
             results.append([y, *(b for n, b in fresh.named_buffers() if n not in handle.stored)])
-        assert freeze_usage.same(results[0], results[2])
-        assert freeze_usage.same(results[1], results[2])
+        assert compare_bits.same(results[0], results[2])
+        assert compare_bits.same(results[1], results[2])
 
 
 EXPECTED = {
@@ -283,10 +283,10 @@ def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: str | None, again: 
         return autocast("cpu", policy=policy)
 
     ours, theirs = steps(frozen, region, torch.optim.AdamW), steps(plain, region, torch.optim.AdamW)
-    assert freeze_usage.same(ours, theirs)
-    moved = freeze_usage.same(ours[-1], [p for p in LM(lora=True).parameters() if p.requires_grad])
+    assert compare_bits.same(ours, theirs)
+    moved = compare_bits.same(ours[-1], [p for p in LM(lora=True).parameters() if p.requires_grad])
     assert not moved, "nothing was trained"
-    assert freeze_usage.same(frozen(IDS), plain_call(plain, policy))
+    assert compare_bits.same(frozen(IDS), plain_call(plain, policy))
 
 
 def plain_call(model: nn.Module, policy: str | None) -> torch.Tensor:
@@ -332,9 +332,9 @@ def test_compiled_whole(count: Count) -> None:
 
     expected = learned(other, inside(other))
     for _ in range(2):
-        assert freeze_usage.same(learned(model, functools.partial(compiled, X)), expected)
+        assert compare_bits.same(learned(model, functools.partial(compiled, X)), expected)
     assert count.graphs == 1, "a graph was made twice"
-    assert freeze_usage.same(learned(model, inside(compiled)), expected)
+    assert compare_bits.same(learned(model, inside(compiled)), expected)
     assert count.graphs == 2, "in a region it is another graph"
     with pytest.raises(Exception, match="was frozen for autocast"), autocast("cpu", FP16):
         compiled(X)
@@ -346,12 +346,12 @@ def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
     with autocast("cpu"):
         expected = compiled(X)
         handle = freeze(model, (X,))
-        assert freeze_usage.same(compiled(X), expected)
-    assert freeze_usage.same(compiled(X), expected)
+        assert compare_bits.same(compiled(X), expected)
+    assert compare_bits.same(compiled(X), expected)
     handle.remove()
     assert compiled(X).dtype is FP32
     with autocast("cpu"):
-        assert freeze_usage.same(compiled(X), expected)
+        assert compare_bits.same(compiled(X), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
@@ -364,7 +364,7 @@ def test_inductor() -> None:
     with torch.no_grad(), autocast("cpu"):
         expected = plain(X)
     with torch.no_grad():
-        assert freeze_usage.same(frozen(X), expected)
+        assert compare_bits.same(frozen(X), expected)
     torch._dynamo.reset()
 
 
@@ -378,10 +378,10 @@ def test_under_torch_func() -> None:
         mapped = torch.func.vmap(other)(rows)
         slope = torch.func.grad(lambda x: other(x).float().sum())(rows)
         called = torch.func.functional_call(other, dict(other.named_parameters()), (rows,))
-    assert freeze_usage.same(torch.func.vmap(net)(rows), mapped)
-    assert freeze_usage.same(torch.func.grad(lambda x: net(x).float().sum())(rows), slope)
+    assert compare_bits.same(torch.func.vmap(net)(rows), mapped)
+    assert compare_bits.same(torch.func.grad(lambda x: net(x).float().sum())(rows), slope)
     weights = dict(other.named_parameters())
-    assert freeze_usage.same(torch.func.functional_call(net, weights, (rows,)), called)
+    assert compare_bits.same(torch.func.functional_call(net, weights, (rows,)), called)
 
 
 # --- random models --------------------------------------------------------------------------------
@@ -476,8 +476,8 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
             freeze(model, (X,), dtype=dtype, policy=policy)
     else:
         freeze(model, (X,), dtype=dtype, policy=policy)
-        assert any(t.dtype is dtype for t in freeze_trial.names(model).values())
+        assert any(t.dtype is dtype for t in originals.names(model).values())
     region = autocast("cpu", dtype, policy=policy)
     expected = outcome(other, region)
-    assert freeze_usage.same(outcome(model, region), expected)
+    assert compare_bits.same(outcome(model, region), expected)
     assert not math.isnan(expected[0].float().sum().item())

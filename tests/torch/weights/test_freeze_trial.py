@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from polymp import PolicyError
+from polymp.backends.torch.weights import compare_bits, freeze_trial, freeze_usage
 from polymp.backends.torch.weights import freeze as freezing
-from polymp.backends.torch.weights import freeze_trial, freeze_usage
 from polymp.torch import freeze
 from tests.support.torch.freezable_models import Uses, bits, frozen_weights, held
 
@@ -77,11 +77,11 @@ def test_a_weight_that_is_read_in_float32_too_is_noticed(
 def test_results_alone_show_it_too(
     x: torch.Tensor, blind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(freeze_trial.uses, "first_difference", lambda one, other: None)
+    monkeypatch.setattr(freeze_usage, "first_difference", lambda one, other: None)
     model = Uses(READ_TOO["a sum"][0])
     with pytest.raises(PolicyError, match="does not run with weights in bfloat16"):
         freeze(model, (x,))
-    monkeypatch.setattr(freeze_trial.uses, "same", lambda one, other: True)
+    monkeypatch.setattr(compare_bits, "same", lambda one, other: True)
     assert "weight" in freeze(model, (x,)).stored, "the plant is none"
 
 
@@ -117,7 +117,7 @@ def test_a_weight_that_backward_reads_stays(x: torch.Tensor) -> None:
 def test_gradients_are_compared(
     x: torch.Tensor, blind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(freeze_trial.uses, "first_difference", lambda one, other: None)
+    monkeypatch.setattr(freeze_usage, "first_difference", lambda one, other: None)
     model = Uses(backward)
     assert freeze(model, (x,)).stored == ("weight", "other.weight", "other.bias")
     with pytest.raises(PolicyError, match="does not run with weights in bfloat16"):
@@ -189,7 +189,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(
 
     model = frozen_weights(nn.Linear(8, 8))
     before = held(model)
-    for where in ((freeze_trial.Trial, "verify"), (freezing.classes, "extend")):
+    for where in ((freeze_trial.Trial, "verify"), (freezing.subclass, "extend")):
         with monkeypatch.context() as patch:
             patch.setattr(*where, interrupt)
             with pytest.raises(KeyboardInterrupt):

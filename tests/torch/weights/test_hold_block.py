@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.backends.torch.autocast import kernels, weight_cast_cache
+from polymp.backends.torch.autocast import kernels, lending, weight_cast_cache
 from polymp.errors import StaleCastError
 from polymp.torch import autocast, hold_casts
 from tests.support.torch.held_models import Net, loss_of
@@ -122,7 +122,7 @@ def test_kernels_are_lent_and_taken_back(
     before = set(kernels.installed("cpu"))
     with hold_casts(model):
         lent = set(kernels.installed("cpu"))
-        assert lent == before | kernels.lowered("cpu")
+        assert lent == before | lending.lowered("cpu")
         monkeypatch.setattr(sys, "_current_frames", lambda: {-1: sys._getframe()})
     assert set(kernels.installed("cpu")) == lent, "another thread may be in a kernel"
     plain = loss_of(model, x)
@@ -146,8 +146,8 @@ def test_a_policy_in_a_block_keeps_its_kernels(model: Net, x: torch.Tensor) -> N
         inside = loss_of(model, x, policy=policy)
     after = set(kernels.installed("cpu"))
     assert {"linear", "matmul"} <= after
-    if not kernels.lowered("cpu") <= before:  # other policies may have kept them all
-        assert after != before | kernels.lowered("cpu")
+    if not lending.lowered("cpu") <= before:  # other policies may have kept them all
+        assert after != before | lending.lowered("cpu")
     assert torch.equal(inside, loss_of(model, x, policy=policy))
     assert not torch.equal(inside, loss_of(model, x))
 
@@ -281,11 +281,11 @@ class Broken(Net):
 
 
 def test_entering_that_fails_leaves_nothing_behind(model: Net, x: torch.Tensor) -> None:
-    before = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels._loans.items()}
+    before = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels.now.loans.items()}
     hold = hold_casts(model, Broken())
     with pytest.raises(ZeroDivisionError):
         hold.__enter__()
-    after = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels._loans.items()}
+    after = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels.now.loans.items()}
     assert before == after
     assert not weight_cast_cache.weights
     assert not model._load_state_dict_post_hooks

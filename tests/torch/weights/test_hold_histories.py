@@ -5,7 +5,6 @@ What can happen is in `held_histories`. Planted faults show that the comparison 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from polymp.backends.torch.autocast import cast_cache, weight_cast_cache
 from polymp.torch import hold_casts
+from tests.support.sizes import size
 from tests.support.torch.held_histories import (
     DTYPES,
     MATRICES,
@@ -26,9 +26,6 @@ from tests.support.torch.held_histories import (
     agree,
     differs_at,
 )
-
-# Twenty times as many, once in a while: POLYMP_HISTORIES=20.
-TIMES = int(os.environ.get("POLYMP_HISTORIES", "1"))
 
 inside = st.sampled_from([*USES, *USES, *DTYPES, "off", "aside", "shadow", "mul_", "foreach"])
 regions = st.tuples(
@@ -62,13 +59,14 @@ changes = st.one_of(
 histories = st.lists(st.one_of(regions, regions, backwards, changes, changes), max_size=14)
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("small", [0, 60], ids=["nodes", "small"])
 def test_histories(monkeypatch: pytest.MonkeyPatch, small: int, together: bool) -> None:
     monkeypatch.setattr(weight_cast_cache, "SMALL", small)
     monkeypatch.setattr(weight_cast_cache, "TOGETHER", {"cpu"} if together else set())
 
-    @settings(max_examples=(20 if small == 0 else 10) * TIMES)
+    @settings(max_examples=(2 if small == 0 else 1) * size(5, 50))
     @given(st.sampled_from(list(OPTIMIZERS)), st.sampled_from(list(SCALERS)), histories)
     def histories_agree(optimizer: str, scaler: str, history: list[Event]) -> None:
         assert differs_at(optimizer, scaler, history) is None

@@ -7,7 +7,7 @@ No package is needed for it, so that a report can be printed wherever it can be 
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 # The field's own abbreviations.
 _SHORT = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
@@ -53,12 +53,8 @@ def columns(
         height = max(map(len, broken.values()), default=0)
         made = []
         for at in range(height):
-            parts = (broken[i][at] if at < len(broken[i]) else "" for i in used)
-            placed = (
-                part.rjust(wide[i]) if i in numeric else part.ljust(wide[i])
-                for i, part in zip(used, parts, strict=True)
-            )
-            made.append((" " * _GAP).join(placed).rstrip())
+            parts = {i: broken[i][at] if at < len(broken[i]) else "" for i in used}
+            made.append(_line(parts, wide, numeric))
         return made
 
     if not used:
@@ -68,6 +64,27 @@ def columns(
     for row in listed:
         made += [row] if isinstance(row, str) else lines(row)
     return made
+
+
+def aligned(rows: Sequence[Sequence[str]], numeric: Container[int]) -> list[str]:
+    """Lines of a table as wide as its cells need.
+
+    Args:
+        rows: the cells of each, the heads among them.
+        numeric: places of the columns that end at the right.
+    """
+    wide = {i: max(map(len, column)) for i, column in enumerate(zip(*rows, strict=True))}
+    return [_line(dict(enumerate(row)), wide, numeric) for row in rows]
+
+
+def _line(parts: Mapping[int, str], wide: Mapping[int, int], numeric: Container[int]) -> str:
+    placed = (p.rjust(wide[i]) if i in numeric else p.ljust(wide[i]) for i, p in parts.items())
+    return (" " * _GAP).join(placed).rstrip()
+
+
+def heading(name: str, width: int = WIDTH) -> str:
+    """The line above a section of a table."""
+    return f"-- {name} ".ljust(width, "-")
 
 
 def _longest(cell: str) -> int:

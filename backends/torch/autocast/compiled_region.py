@@ -1,0 +1,159 @@
+"""Regions in code that torch.compile traces, or torch.export writes into a program.
+
+There the same state is written as outside, by calls in the graph that also run while the graph is
+made. What a graph has entered and not left when it raises, or is given up, is left here.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+
+from polymp.backends.torch.autocast import cast_cache, policy_code, regions
+from polymp.backends.torch.autocast.policy_code import Code
+from polymp.backends.torch.compat import dynamo, export
+from polymp.errors import PolicyError
+
+
+class CompiledRegion:
+    """A region entered in code that torch.compile traces.
+
+    What leaving restores stays in it, for the core's stack is real while the code being traced is
+    not running. Dynamo enters only context managers made in the code it traces, and guards what
+    they were made from.
+    """
+
+    def __init__(
+        self, device: str, enabled: bool, dtype: torch.dtype, cache: bool, ticket: str
+    ) -> None:
+        _allow()
+        self.device = device
+        self.inside = enabled, dtype, cache
+        self.ticket = ticket
+
+    def __enter__(self) -> None:
+        device, code = self.device, policy_code.in_force()
+        self.outside = (
+            is_autocast_enabled(device),
+            get_autocast_dtype(device),
+            is_autocast_cache_enabled(),
+        )
+        self.outer = code
+        _put(self.ticket, device, *self.inside, *_code_traced(self.ticket, *code))
+
+    def __exit__(self, *exc: object) -> None:
+        _put(None, self.device, *self.outside, *self.outer)
+
+
+class OpenInGraphs(threading.local):
+    """What graphs have entered in this thread and not left.
+
+    Attributes:
+        leaving: a function for each, which leaves it.
+    """
+
+    def __init__(self) -> None:
+        self.leaving: list[Callable[[], None]] = []
+
+    def enter(self, leave: Callable[[], None]) -> None:
+        """Note an entry, and how to leave it if the trace is given up."""
+        self.leaving.append(leave)
+        dynamo.after_tracing(functools.partial(_give_up, self.leaving, leave))
+
+    def leave(self) -> None:
+        """Note that the youngest was left."""
+        if self.leaving:
+            self.leaving.pop()
+
+
+def _give_up(entries: list[Callable[[], None]], leave: Callable[[], None]) -> None:
+    if leave in entries:
+        entries.remove(leave)
+        leave()
+
+
+open_regions = OpenInGraphs()
+
+
+def entered() -> bool:
+    """True in a region of polymp's, in this thread, running or being traced."""
+    return bool(regions.stack.frames or open_regions.leaving)
+
+
+def _put(
+    ticket: str | None,
+    device: str,
+    enabled: bool,
+    dtype: torch.dtype,
+    cache: bool,
+    *code: torch.dtype,
+) -> None:
+    """Enter the ticket's region, or leave one (None), as a call in a graph."""
+    tell_export(ticket)
+    if ticket is not None:
+        if autocast_increment_nesting() == 1:  # nothing is open: these are of a graph that raised
+            open_regions.leaving.clear()
+        autocast_decrement_nesting()
+        state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
+        before = functools.partial(_set, device, -1, *state, *policy_code.in_force())
+        open_regions.enter(before)
+    else:
+        open_regions.leave()
+    _set(device, 1 if ticket else -1, enabled, dtype, cache, *code)
+
+
+def _set(
+    device: str, nesting: int, enabled: bool, dtype: torch.dtype, cache: bool, *code: torch.dtype
+) -> None:
+    if nesting > 0:
+        autocast_increment_nesting()
+        if enabled:
+            regions.note(device, dtype)
+    elif autocast_decrement_nesting() == 0:
+        cast_cache.forget_mine()
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
+    set_autocast_cache_enabled(cache)
+    policy_code.write(code)
+
+
+def tell_export(ticket: str | None) -> None:
+    """Write entering the ticket's region, or leaving (None), into a program being exported.
+
+    Raises:
+        PolicyError: the region has a policy of its own, which a program cannot hold.
+    """
+    for mode in export.export_modes():
+        if ticket is None:
+            mode.__torch_function__(export.LEAVE, (), ())
+            continue
+        region, device, enabled, dtype, cache = regions.known[ticket]
+        if region.policy is not None:
+            raise PolicyError(
+                f"torch.export cannot record policy {region.policy.name!r}: an exported region "
+                "says only device, dtype and whether it is enabled. Export with policy=None."
+            )
+        state = device, dtype, enabled, cache
+        mode.__torch_function__(export.ENTER, (), state)
+
+
+@dynamo.at_trace_time
+def _allow() -> None:
+    torch.compiler.allow_in_graph(_put)
+
+
+@dynamo.at_trace_time
+def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
+    """`policy_code.inside`, for code that torch.compile traces: plain arguments only."""
+    return policy_code.inside(regions.known[ticket][0], outer)

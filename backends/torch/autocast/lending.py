@@ -1,0 +1,140 @@
+"""Kernels of ours for a while: on every op that lowers, or on every op that has a name.
+
+The first are for blocks that hold casts, for torch's own kernels hold none. The second are for a
+record of what is decided, for compiled kernels tell nothing.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+
+from torch.library import Library
+
+from polymp.backends.torch.autocast import (
+    autocast_kernel,
+    cast_cache,
+    front_kernel,
+    kernels,
+    op_facts,
+    regions,
+    torch_table,
+)
+from polymp.backends.torch.autocast.kernels import Loan
+from polymp.backends.torch.compat import accelerators, dispatcher, modes
+from polymp.rules import decisions
+from polymp.rules.row import Rule
+from polymp.rules.vocabulary import vocabulary
+
+
+def lend(devices: Iterable[str]) -> None:
+    """Put our kernels on every op that lowers on the devices: torch's own hold no casts.
+
+    Each call is undone by one of `take_back`.
+    """
+    with kernels.now.lock:
+        for device in devices:
+            cast_cache.watch(device)
+            loans = kernels.now.loans
+            if device not in loans:
+                key = dispatcher.autocast_key(device)
+                ops = {name for name in lowered(device) if (device, name) not in kernels.now.ops}
+                loans[device] = loan = Loan(Library("aten", "IMPL"), ops)
+                kernels.put_in(loan.library, device, sorted(ops) if key else ())
+            loans[device].blocks += 1
+
+
+def take_back(devices: Iterable[str]) -> None:
+    """Undo one `lend`. Kernels go when no block is open and no other thread can be in one."""
+    with kernels.now.lock:
+        for device in devices:
+            kernels.now.loans[device].blocks -= 1
+        if not _alone():  # whoever takes back next will look again
+            return
+        for device, loan in list(kernels.now.loans.items()):
+            if not loan.blocks:
+                del kernels.now.loans[device]
+                dispatcher.destroy(loan.library)
+                kernels.now.ops.difference_update((device, name) for name in loan.ops)
+                kernels.put(device, sorted(loan.wanted))
+
+
+# Where a thread waits, in functions that call nothing of torch's.
+_WAITING = frozenset({"threading", "queue", "selectors", "socket", "multiprocessing.connection"})
+
+
+def _alone() -> bool:
+    """True if no other thread of Python's can be on its way into a kernel."""
+    mine = threading.get_ident()
+    return all(
+        thread == mine or frame.f_globals.get("__name__") in _WAITING
+        for thread, frame in sys._current_frames().items()
+    )
+
+
+@cache
+def lowered(device: str) -> frozenset[str]:
+    """The ops that torch's own table of the device lowers, and our kernels can."""
+    rows = (
+        (name, torch_table.row(device, name, "bfloat16")) for name in torch_table.kernels(device)
+    )
+    return frozenset(
+        name
+        for name, row in rows
+        if row is not None and row.rule is Rule.LOWER and name not in op_facts.COMPILED_ONLY
+    )
+
+
+@contextmanager
+def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
+    """Our kernels on the device's autocast key for ops, taken away again after."""
+    key = dispatcher.autocast_key(device)
+    with dispatcher.temporary_library("aten") as library:
+        for name in ops if key else ():
+            kernel = autocast_kernel.make(name, device, str(key))
+            if kernel is not None and "::" not in name:
+                front_kernel.put_with_tensors(name)
+                dispatcher.put(library, name, kernel, str(key))
+        yield
+
+
+class _Recording:
+    """Kernels of ours on every op, for as long as a record is made: compiled ones tell nothing.
+
+    They are put on a device's key when the device comes into question, for it takes a while.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.devices: set[str] = set()
+
+    def cover(self, device: str) -> None:
+        """Put kernels on a device's key, once."""
+        if device in self.devices or device not in torch_table.DEVICES:
+            return
+        self.devices.add(device)
+        lend((device,))  # so that no block takes its kernels back meanwhile
+        self.stack.callback(take_back, (device,))
+        named = {overload for op in vocabulary().ops.values() for overload in op.aten}
+        missing = sorted(n for n in named if (device, n) not in kernels.now.ops)
+        self.stack.enter_context(_for_a_while(device, missing))
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """A recording of what runs on devices that are here, or that regions have spoken of."""
+    with ExitStack() as stack:
+        made = _Recording(stack)
+        with kernels.now.lock:
+            fakes = modes.innermost_mode() is not None
+            known = {region.device for region, *_ in regions.known.values()}
+            for device in torch_table.DEVICES:
+                if fakes or device in known or accelerators.is_here(device):
+                    made.cover(device)
+            kernels.now.told.append(made.cover)
+        stack.callback(kernels.now.told.remove, made.cover)
+        yield
+
+
+decisions.preparations.append(recorded)

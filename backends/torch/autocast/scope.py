@@ -1,0 +1,71 @@
+"""The scope of a module: its policy in force while it runs, whatever the device."""
+
+import functools
+
+import torch
+from torch._C import _is_torch_function_mode_enabled
+from torch.compiler import is_dynamo_compiling
+
+from polymp.backends.torch.autocast import cast_cache, policy_code, regions
+from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
+from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, SCOPE, Code
+from polymp.backends.torch.compat import dynamo, export
+from polymp.errors import PolicyError
+
+_open = OpenInGraphs()
+
+
+@dynamo.no_frame
+def enter(code: Code) -> None:
+    """Put a module's policy in force in this thread, whatever the device.
+
+    Its code is `policy_code.of_scope`. It speaks for every enabled region, the one around and those
+    entered inside that have no policy of their own. Region, format and cache stay as they are.
+
+    Raises:
+        PolicyError: the call is being exported.
+    """
+    if is_dynamo_compiling():
+        _allow()
+        _put(True, *code)
+        return
+    if _is_torch_function_mode_enabled():
+        _refuse_export(code)
+    policy_code.write(code)
+
+
+@dynamo.no_frame
+def leave(outer: Code) -> None:
+    """Put back what `policy_code.in_force` said before a scope was entered."""
+    if is_dynamo_compiling():
+        _put(False, *outer)
+        return
+    policy_code.write(outer)
+    if outer == NONE and not regions.stack.frames:
+        cast_cache.end()  # a region of torch's own ends without a word to us
+
+
+def _put(entering: bool, *code: torch.dtype) -> None:
+    """Enter or leave a scope, as a call in a graph."""
+    if entering:
+        _refuse_export(code)
+        before = policy_code.in_force()
+        if before == NONE:  # nothing is open: these are of a graph that raised
+            _open.leaving.clear()
+        _open.enter(functools.partial(policy_code.write, before))
+    else:
+        _open.leave()
+    policy_code.write(code)
+
+
+def _refuse_export(code: Code) -> None:
+    if export.export_modes():
+        raise PolicyError(
+            f"torch.export cannot record the scopes of policy {POLICIES[code][SCOPE].name!r}. "
+            "Take them off, by remove() of the handle that scoped() returned, and export then."
+        )
+
+
+@dynamo.at_trace_time
+def _allow() -> None:
+    torch.compiler.allow_in_graph(_put)

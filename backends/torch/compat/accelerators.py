@@ -1,0 +1,88 @@
+"""Which devices there are, and what of one that is not here can be stood in for."""
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def cuda_missing() -> bool:
+    """True if neither CUDA nor torch_xla can be used: torch.amp then disables itself.
+
+    Read from torch so that a test which patches it there is seen here. Since torch 1.10.
+    """
+    return not _standing_in.get() and bool(torch.cuda.amp.common.amp_definitely_not_available())
+
+
+_standing_in: ContextVar[bool] = ContextVar("polymp.standing_in", default=False)
+
+
+@contextmanager
+def stand_in(device: str) -> Iterator[bool]:
+    """Code that runs on fake tensors of a device: regions are then as on a machine that has it.
+
+    A torch that is built without the device has no guard for it, which autograd, indexing and many
+    fake kernels ask for, and which has nothing to do for tensors without memory. Meanwhile it gets
+    the guard of meta tensors, as torch gives a build for CUDA on a machine without a GPU
+    (`_ensureCUDADeviceGuardSet`). `c10::impl::device_guard_impl_registry`, by the numbers of
+    `c10::DeviceType`, since torch 1.0.
+
+    Yields:
+        True if the device has a guard now, so that gradients can be taken.
+    """
+    token = _standing_in.set(True)
+    there = device in ("cpu", "meta") or torch._C._get_accelerator().type == device
+    guards: Any = None if there or device not in _NUMBERS else _guards()
+    lent = guards is not None and not guards[_NUMBERS[device]]
+    if lent:
+        guards[_NUMBERS[device]] = guards[_META]
+    try:
+        yield there or guards is not None
+    finally:
+        if lent:
+            guards[_NUMBERS[device]] = None
+        _standing_in.reset(token)
+
+
+_META = 14
+_NUMBERS = {"cuda": 1, "xpu": 12, "mps": 13}
+
+
+@functools.cache
+def _guards() -> Any:
+    """The guards of all device types; None where the library does not show them."""
+    path = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        name = "_ZN3c104impl26device_guard_impl_registryE"
+        return (ctypes.c_void_p * (_META + 1)).in_dll(ctypes.CDLL(str(path)), name)
+    except (OSError, ValueError):
+        return None
+
+
+def is_here(device: str) -> bool:
+    """True if there can be real tensors on the device type. `_get_accelerator` since torch 2.3."""
+    return device == "cpu" or (
+        torch._C._get_accelerator().type == device and torch.accelerator.is_available()
+    )
+
+
+def cuda_lacks_bfloat16() -> bool:
+    """True if the GPU that is there cannot compute in bfloat16."""
+    return not _standing_in.get() and not torch.cuda.is_bf16_supported()
+
+
+def private_dtypes(device: str) -> list[torch.dtype]:
+    """Low dtypes of a device that an extension registered as PrivateUse1. Since torch 2.1.
+
+    Raises:
+        AssertionError: the extension has not registered its module, or not all of it.
+    """
+    if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):
+        torch.autocast(device)  # raises, in the words of this version of torch
+    found: list[torch.dtype] = getattr(torch, device).get_amp_supported_dtype()
+    return found

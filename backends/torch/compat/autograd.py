@@ -1,0 +1,106 @@
+"""Autograd: the nodes of the graph, what is saved for backward, checkpoints."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+
+def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have torch.utils.checkpoint run again `carry(function)` in place of `function`.
+
+    `carry` is called in the forward pass, in every checkpoint of both kinds. A `context_fn`, the
+    official way, is for those who call `checkpoint`, and for one kind. `CheckpointFunction` is
+    public, its `ctx.run_function` since torch 1.0; `_CheckpointFrame` since torch 2.1.
+    """
+    from torch.utils import checkpoint
+
+    function: Any = checkpoint.CheckpointFunction
+    frame: Any = checkpoint._CheckpointFrame
+    forward, make = function.forward, frame.__init__
+
+    @functools.wraps(forward)
+    def carried_forward(ctx: Any, *args: Any) -> Any:
+        outputs = forward(ctx, *args)
+        ctx.run_function = carry(ctx.run_function)
+        return outputs
+
+    @functools.wraps(make)
+    def carried_make(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, carry(recompute_fn), *args, **kwargs)
+
+    function.forward = staticmethod(carried_forward)
+    frame.__init__ = carried_make
+
+
+def latest_node() -> int:
+    """The number of the autograd node that was made last in this thread.
+
+    Below autograd, where an op runs that wants gradients, it is the op's own; it is made before the
+    op runs. `_get_sequence_nr` since torch 2.1; torch.fx.traceback goes by it, too.
+    """
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def backward_node() -> int | None:
+    """The number of the node whose backward runs here; None outside of a backward pass.
+
+    Nodes that accumulate into leaves have no number of their own; for them it is -1.
+    `_current_graph_task_id` and `_current_autograd_node` since torch 2.0.
+    """
+    if torch._C._current_graph_task_id() < 0:
+        return None
+    node = torch._C._current_autograd_node()
+    number = -1 if node is None else int(node._sequence_nr())
+    return -1 if number >= 2**63 else number
+
+
+def backward_task() -> int | None:
+    """A number for the backward pass that runs here; None outside of one. Since torch 2.0."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number < 0 else number
+
+
+@contextmanager
+def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Show every tensor that is saved for backward in this thread to a function.
+
+    torch.func's transforms refuse to run under hooks on saved tensors; they run without these, as
+    they would if nobody looked. They ask by `torch.autograd.graph.disable_saved_tensors_hooks`,
+    which is documented, as is no way to step aside for it: it is replaced meanwhile.
+    `_top_saved_tensors_default_hooks` since torch 2.3.
+    """
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        see(t)
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    _showing[pack] = hooks
+    torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks  # type: ignore[assignment]
+    try:
+        with hooks:
+            yield
+    finally:
+        del _showing[pack]
+        if not _showing:
+            torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
+
+
+_DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
+_showing: dict[Any, Any] = {}  # hooks of `saved_tensors_shown` that are in force, in all threads
+
+
+@contextmanager
+def _disable_hooks(message: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and (hooks := _showing.get(top[0])) is not None:
+            hooks.__exit__(None, None, None)
+            stack.callback(hooks.__enter__)
+            stack.enter_context(_disable_hooks(message))  # there may be more below
+        else:
+            stack.enter_context(_DISABLE(message))
+        yield

@@ -1,0 +1,220 @@
+"""torch's dispatcher: its keys, its ops, and kernels that are put on them."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
+from torch.library import Library
+
+__all__ = ["ExcludeKeys"]
+
+# Where an op looks first while a torch.func transform is active. Since torch 2.0.
+FUNC_FRONT = "FuncTorchDynamicLayerFrontMode"
+
+
+def autocast_key(device: str) -> str | None:
+    """The name of the dispatch key that autocast uses on the device type. Since torch 1.10.
+
+    None where Python cannot name it, as for XLA: nothing can be registered there from Python.
+    """
+    private = device == torch._C._get_privateuse1_backend_name()
+    key = "AutocastPrivateUse1" if private else f"Autocast{device.upper()}"
+    return key if hasattr(torch._C.DispatchKey, key) else None
+
+
+def keyset(key: str) -> torch._C.DispatchKeySet:
+    """The set of one dispatch key, for `ExcludeKeys`. Since torch 1.13."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+
+def autocast_keys(devices: Sequence[str]) -> torch._C.DispatchKeySet:
+    """The set of the autocast keys of device types, for `ExcludeKeys`. Since torch 1.13."""
+    return functools.reduce(
+        lambda one, other: one | other, map(keyset, filter(None, map(autocast_key, devices)))
+    )
+
+
+def below(key: str) -> torch._C.DispatchKeySet:
+    """All keys that the dispatcher asks after `key`. Since torch 2.0."""
+    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+
+def registered(key: str) -> frozenset[str]:
+    """Names of the aten overloads that have a kernel on the key, without "aten::".
+
+    Needed to know which compiled autocast kernels this torch has. Since torch 2.0.
+    """
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
+
+
+def overload(name: str) -> torch._ops.OpOverload | None:
+    """The overload "mm", "softmax.int" or "mylib::my_op", None if torch has none of that name."""
+    space, _, name = name.rpartition("::")
+    base, _, variant = name.partition(".")
+    packet = getattr(getattr(torch.ops, space or "aten"), base, None)
+    if packet is None or variant == "default":  # which is written "mm", not "mm.default"
+        return None
+    return getattr(packet, variant or "default", None)
+
+
+def takes_names(name: str) -> bool:
+    """True if an overload takes named dimensions, from torch 1.3 to 2.12.
+
+    Schemas say str of them; only the names of overloads tell.
+    """
+    return "dimname" in name.lower() or ".names_" in name
+
+
+def qualified_name(op: Any) -> str | None:
+    """The name "mylib::my_op" of a name, an op or what `custom_op` returned; None for all else.
+
+    Since torch 2.4: `CustomOpDef._qualname`, `OpOverload._name`.
+    """
+    if isinstance(op, str):
+        return op
+    if isinstance(op, torch._ops.OpOverload):
+        return op._name.removesuffix(".default")
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    return op._qualname if isinstance(op, torch._library.custom_ops.CustomOpDef) else None
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """True if an op has a kernel of its own on a dispatch key. Since torch 1.10."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def tensors_of(op: torch._ops.OpOverload) -> list[int]:
+    """The places of an op's arguments that must be tensors. Since torch 1.13."""
+    return [at for at, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"]
+
+
+def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A function that calls an op, also with a Python number where the schema says Tensor.
+
+    The dispatcher hands such numbers to a Python kernel as they were written: `x % 4` comes as
+    (x, 4). Most overloads refuse them; the packet finds the one that takes a number. Since
+    torch 1.13.
+    """
+    tensors = tensors_of(op)
+    packet, entry = op.overloadpacket, op._op  # without the Python of OpOverload.__call__
+    if tensors in ([], [0]):
+        return entry
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for at in tensors:
+            if at < len(args) and not isinstance(args[at], torch.Tensor):
+                return packet(*args, **kwargs)
+        return entry(*args, **kwargs)
+
+    return call
+
+
+def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """A function of (keys, args, kwargs) that does what the dispatcher does had `key` no kernel.
+
+    `OpOverload.redispatch` (since torch 2.0) refuses a Python number where the schema says Tensor;
+    then the op is called anew, with the key excluded.
+    """
+    after, excluded = below(key), keyset(key)
+    tensors = tensors_of(op)
+    again = calling(op)
+
+    def call(keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
+        for at in tensors:
+            if at < len(args) and not isinstance(args[at], torch.Tensor):
+                with ExcludeKeys(excluded):
+                    return again(*args, **kwargs)
+        return op.redispatch(keys & after, *args, **kwargs)
+
+    return call
+
+
+def library_of(name: str) -> Library:
+    """The library for kernels of an op that stay; one for each namespace."""
+    return _library(name.rpartition("::")[0] or "aten")
+
+
+@functools.cache
+def _library(namespace: str) -> Library:
+    return Library(namespace, "IMPL")
+
+
+@contextmanager
+def temporary_library(namespace: str) -> Iterator[Library]:
+    """A library whose kernels go when the block ends, and those that they replaced come back."""
+    library = Library(namespace, "IMPL")
+    try:
+        yield library
+    finally:
+        destroy(library)
+
+
+def destroy(library: Library) -> None:
+    """Take away a library's kernels; those that they replaced come back.
+
+    `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
+    """
+    library._destroy()
+
+
+def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Register a kernel that takes the keyset first, over whatever is on the key.
+
+    torch warns once when a kernel is replaced; here that is the intention. `with_keyset` since
+    torch 2.1, `allow_override` since 2.7, and by itself since 2.13.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+
+# Where the dispatcher finds an op's kernel that is made of other ops, if the device has none.
+COMPOSITE = tuple(
+    f"Composite{kind}"
+    for kind in ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
+)
+
+
+def all_ops() -> list[torch._ops.OpOverload]:
+    """Every op of the dispatcher; new ones come with the libraries that define them."""
+    found = (
+        overload(name.removeprefix("aten::")) for name in torch._C._dispatch_get_all_op_names()
+    )
+    return [op for op in found if isinstance(op, torch._ops.OpOverload)]
+
+
+def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """The op's kernel on a dispatch key, as a function of the op's arguments. Since torch 2.0.
+
+    `op.decompose` asks for a decomposition in Python first, and some take another way than the
+    compiled kernel: upsampling without the op that has a rule. `get_kernel` has no alias keys.
+    """
+    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
+
+
+# Kernels that write running statistics and do not say so in their schemas, as of torch 2.13.
+_SILENT = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_STATISTICS = frozenset({"running_mean", "running_var"})
+
+
+def writes(op: torch._ops.OpOverload) -> bool:
+    """True if an op writes into its arguments. `is_mutable` since torch 1.12."""
+    return bool(op._schema.is_mutable) or op.overloadpacket.__name__ in _SILENT
+
+
+def written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an op's arguments that it writes. `alias_info` since torch 1.8."""
+    silent = op.overloadpacket.__name__ in _SILENT
+    for at, argument in enumerate(op._schema.arguments):
+        says = argument.alias_info is not None and argument.alias_info.is_write
+        if says or (silent and argument.name in _STATISTICS):
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, torch.Tensor):
+                    yield t

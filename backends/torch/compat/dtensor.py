@@ -1,0 +1,54 @@
+"""DTensors: the part that this process holds, sums that are not made, meshes."""
+
+import sys
+from typing import Any
+
+import torch
+
+
+def _dtensor() -> type | None:
+    """DTensor's class if anybody has imported it; nothing can be one before."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that this process holds, sharing its memory; any other as it is."""
+    kind = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+    with torch.no_grad():  # otherwise it would be a new node in the graph
+        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """True for a DTensor whose ranks hold terms of a sum, as gradients of replicated ones may be.
+
+    The answer is the same on every rank of the mesh.
+    """
+    kind = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return False
+    return any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
+def added_up(tensor: Any) -> Any:
+    """The DTensor with every sum over ranks made, and held by each of them. Talks to them."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+def meshes(tensors: list[torch.Tensor]) -> list[Any]:
+    """The meshes of the DTensors among them that this process is in, in the order of first use.
+
+    Each once, and equal ones count as one: they have the same process groups.
+    """
+    kind = _dtensor()
+    if kind is None or not any(issubclass(t, kind) for t in set(map(type, tensors))):
+        return []
+    dtensors: Any = (t for t in tensors if isinstance(t, kind))
+    found = {id(t.device_mesh): t.device_mesh for t in dtensors}  # to compare meshes takes longer
+    return [m for m in dict.fromkeys(found.values()) if m.get_coordinate() is not None]

@@ -1,0 +1,80 @@
+"""torch.compile's front end: what it leaves alone, runs while it traces, and is told."""
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch._C import _dynamo
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def no_frame(fn: F, *, inside: bool = False) -> F:
+    """Keep torch.compile from compiling `fn` by itself; inlining it into a caller still works.
+
+    A region's entry has no tensor in it, so a frame compiled for it alone would be an empty graph
+    and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well.
+    Since torch 2.6 (`torch._dynamo.eval_frame.skip_code` is the same call, but imports all of
+    dynamo).
+
+    Args:
+        fn: a function of ours.
+        inside: True to leave what it calls alone, too: kernels, which eager code calls between
+            compiled graphs.
+    """
+    assert isinstance(fn, FunctionType)
+    frame = _dynamo.eval_frame
+    called = frame._FrameAction.SKIP if inside else frame._FrameAction.DEFAULT
+    strategy = frame._FrameExecStrategy(frame._FrameAction.SKIP, called)
+    frame.set_code_exec_strategy(fn.__code__, strategy)
+    return fn
+
+
+def untraced(reason: str) -> Callable[[F], F]:
+    """Have torch.compile break the graph for a call of a function, and leave what it calls alone.
+
+    `torch.compiler.disable` sets the same marks, but imports all of dynamo. Since torch 2.7; the
+    reason, which the error under fullgraph shows, since torch 2.8.
+    """
+
+    def mark(fn: F) -> F:
+        no_frame(fn, inside=True)
+        fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+        fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def at_trace_time(fn: F) -> F:
+    """Have torch.compile run `fn` while it traces and take what it returns as a constant.
+
+    `torch.compiler.assume_constant_result` sets the same mark, but imports all of dynamo.
+    Since torch 2.0.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def after_tracing(undo: Callable[[], object]) -> None:
+    """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up.
+
+    Dynamo's own handlers of the autocast setters do the same, but in torch 2.13 they fail in the
+    bodies of higher-order ops (autograd functions, checkpoint). Since torch 2.1.
+    """
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    translator = getattr(convert and convert.tls, "current_tx", None)
+    if translator is not None:
+        translator.output.add_cleanup_hook(undo)
+
+
+def stays(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked as one whose address compiled code may rely on.
+
+    What `torch._dynamo.mark_static_address(tensor, guard=True)` does, without importing dynamo:
+    CUDA graphs of `mode="reduce-overhead"` write to no other inputs. Since torch 2.1.
+    """
+    tensor._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
+    return tensor

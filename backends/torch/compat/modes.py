@@ -1,0 +1,68 @@
+"""Who else sees or changes ops: dispatch modes, transforms of torch.func, tensor classes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def is_recorded() -> bool:
+    """True where ops are shown to somebody, transformed by torch.func or have tangents.
+
+    What runs then may be written into a program, where a number computed earlier would be a
+    constant, or be differentiated in ways that a node of ours has no rule for. A mode of ours that
+    only looks on counts for nothing.
+    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` and
+    `peek_interpreter_stack` since 2.0, `forward_ad._current_level` since 1.9,
+    `_get_tracing_state`, of torch.jit.trace, since 1.0.
+    """
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return bool(
+        any(not getattr(mode, "looks_on", False) for mode in modes)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def innermost_mode() -> Any:
+    """The mode that sees ops below autograd first; None without one. Since torch 2.0."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def sees(mode: Any) -> bool:
+    """True if a mode sees the ops of this thread. Since torch 2.0."""
+    depths = range(torch._C._len_torch_dispatch_stack())
+    return any(torch._C._get_dispatch_stack_at(depth) is mode for depth in depths)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True unless the tensor's class has a say in what ops on it do, as DTensor's does.
+
+    `_disabled_torch_dispatch_impl` and `_disabled_torch_function_impl` mark classes that have not;
+    since torch 1.11 and 1.5.
+    """
+    kind = type(tensor)
+    free = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    silent = kind.__torch_function__ is torch._C._disabled_torch_function_impl
+    return kind is torch.Tensor or (free and silent)
+
+
+def unwrapped_first(types: Sequence[type]) -> bool:
+    """True if a mode is to pass an op on to its arguments' classes, and see what they make of it.
+
+    Such are DTensor and all classes that hold other tensors: their own memory is nowhere, and a
+    mode that runs their ops itself does not see what happens to the tensors inside. Says the
+    protocol of torch.utils._python_dispatch: `__tensor_flatten__`, since torch 2.1.
+
+    Args:
+        types: what `__torch_dispatch__` of a mode is given.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def in_transform(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a transform of torch.func (vmap, grad) stands for. Since torch 2.0."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

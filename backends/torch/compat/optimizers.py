@@ -1,0 +1,114 @@
+"""torch.optim, and torch.amp's scaler, which unscales for it."""
+
+import gc
+import inspect
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
+
+from polymp.backends.torch.compat import dynamo
+
+
+def unscales(device: str, dtype: torch.dtype) -> bool:
+    """True if torch's fused kernel can unscale such gradients.
+
+    On CUDA it has no bfloat16 (pytorch/pytorch#127176).
+    """
+    return device == "cpu" or dtype is not torch.bfloat16
+
+
+def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
+
+    Nobody keeps a list of scalers, so all objects of the process are looked through; a fraction of
+    a second. `_per_optimizer_states`: since torch 1.6.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.amp.GradScaler):
+            states = vars(one).get("_per_optimizer_states", {})
+            if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
+                return True
+    return False
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """`optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break where it can be.
+
+    torch's optimizers ask for a graph break around their step, so that inductor sees that no
+    gradient is wanted (a note in torch/optim/optimizer.py says so). What they wrap is called here
+    instead: `Optimizer.profile_hook_step` and `_use_grad_for_differentiable`, since torch 2.0. What
+    a learning-rate scheduler puts around the step (`_wrapped_by_lr_sched`, since torch 2.4) only
+    sets an attribute, and dynamo drops what is written to attributes of optimizers. Dynamo of torch
+    2.15 knows `getattr` of such a step, and no `hasattr`.
+    """
+    kind: Any = type(optimizer)
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        or not _breaks_graphs(kind)
+        or optimizer.defaults["differentiable"]
+        or ("step" in vars(optimizer) and not _scheduled(optimizer.step))
+    ):
+        return optimizer.step(*args, **kwargs)
+    for hook in (
+        *_global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+    ):
+        if (given := hook(optimizer, args, kwargs)) is not None:
+            args, kwargs = given
+    with torch.no_grad():
+        result = kind.step.__wrapped__.__wrapped__(optimizer, *args, **kwargs)
+    for hook in (
+        *_global_optimizer_post_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+    ):
+        hook(optimizer, args, kwargs)
+    return result
+
+
+def _scheduled(step: Any) -> bool:
+    """True if a learning-rate scheduler put something around the step."""
+    return bool(getattr(step, "_wrapped_by_lr_sched", False))
+
+
+@dynamo.at_trace_time
+def _breaks_graphs(kind: type[torch.optim.Optimizer]) -> bool:
+    """True if a class's `step` is in these two wrappers and no others."""
+    step: Any = kind.step
+    inner: Any = getattr(step, "__wrapped__", None)
+    return (
+        getattr(step, "hooked", False)
+        and getattr(inner, "__code__", None) is _USE_GRAD.__code__
+        and not hasattr(inner.__wrapped__, "__wrapped__")
+    )
+
+
+_USE_GRAD: Any = _use_grad_for_differentiable(inspect.unwrap)  # any function will do
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
+
+    Dynamo runs `_init_group` when it traces it, since torch 2.1; by then the state is there, for
+    whoever looks at it next. Every class has arguments of its own: a group, and lists to fill.
+    """
+    lists = _lists_of(type(optimizer))
+    if lists is not None:
+        for group in optimizer.param_groups:
+            filled: list[list[Any]] = []
+            for _ in range(lists):
+                filled.append([])
+            optimizer._init_group(group, *filled)  # type: ignore[attr-defined]
+
+
+@dynamo.at_trace_time
+def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
+    """How many lists `_init_group` fills; None if there is none, or it is not torch's own."""
+    make = getattr(kind, "_init_group", None)
+    if make is None or not inspect.unwrap(make).__module__.startswith("torch.optim"):
+        return None
+    return len(inspect.signature(inspect.unwrap(make)).parameters) - 2

@@ -1,0 +1,159 @@
+"""Where the first value of a run that is not finite came from."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.diagnostics.measure import Lost, Range, numbers
+from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.provenance import Provenance
+from polymp.diagnostics.audit_records import Fault, Operand
+from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+
+
+class Event(NamedTuple):
+    """An op that ran, as `blame` will see it.
+
+    Attributes:
+        op_call: the call that it is part of.
+        origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
+            those that no event made; None for one that cannot be measured.
+        ranges: of its results.
+        run: format of its results.
+        lost: what float16 did; None where that is not known.
+        numbers: that its format made zero.
+        given: True if a number it was given is not finite.
+        reads: dtype and shape of the float tensors that it was given.
+        operands: what was in them, where that is measured.
+        cast: True for a cast.
+    """
+
+    op_call: OpCall
+    origins: tuple[int | None, ...]
+    ranges: tuple[Range, ...]
+    run: str
+    lost: Lost | None = None
+    numbers: tuple[float, ...] = ()
+    given: bool = False
+    reads: tuple[tuple[torch.dtype, torch.Size], ...] = ()
+    operands: tuple[torch.Tensor, ...] = ()
+    cast: bool = False
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The events that made what it read."""
+        return tuple(at for at in self.origins if at is not None and at >= 0)
+
+
+def first_fault(events: list[Event], provenance: Provenance) -> Fault | None:
+    """Where the first value that is not finite came from."""
+    ends = [x for event in events for pair in event.ranges for x in pair]
+    if not ends:
+        return None
+    values = iter(numbers(ends))
+    bad = [_bad([next(values) for _ in range(2 * len(e.ranges))]) for e in events]
+    if not any(bad):
+        return None
+    given = provenance.given_ranges()
+    spoiled = {
+        -1 - at: provenance.name(t) for at, (t, low, high) in given.items() if _bad([low, high])
+    }
+    losses = Lost.read([e.lost for e in events if e.lost is not None])
+    nodes = []
+    for event, was in zip(events, bad, strict=True):
+        finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
+        if event.lost is not None:
+            finite, vanished = next(losses)
+        which = next((spoiled[at] for at in event.origins if at in spoiled), "")
+        nodes.append(
+            Node(
+                event.inputs,
+                was,
+                event.run,
+                finite and bool(was),
+                vanished,
+                True,
+                event.numbers,
+                which,
+                event.given,
+                bool(event.ranges),
+                cast=event.cast,
+                op=event.op_call.op,
+            )
+        )
+    found = blame(nodes)
+    return None if found is None else _fault(events, provenance, found, bad)
+
+
+def _fault(events: list[Event], provenance: Provenance, found: Blame, bad: list[str]) -> Fault:
+    event, first = events[found.node], events[found.first]
+    op_call, why = event.op_call, found.why
+    if event.cast and found.kind == "overflow":
+        why = f"an input of it is beyond {event.run}'s largest number when it is cast"
+    became = bad[found.first]
+    if first.op_call is not op_call:
+        at = f" in {first.op_call.place.module}" if first.op_call.place.module else ""
+        became = f"{became}, of {first.op_call.op}{at} {first.op_call.place.source}".rstrip()
+    return Fault(
+        op_call.op,
+        op_call.spelling,
+        op_call.place.module,
+        op_call.place.source,
+        op_call.direction,
+        found.kind,
+        event.run,
+        op_call.row,
+        _operands_of(event, events, provenance),
+        became,
+        why,
+        op_call.region,
+    )
+
+
+def _operands_of(event: Event, events: list[Event], provenance: Provenance) -> tuple[Operand, ...]:
+    """What an op was given; where it was not measured, the largest magnitudes alone."""
+    given = provenance.given_ranges()
+    found = []
+    for at, (origin, (dtype, shape)) in enumerate(zip(event.origins, event.reads, strict=True)):
+        name, ends = "", [0.0]
+        if origin is not None and origin < 0:
+            t, *ends = given[-1 - origin]
+            name = provenance.name(t)
+        elif origin is not None and events[origin].ranges:
+            ends = numbers([x for pair in events[origin].ranges for x in pair])
+        if event.operands:
+            found.append(_operand_of(dtype, shape, event.operands[at], name))
+            continue
+        largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
+        inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
+        format = dtype_names.NAMES[dtype]
+        found.append(Operand(format, tuple(shape), 0.0, largest, 0.0, inf, nan, name))
+    return tuple(found)
+
+
+def _bad(ends: list[float]) -> str:
+    if any(map(math.isnan, ends)):
+        return "NaN"
+    return "Inf" if any(map(math.isinf, ends)) else ""
+
+
+def operand(t: torch.Tensor) -> torch.Tensor:
+    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
+    size = t.detach().to(torch.float32).abs()
+    finite = size.isfinite()
+    some = torch.where(finite & (size > 0), size, torch.full_like(size, math.inf))
+    most = torch.where(finite, size, torch.zeros_like(size))
+    shares = [(size == 0), size.isinf(), size.isnan()]
+    return torch.stack([some.amin(), most.amax(), *(s.to(torch.float32).mean() for s in shares)])
+
+
+NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
+
+
+def _operand_of(dtype: torch.dtype, shape: torch.Size, found: torch.Tensor, name: str) -> Operand:
+    smallest, largest, zeros, inf, nan = found.tolist()
+    smallest = smallest if math.isfinite(smallest) else 0.0
+    format = dtype_names.NAMES[dtype]
+    return Operand(format, tuple(shape), smallest, largest, zeros, inf, nan, name)

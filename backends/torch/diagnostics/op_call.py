@@ -1,0 +1,103 @@
+"""`OpCall`: one call of an op of the vocabulary, or the backward of one, as it is followed."""
+
+from typing import Any
+
+import torch
+
+from polymp.backends.torch.autocast import dtype_names, weight_cast_cache
+from polymp.backends.torch.compat import flop_count, storage
+from polymp.backends.torch.diagnostics.call_site import CallSite
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors, formats
+from polymp.rules.row import Row
+
+
+class OpCall:
+    """One call of an op, or the backward of one.
+
+    Attributes:
+        op: its name in the vocabulary, or torch's own.
+        spelling: torch's name, with a prefix.
+        place: where it was called.
+        direction: "forward", "backward" or "recompute".
+        region: the low format of the region, "" outside.
+        row: that decided; None if none spoke of it.
+        inputs: formats of its float inputs as they came; None until they are known.
+        run: formats of the float inputs of its first op that computes; of a product, of the first.
+        outputs: formats of its float results.
+        casts: how many.
+        cast_bytes: read and written by them.
+        saved: casts spared, by reason.
+        flops: of products, convolutions and attention.
+        kept: bytes of float32 kept for backward.
+        backward: the backward of this call, once a part of it has run.
+        ops: how many ops ran in it, casts aside.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        spelling: str,
+        place: CallSite,
+        direction: str,
+        region: str = "",
+        row: Row | None = None,
+        inputs: tuple[str, ...] | None = None,
+    ) -> None:
+        self.op = op
+        self.spelling = spelling
+        self.place = place
+        self.direction = direction
+        self.region = region
+        self.row = row
+        self.inputs = inputs
+        self.run: tuple[str, ...] = ()
+        self.outputs: tuple[str, ...] = ()
+        self.casts = 0
+        self.cast_bytes = 0
+        self.saved: dict[str, int] = {}
+        self.flops = 0
+        self.kept = 0
+        self.backward: OpCall | None = None
+        self.ops = 0
+        self.cast_storages: set[int] = set()
+
+    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Note a cast that was made for it."""
+        if self.inputs is None:
+            self.inputs, self.outputs = formats([source]), formats([result])
+        self.casts += 1
+        self.cast_bytes += source.nbytes + result.nbytes
+        self.cast_storages.add(storage.storage_key(source))
+
+    def computed(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        read: tuple[str, ...],
+        made: tuple[str, ...],
+    ) -> None:
+        """Note an op that it is made of, with the formats that it read and made."""
+        if self.inputs is None:
+            self.inputs = read
+        flops = flop_count.flops(func, args, kwargs, result)
+        if flops and not self.flops:
+            self.run = read[:1]  # attention's statistics are float32 in any case
+        elif not self.run:
+            self.run = read or made
+        self.flops += flops
+        self.outputs = made or self.outputs
+        self.ops += 1
+
+    def spared(self, given: Any) -> None:
+        """Note the casts of parameters that it was spared: it ran low, and none was made."""
+        low = dtype_names.DTYPES.get(self.region)
+        if self.row is None or not self.run or set(self.run) != {self.region}:
+            return
+        kind = "held" if weight_cast_cache.weights else "cached"
+        for t in float_tensors(given):
+            if t.is_leaf and t.dtype is torch.float32 is not low:
+                key = storage.storage_key(t)  # 0 of what torch.func wraps
+                if key and key not in self.cast_storages:
+                    self.saved[kind] = self.saved.get(kind, 0) + 1

@@ -1,0 +1,70 @@
+"""What an op is, by its name and its arguments: a view, a cast, one of the vocabulary."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from polymp.backends.torch.autocast import dtype_names, op_facts
+from polymp.rules.vocabulary import vocabulary
+
+
+@cache
+def kind_of(func: torch._ops.OpOverload) -> str:
+    """Of an op: "view" of its argument, "makes" what no float is read for, or "computes"."""
+    name = func.overloadpacket.__name__
+    aliases = [r.alias_info for r in func._schema.returns]
+    view = any(alias is not None and not alias.is_write for alias in aliases)
+    if view or func.namespace in ("prim", "profiler") or name in op_facts.SILENT_VIEWS:
+        return "view"
+    return "makes" if name in op_facts.FACTORIES else "computes"
+
+
+def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """True if a copy is from one float format to another, on one device."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    return (
+        isinstance(dtype, torch.dtype)
+        and dtype.is_floating_point
+        and source.is_floating_point()
+        and dtype is not source.dtype
+        and (device is None or torch.device(device).type == source.device.type)
+    )
+
+
+def name_of(overload: str, name: str) -> str:
+    """The name of an op that no kernel was asked for, as one in place: "relu_", "add_.Tensor".
+
+    Args:
+        overload: its full name.
+        name: without the overload's: "add_".
+    """
+    op = vocabulary().of_aten(overload) or op_facts.KERNELS.get(name)
+    if not op and name.endswith("_"):
+        op = vocabulary().of_aten(overload.replace(name, name[:-1], 1))
+    return op or name
+
+
+def float_tensors(tree: Any) -> list[torch.Tensor]:
+    """The float tensors in an op's arguments or results, in order."""
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for inner in tree:
+            _collect(inner, found)
+    elif isinstance(tree, dict):
+        for inner in tree.values():
+            _collect(inner, found)
+
+
+def formats(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """The formats of tensors."""
+    return tuple(dtype_names.NAMES[t.dtype] for t in tensors)

@@ -1,0 +1,95 @@
+"""The arguments of a loss scaler, checked; `Options` are those beside the rule."""
+
+import warnings
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from polymp.backends.torch.compat import accelerators
+from polymp.backends.torch.scaler import distributed
+from polymp.scaling import scale_rule
+from polymp.scaling.gradient_report import OnStuck, checked_on_stuck
+from polymp.scaling.scale_rule import ScaleRule
+
+SkipOn = Literal["auto", "host", "device"]
+
+
+class Options(NamedTuple):
+    """The arguments of `GradScaler` by their names, and the loss that it is for."""
+
+    on_stuck: OnStuck
+    stuck_after: int
+    strict: bool
+    allow_fp16: bool
+    check_loss: bool
+    skip_on: SkipOn
+    process_group: Any
+    loss: str = ""  # its name, if there are several
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Options":
+        return self  # a process group cannot be copied
+
+    def __reduce__(self) -> Any:
+        if self.process_group is not None:
+            raise TypeError(
+                "a scaler with a process_group cannot be pickled. Save its state_dict() and load "
+                "it into one that was made with the group."
+            )
+        return Options, tuple(self)
+
+
+def acts_on(device: Any, dtype: Any, enabled: bool) -> bool:
+    """True if a scaler with these arguments does something.
+
+    Raises:
+        TypeError: `device` is no name, or `dtype` no float dtype.
+
+    Warns:
+        UserWarning: CUDA is asked for and absent.
+    """
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
+            "is GradScaler(device, init_scale)."
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be the region's low format, a float dtype, got {dtype}.")
+    acts = enabled and dtype in (None, torch.float16)
+    if acts and device == "cuda" and accelerators.cuda_missing():
+        warnings.warn(
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+            stacklevel=3,
+        )
+        return False
+    return acts
+
+
+def checked_rule(rule: ScaleRule) -> ScaleRule:
+    """The rule, or an error, of torch.amp's kind where torch.amp has one.
+
+    Raises:
+        AssertionError: `growth` is not above 1 or `backoff` not below 1.
+        TypeError: a constant is not a number, or not whole where it has to be.
+        ValueError: a constant is out of its range.
+    """
+    if scale_rule.number("growth_factor", rule.growth) <= 1.0:
+        raise AssertionError("The growth factor must be > 1.0.")
+    if scale_rule.number("backoff_factor", rule.backoff) >= 1.0:
+        raise AssertionError("The backoff factor must be < 1.0.")
+    return scale_rule.checked(rule)
+
+
+def checked(options: Options) -> Options:
+    """The options, or an error.
+
+    Raises:
+        TypeError: `process_group` is neither None nor a process group.
+        ValueError: an option is none of its words, or out of its range.
+    """
+    if options.skip_on not in ("auto", "host", "device"):
+        raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {options.skip_on!r}.")
+    checked_on_stuck(options.on_stuck, options.stuck_after)
+    distributed.check_group(options.process_group)
+    return options

@@ -1,0 +1,53 @@
+"""Outputs times the scale, which is NaN for those that are not finite."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from polymp.backends.torch.compat import dtensor, modes
+from polymp.backends.torch.scaler import unscale
+
+
+def multiply(outputs: Any, factor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Every tensor of a structure times its factor, in the same structure.
+
+    Raises:
+        ValueError: something in `outputs` is neither a tensor nor an iterable.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs * factor_of(outputs)
+    if isinstance(outputs, Iterable):
+        items = map(lambda item: multiply(item, factor_of), outputs)
+        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+            return type(outputs)(*items)
+        return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+    raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+
+def factor(loss: torch.Tensor, scale: torch.Tensor, noted: torch.Tensor) -> torch.Tensor:
+    """The factor of a loss: the scale, or NaN if the loss is not finite.
+
+    So its gradients are NaN, and the step that they are for is skipped, whenever that is; a loss
+    that never goes backward leaves no trace in a gradient. That it was the loss is noted on the
+    device besides, so that an overflow can be told apart. Nothing waits for either.
+
+    Args:
+        loss: not scaled.
+        scale: float32 [], on the loss's device.
+        noted: float32 []; becomes NaN if the loss is not finite.
+    """
+    values = dtensor.local(loss.detach())
+    if values.is_complex():
+        values = values.abs()
+    if torch.compiler.is_compiling():  # inductor takes x * 0 for 0
+        fine = values.isfinite().all()
+        noted.copy_(torch.where(unscale.moved(fine, noted.device), noted, math.nan))
+        return torch.where(fine, scale, math.nan)
+    if values.dim():
+        values = (values * 0).sum()
+    scale = torch.add(scale, values, alpha=0)
+    if not modes.in_transform(scale):  # of torch.func, which writes to nothing from outside
+        noted.add_(unscale.moved(scale, noted.device), alpha=0)
+    return scale

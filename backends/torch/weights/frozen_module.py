@@ -1,0 +1,102 @@
+"""`FrozenModule`: a model's class once it is frozen, which runs in its region."""
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from polymp.backends.torch.autocast import dtype_names, policy_code, regions
+from polymp.backends.torch.autocast.api import autocast
+from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.modules import subclass
+from polymp.backends.torch.modules.scoped import Scoped
+from polymp.errors import PolicyError
+
+
+class FrozenFor(NamedTuple):
+    """What a frozen model knows.
+
+    Attributes:
+        region: in which it runs.
+        scope: what `scoped` had put on it; None for nothing.
+        name: of its class.
+    """
+
+    region: autocast
+    scope: Any
+    name: str
+
+
+class FrozenModule(subclass.Extension):
+    """A model's class, once frozen."""
+
+    KEY = "_polymp_freeze"
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
+        frozen_for = self.__dict__.get(FrozenModule.KEY)
+        if frozen_for is None:
+            above: Any = super() if isinstance(self, FrozenModule) else self  # bound, then removed
+            return above._call_impl(*args, **kwargs)
+        region, scope = frozen_for.region, self.__dict__.get(Scoped.KEY)
+        if scope is not frozen_for.scope:
+            _refuse_scope(frozen_for.name)
+        device = region.device
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        code = policy_code.in_force()
+        if _fits(region._ticket, frozen_for.name, scope is not None, enabled, dtype, *code):
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with region._again() if is_dynamo_compiling() else region:
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@dynamo.at_trace_time
+def _refuse_scope(name: str) -> NoReturn:
+    raise PolicyError(
+        f"the rules that scoped() gives {name} are others than when it was frozen. "
+        "Call remove() of the handle that freeze() returned, and freeze it again."
+    )
+
+
+@dynamo.at_trace_time
+def _fits(
+    ticket: str, name: str, scoped: bool, enabled: bool, dtype: torch.dtype, *code: torch.dtype
+) -> bool:
+    """True if the region in force is the ticket's, or as good; False if there is none.
+
+    Args:
+        ticket: of the region that a model was frozen for.
+        name: what to call the model.
+        scoped: True if the model has rules of its own, which hold instead of a region's.
+        enabled: as torch says for the device in force.
+        dtype: the low format in force.
+        code: of the policies in force.
+
+    Raises:
+        PolicyError: it is another one.
+    """
+    if not enabled:
+        return False
+    if is_same(ticket, scoped, dtype, *code):
+        return True
+    region = regions.known[ticket][0]
+    policy = policy_code.policy_at(region.device, *code)
+    here = _spelled(region.device, dtype_names.NAMES[dtype], policy)
+    frozen = _spelled(region.device, region.format, region.policy)
+    raise PolicyError(
+        f"{name} was frozen for {frozen}, and is called in {here}. Call it in that region or "
+        "outside of all, where it enters its own; or freeze it for this one."
+    )
+
+
+def is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
+    """True if the region that a dtype and policies stand for is the ticket's; see `_fits`."""
+    region = regions.known[ticket][0]
+    policy = policy_code.policy_at(region.device, *code)
+    same = scoped or policy is region.policy or policy == region.policy
+    return same and dtype is dtype_names.DTYPES[region.format]
+
+
+def _spelled(device: str, format: str, policy: Any) -> str:
+    rules = "" if policy is None else f", policy={policy.name!r}"
+    return f"autocast({device!r}, torch.{format}{rules})"

@@ -26,7 +26,7 @@ from tests.support.sizes import LONG
 
 # Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
 # the time.
-COUNT, EXAMPLES = (100_000, 460) if LONG else (10_000, 46)
+COUNT, EXAMPLES = (20_000, 100) if LONG else (5_000, 24)
 ROWS, WIDTH = 250, 12
 
 # An event, by what is drawn for it; a zero is a good step, so that histories shrink to those.

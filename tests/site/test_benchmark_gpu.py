@@ -42,6 +42,7 @@ def plan() -> ModuleType:
 # --- the dry run ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_dry_run(tmp_path: Path, plan: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """Every step that makes sense on a CPU, at tiny sizes; and the page that is made of them."""
     for name in ("torch", "jax", "flax", "optax", "matplotlib", "rich", "tqdm"):

@@ -158,6 +158,7 @@ class InProcess:
         self.worker.drop()
 
 
+@pytest.mark.long
 def test_it_runs_and_says_what_is_missed_and_missing(
     speed: ModuleType,
     workloads: ModuleType,

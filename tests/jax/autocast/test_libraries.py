@@ -210,6 +210,7 @@ TRAIN = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("library", TRAIN)
 def test_a_model_of_the_library_trains_as_well_as_in_float32(library):
     train = TRAIN[library]
@@ -272,6 +273,7 @@ def test_a_region_inside_a_net_follows_its_parameters(name):
         assert np.abs(leaf).max() > 0.1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_parameters_made_in_a_region_inside_are_refused_or_come_out_alive(name, jit):

@@ -30,7 +30,7 @@ from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
-from tests.support.sizes import size
+from tests.support.sizes import LONG, size
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOW = ("bfloat16", "float16")
@@ -369,7 +369,7 @@ def test_no_program_of_the_corpus_is_worse_with_a_pass():
             assert ours[count] <= less, f"{program}, with and without {name}"
             better[name] += ours[count] < less
     print(f"\nbetter with: {better}")
-    assert all(count >= size(1, 5) for count in better.values())
+    assert all(count >= 5 for count in better.values()) if LONG else any(better.values())
 
 
 # Switching them off

@@ -54,6 +54,7 @@ from tests.support.jax.programs import (
     programs,
 )
 from tests.support.jax.programs_by_hand import NOISE, by_hand, noise
+from tests.support.sizes import LONG
 
 SEEDS, UNITS, SIGMAS = 12, 2.0, 4.0
 FLOOR = 2.0**-24 * 64  # float32's roundoff, times the terms that may be summed in another order
@@ -260,9 +261,10 @@ def check(it: Program) -> Counter[str] | None:
     return want.found
 
 
-RUN = settings(max_examples=3, suppress_health_check=list(HealthCheck))
+RUN = settings(max_examples=3 if LONG else 1, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.sized
 def test_random_programs(capsys):
     seen: Counter[str] = Counter()
     found: Counter[str] = Counter()
@@ -281,13 +283,15 @@ def test_random_programs(capsys):
     with capsys.disabled():
         print("\nprograms with", dict(sorted(seen.items(), key=lambda kv: -kv[1])))
         print("found", dict(found))
-    assert seen["programs"] >= 30
+    enough = 1 if LONG else 1 / 3
+    assert seen["programs"] >= 30 * enough
     for kind in (*CONSTRUCTS, *REGIONS):
-        assert seen[kind] >= 3, f"too few programs with {kind}"
-    assert sum(seen[name] > 0 for name in ROWS) >= 0.8 * len(ROWS)
-    assert found["jit: same bits"] >= 0.95 * found["jit: results"]  # else the bound is the test
-    assert found["grad: same bits"] >= 0.9 * found["grad: gradients"]
-    assert found["forward mode"] >= 10
+        assert seen[kind] >= 3 * enough, f"too few programs with {kind}"
+    assert sum(seen[name] > 0 for name in ROWS) >= (0.8 if LONG else 0.4) * len(ROWS)
+    few = 0 if LONG else 0.15  # so much more chance is in a third of them
+    assert found["jit: same bits"] >= (0.95 - few) * found["jit: results"]  # else the bound tests
+    assert found["grad: same bits"] >= (0.9 - few) * found["grad: gradients"]
+    assert found["forward mode"] >= 10 * enough
 
 
 # What else JAX does with a function

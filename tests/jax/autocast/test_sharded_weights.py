@@ -1,12 +1,8 @@
 """Sharded weights are gathered as often as by hand, in as few bytes, and nothing more is saved."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.jax import eight_devices
 
 # Where the program gathers its weights itself.
 OWN = (
@@ -33,20 +29,8 @@ MIXED = ("shard_map, read in float32 too", "shard_map, read in float32 too, jitt
 @pytest.fixture(scope="module")
 def on_mesh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla")
-    flags = (
-        f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8 "
-        f"--xla_dump_to={folder} --xla_dump_hlo_pass_re=spmd-partitioning"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.support.jax.gathers_on_mesh", str(folder)],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    dump = f"--xla_dump_to={folder} --xla_dump_hlo_pass_re=spmd-partitioning"
+    return eight_devices.run("gathers_on_mesh", folder, flags=dump, python=("-W", "error"))
 
 
 @pytest.mark.parametrize("name", [*ITS, *OWN])

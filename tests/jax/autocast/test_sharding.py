@@ -1,14 +1,8 @@
 """Autocast on a mesh of eight devices: every way to shard gives the gradients of one device."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests import STRICT
+from tests.support.jax import eight_devices
 
 SHARD_MAPS = [f"shard_map-{check}" for check in (True, False)]
 MESHES = [f"mesh-{kind}" for kind in ("Auto", "Explicit")]
@@ -23,17 +17,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def on_mesh():
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, *STRICT, "-m", "tests.support.jax.autocast_on_mesh"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return eight_devices.run("autocast_on_mesh")
 
 
 @pytest.mark.parametrize("way", WAYS)

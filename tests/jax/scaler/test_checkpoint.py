@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from polymp.jax import GradScaler
+from tests.support.jax import eight_devices
 
 HISTORY = ("good", "good", "overflow", "good", "spoiled", "overflow", "overflow")
 
@@ -127,18 +125,9 @@ def test_a_copy_of_one_that_is_donated_lives_on():
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> dict[str, Any]:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    folder = tmp_path_factory.mktemp("checkpoint")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.jax.scaler_on_other_meshes", str(folder)],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
+    return eight_devices.run(
+        "scaler_on_other_meshes", tmp_path_factory.mktemp("checkpoint"), python=()
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("devices", ["2", "4", "8"])

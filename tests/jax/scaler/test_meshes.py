@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import STRICT
-from tests.support.jax import planted_run
+from tests.support.jax import eight_devices, planted_run
 
 HELPERS = ("summed", "by_value_and_grad", "by_optimizer")
 JITTED = ("jit-8x1", "jit-1x8", "jit-4x2")
@@ -23,17 +17,7 @@ ONE_PER_DEVICE = tuple(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, *STRICT, "-m", "tests.support.jax.scaler_over_meshes"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return eight_devices.run("scaler_over_meshes")
 
 
 @pytest.mark.parametrize("way", [*JITTED, *ONE_PER_DEVICE, "by types"])

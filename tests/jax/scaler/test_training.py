@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +14,7 @@ from flax import nnx
 
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.jax import autocast
-from tests import STRICT
+from tests.support.jax import eight_devices
 from tests.support.jax.scaler_problem import (
     STEPS,
     bound,
@@ -192,17 +187,7 @@ def test_an_nnx_model_that_is_changed_in_place():
 
 @pytest.fixture(scope="module")
 def on_mesh() -> dict[str, Any]:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, *STRICT, "-m", "tests.support.jax.scaler_on_mesh"],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return eight_devices.run("scaler_on_mesh")
 
 
 SKIPPED = {"w": [1.0] * 8, "scale": [4.0] * 8, "finite": [False] * 8}

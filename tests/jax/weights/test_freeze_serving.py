@@ -28,6 +28,7 @@ from tests.support.jax import hlo
 from tests.support.jax.corpus import PROGRAMS, corpus
 from tests.support.jax.corpus_runs import problem
 from tests.support.jax.programs import Program, arguments, plain, programs
+from tests.support.sizes import size
 
 ALL = [program.name for program in corpus()]
 V = parameter("v", 4, 4)
@@ -82,7 +83,8 @@ def test_most_of_what_the_corpus_computes_with_is_stored_low():
     assert stored.total() >= 0.6 * floats
 
 
-@settings(max_examples=8, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@pytest.mark.sized
+@settings(max_examples=size(2, 8), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(it=programs())
 def test_random_programs_give_the_same_bits(it: Program):
     assert faults(autocast(plain(it, polymp.jax), dtype=it.low), arguments(it)) == []

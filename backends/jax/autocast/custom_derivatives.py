@@ -7,6 +7,7 @@ rule is planned when a derivative is first asked for, in the region of the call.
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple, Self
 
@@ -307,19 +308,13 @@ class _Reverse(_Rules):
 FUNCTIONS.border(_Rules.trace)
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass
 class _Residuals:
     """What the forward half hands to the backward half: arrays, and which arguments it is for."""
 
-    def __init__(self, moving: tuple[bool, ...], values: Sequence[Any]) -> None:
-        self.moving, self.values = moving, values
-
-    def tree_flatten(self) -> tuple[Sequence[Any], tuple[bool, ...]]:
-        return self.values, self.moving
-
-    @classmethod
-    def tree_unflatten(cls, moving: tuple[bool, ...], values: Sequence[Any]) -> "_Residuals":
-        return cls(moving, values)
+    moving: tuple[bool, ...] = field(metadata={"static": True})
+    values: Sequence[Any]
 
 
 def _moving(tangents: Sequence[Any], floats: Sequence[bool]) -> tuple[bool, ...]:

@@ -85,10 +85,10 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
     # Eagerly, an array is freed after its last reader. A tracer holds none.
     traced = any(isinstance(x, jax.core.Tracer) for x in given)
     drops = [()] * len(plan.steps) if traced else plan.drops
-    with compat.Places() as places:
+    with compat.EquationSource() as source:
         for step, drop in zip(plan.steps, drops, strict=True):
             eqn = step.eqn
-            places.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
+            source.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
             if eqn.ctx is not here:
                 with eqn.ctx.manager:
                     outs = _step(step, [whole(read(o, bind)) for o in step.operands], compat.put)

@@ -75,10 +75,10 @@ class Planner:
     def __init__(
         self,
         one: "Callable[[Frame], Plan]",
-        off: Set[str] = frozenset(),
-        colours: bool = False,
-        kept: Kept | None = None,
-        settings: Hashable = (),
+        off: Set[str],
+        colours: bool,
+        kept: Kept | None,
+        settings: Hashable,
     ) -> None:
         self.one = one
         self.off = off
@@ -99,15 +99,7 @@ class Planner:
         results: Sequence[str | None] | None = None,
         gradients: bool = False,
     ) -> Plan:
-        """The plan of a closed jaxpr.
-
-        Args:
-            jaxpr: closed.
-            known: of its inputs.
-            region: that holds where no mark says otherwise.
-            results: formats that the outputs must have; None leaves those as they come.
-            gradients: True if the outputs are gradients.
-        """
+        """The plan of a closed jaxpr; see `Frame`."""
         known = tuple(known)
         key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
         if key not in self.plans:

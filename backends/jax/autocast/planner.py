@@ -87,7 +87,7 @@ def _planned(frame: Frame) -> Plan:
             step, outs = function_calls.plan_registered(frame, eqn, here)
         else:
             step, outs = ops.unknown(frame, eqn, here)
-        if record is not None and (name not in jaxprs.HOLDERS or name == function_calls.SECTION):
+        if record is not None and name not in jaxprs.HOLDERS:
             step = _followed(step, record, here)
         steps.append(step)
         for var, known in zip(eqn.outvars, outs, strict=True):

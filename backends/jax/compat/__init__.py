@@ -7,13 +7,12 @@ Each name says why it is needed and since when it has been there;
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import source_info_util as _source_info
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax.extend import core
@@ -22,7 +21,7 @@ from jax.interpreters import ad
 from polymp.backends.jax.compat.mlir import lower_in_place as lower_in_place
 from polymp.backends.jax.compat.mlir import merge_repeated as merge_repeated
 from polymp.backends.jax.compat.mlir import readers as readers
-from polymp.backends.jax.compat.recording import Places as Places
+from polymp.backends.jax.compat.recording import EquationSource as EquationSource
 from polymp.backends.jax.compat.recording import Recorded as Recorded
 from polymp.backends.jax.compat.recording import Recorder as Recorder
 from polymp.backends.jax.compat.recording import aval_of as aval_of
@@ -30,6 +29,19 @@ from polymp.backends.jax.compat.recording import equation_context as equation_co
 from polymp.backends.jax.compat.recording import is_plain as is_plain
 from polymp.backends.jax.compat.recording import put as put
 from polymp.backends.jax.compat.recording import recorder as recorder
+from polymp.backends.jax.compat.source import Frames as Frames
+from polymp.backends.jax.compat.source import frames as frames
+from polymp.backends.jax.compat.source import in_backward as in_backward
+from polymp.backends.jax.compat.source import no_scopes as no_scopes
+from polymp.backends.jax.compat.source import operands_of as operands_of
+from polymp.backends.jax.compat.source import scope_names as scope_names
+from polymp.backends.jax.compat.source import tracers_of as tracers_of
+from polymp.backends.jax.compat.source import traces as traces
+from polymp.backends.jax.compat.source import transforms as transforms
+from polymp.backends.jax.compat.source import where_made as where_made
+from polymp.backends.jax.compat.source import where_written as where_written
+from polymp.backends.jax.compat.source import with_scope as with_scope
+from polymp.backends.jax.compat.source import without_scopes as without_scopes
 
 # How remat splits an equation; without a rule it would ask policies about our primitive, which none
 # of them knows. Since jax 0.2.
@@ -214,32 +226,6 @@ def has_program(params: Any) -> bool:
     return any(callable(value) and hasattr(value, "call_wrapped") for value in params.values())
 
 
-def without_scopes(stack: Any, drop: Callable[[str], bool]) -> Any:
-    """A name stack without the scopes whose names are to be dropped. Since jax 0.4."""
-    kept = [part for part in stack.stack if not (hasattr(part, "name") and drop(part.name))]
-    return type(stack)(tuple(kept))
-
-
-def no_scopes() -> Any:
-    """The empty name stack. Since jax 0.4."""
-    return _source_info.NameStack()
-
-
-def scope_names(stack: Any) -> list[str]:
-    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
-    return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
-
-
-def with_scope(stack: Any, name: str) -> Any:
-    """A name stack with one scope more, inside the others. Since jax 0.4."""
-    return stack.extend(name)
-
-
-def transforms(stack: Any) -> frozenset[str]:
-    """Names of the transforms in a name stack: "jvp", "transpose", "vmap". Since jax 0.4."""
-    return frozenset(p.name for p in stack.stack if type(p).__name__ == "Transform")
-
-
 def formats_out(eqn: Any, formats: Sequence[str | None]) -> tuple[str | None, ...]:
     """The formats of an equation's results if its operands had these; None: as declared.
 
@@ -252,23 +238,6 @@ def formats_out(eqn: Any, formats: Sequence[str | None]) -> tuple[str | None, ..
     out, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
     outs = out if eqn.primitive.multiple_results else [out]
     return tuple(aval.dtype.name if hasattr(aval, "dtype") else None for aval in outs)
-
-
-class Frames(NamedTuple):
-    """The Python frames of a traceback, innermost first.
-
-    Attributes:
-        codes: the code object of each.
-        places: where in it the frame was: offsets of instructions.
-    """
-
-    codes: Sequence[Any]
-    places: Sequence[int]
-
-
-def frames(traceback: Any) -> Frames:
-    """The frames of an equation's traceback, cheaply. `raw_frames` since jaxlib 0.4."""
-    return Frames((), ()) if traceback is None else Frames(*traceback.raw_frames())
 
 
 def function_name(closed: Any) -> str:
@@ -301,46 +270,6 @@ def is_ready(x: Any) -> bool:
     A method of the arrays that there are, and not of `jax.Array`, which is what is documented.
     """
     return bool(x.is_ready())
-
-
-def traces() -> list[Any]:
-    """The traces that Python runs under, innermost first, without the last: that of no trace.
-
-    Empty in code that is not traced. Since jax 0.4.36.
-    """
-    found = []
-    trace = _core.trace_ctx.trace
-    while trace is not None and trace is not _core.eval_trace:
-        found.append(trace)
-        trace = getattr(trace, "parent_trace", None)
-    return found
-
-
-def tracers_of(trace: Any, among: Sequence[Any]) -> list[Any]:
-    """Those of some objects that are values of a trace. Since jax 0.4.36."""
-    return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
-
-
-def operands_of(tracer: Any) -> Any:
-    """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
-    eqn = getattr(tracer, "parent", None)
-    return None if eqn is None else eqn.in_tracers
-
-
-def where_made(tracer: Any) -> str:
-    """Type of a traced value, and where it was computed. Since jax 0.4.36."""
-    shown, place = tracer.aval.str_short(), _source_info.summarize(tracer._line_info)
-    return f"{shown} from {place}" if place else str(shown)
-
-
-def in_backward(stack: Any) -> bool:
-    """True for the name stack of an equation that a transposition made. Since jax 0.4."""
-    return "transpose" in transforms(stack)
-
-
-def where_written(eqn: Any) -> str:
-    """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
-    return _source_info.summarize(eqn.source_info)
 
 
 def traced_jaxpr(traced: Any) -> Any:

@@ -23,7 +23,7 @@ def equation_context() -> Any:
     return _core.JaxprEqnContext()
 
 
-class Places:
+class EquationSource:
     """Where what is traced meanwhile comes from: tracebacks and name stacks of equations, in turn.
 
     `source_info_util.user_context` without a context manager for each equation: of a large program,
@@ -33,7 +33,7 @@ class Places:
     def __init__(self) -> None:
         self._here = _source_info._source_info_context
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "EquationSource":
         self._before = self._here.context
         self._traceback: Any = None
         return self

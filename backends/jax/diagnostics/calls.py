@@ -20,11 +20,6 @@ from polymp.diagnostics.call import Call
 from polymp.dtypes import widest
 
 
-def calls(closed: Any, record: Record) -> Iterator[Call]:
-    """The calls of a program, in its order."""
-    return (call for call, _ in with_sites(closed, record))
-
-
 def with_sites(closed: Any, record: Record) -> Iterator[tuple[Call, list[Site]]]:
     """The calls of a program, in its order, each with its equations."""
     groups: list[list[Site]] = []

@@ -10,10 +10,10 @@ What other equations read and make is followed, for the events around them. Loop
 out what was measured inside.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,83 +24,23 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT
 from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
+from polymp.backends.jax.diagnostics.events import (
+    NOWHERE,
+    Event,
+    Origin,
+    Tracked,
+    of_number,
+    origins_of,
+    tracked,
+    values_of,
+)
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.sites import Site
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
 from polymp.diagnostics.call import BACKWARD, FORWARD
 
-
-class Event(NamedTuple):
-    """What is known of a measured equation before it runs.
-
-    Attributes:
-        site: the equation, where it stands.
-        inputs: events whose results it reads.
-        outside: inputs of the program that it reads, by their places.
-        later: events of the same loop whose results it reads one round later.
-        loops: around it, the outermost first: where each stands, and whether it is a `while`.
-        format: of its results; "" if they are no floats.
-        given: True if it reads an infinite number of the program.
-        group: of the call that it ends; None of any other.
-    """
-
-    site: Site
-    inputs: tuple[int, ...]
-    outside: tuple[int, ...]
-    later: tuple[int, ...]
-    loops: tuple[tuple[tuple[int, ...], bool], ...]
-    format: str
-    given: bool
-    group: int | None
-
-
-class _Origin(NamedTuple):
-    """Where a value of the program comes from: events, inputs, and what loops carry around."""
-
-    events: frozenset[int] = frozenset()
-    outside: frozenset[int] = frozenset()
-    given: bool = False
-    carried: frozenset[tuple[tuple[int, ...], int]] = frozenset()
-
-    @classmethod
-    def of_all(cls, many: "Iterable[_Origin]") -> "_Origin":
-        """Where what is made of several values comes from."""
-        events, outside, given, carried = zip(*many, strict=True)
-        none: frozenset[Any] = frozenset()
-        return cls(none.union(*events), none.union(*outside), any(given), none.union(*carried))
-
-
-_NOWHERE = _Origin()
-
-
-class _Tracked(NamedTuple):
-    """A value of the twin, and where it comes from."""
-
-    value: Any
-    origin: _Origin
-
-
-def _tracked(values: Iterable[Any], origins: Iterable[_Origin]) -> list[_Tracked]:
-    return list(map(_Tracked, values, origins))
-
-
-def _values(many: Iterable[_Tracked]) -> list[Any]:
-    return [x.value for x in many]
-
-
-def _origins(many: Iterable[_Tracked]) -> list[_Origin]:
-    return [x.origin for x in many]
-
-
-def _number(x: Any) -> _Tracked:
-    """A number of the program."""
-    number = np.asarray(x)
-    infinite = number.dtype.kind == "f" and not np.isfinite(number).all()
-    return _Tracked(x, _Origin(given=infinite))
-
-
 # What an equation, or a program, makes: results, and the facts of the events in it.
-_Made = tuple[Sequence[_Tracked], list[Facts]]
+_Made = tuple[Sequence[Tracked], list[Facts]]
 
 
 class Twin:
@@ -130,7 +70,7 @@ class Twin:
         self.sites = sites
         self.ask = ask
         self.events: list[Event] = []
-        self.results: list[_Origin] = []
+        self.results: list[Origin] = []
         self.handed: set[int] = set()
         self._loops: list[tuple[tuple[int, ...], bool]] = []
         self._carried: dict[int, frozenset[tuple[tuple[int, ...], int]]] = {}  # read by an event
@@ -139,34 +79,34 @@ class Twin:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         self.events, self.handed, self._loops = [], set(), []
         outside = (*arrays, *compat.opened(self.closed)[1])
-        given = [_Tracked(x, _Origin(outside=frozenset([at]))) for at, x in enumerate(outside)]
+        given = [Tracked(x, Origin(outside=frozenset([at]))) for at, x in enumerate(outside)]
         count = len(arrays)
         results, facts = self._program(self.closed, given[:count], (), given[count:])
-        self.results = _origins(results)
+        self.results = origins_of(results)
         peaks = [measures.peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
         return facts, peaks
 
     def _program(
         self,
         closed: Any,
-        given: Sequence[_Tracked],
+        given: Sequence[Tracked],
         place: tuple[int, ...],
-        consts: Sequence[_Tracked] | None = None,
+        consts: Sequence[Tracked] | None = None,
     ) -> _Made:
         """A program, with the facts of the events in it, in order."""
         facts: list[Facts] = []
         if consts is None:
-            consts = [_Tracked(x, _NOWHERE) for x in compat.opened(closed)[1]]
+            consts = [Tracked(x, NOWHERE) for x in compat.opened(closed)[1]]
 
-        def equation(at: int, eqn: Any, read: list[_Tracked]) -> Sequence[_Tracked]:
+        def equation(at: int, eqn: Any, read: list[Tracked]) -> Sequence[Tracked]:
             with eqn.ctx.manager:
                 outs, found = self._equation(eqn, read, place, at)
             facts.extend(found)
             return outs
 
-        return interpreted(closed, given, equation, _number, consts), facts
+        return interpreted(closed, given, equation, of_number, consts), facts
 
-    def _equation(self, eqn: Any, read: list[_Tracked], parent: tuple[int, ...], at: int) -> _Made:
+    def _equation(self, eqn: Any, read: list[Tracked], parent: tuple[int, ...], at: int) -> _Made:
         programs = [] if eqn.primitive.name in _WHOLE else inside(eqn)
         place = (*parent, at)
         if not programs:
@@ -180,10 +120,10 @@ class Twin:
                 return self._cond(programs, read, place)
         return self._program(programs[0].closed, read, (*place, 0))
 
-    def _leaf(self, eqn: Any, read: list[_Tracked], parent: tuple[int, ...]) -> _Made:
-        args = _values(read)
+    def _leaf(self, eqn: Any, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
+        args = values_of(read)
         outs = compat.put(eqn.primitive, args, eqn.params)
-        through = _Origin.of_all([_NOWHERE, *_origins(read)])
+        through = Origin.of_all([NOWHERE, *origins_of(read)])
         key = parent, id(eqn)
         site = self.sites.get(key)
         apart = site is None and eqn.primitive.name == "shard_map"  # what is inside is not measured
@@ -201,7 +141,7 @@ class Twin:
         some = any(is_measured(x) for x in args)
         tells = some and not made and not _is_layout(eqn)
         if site is None or not some or not (group is not None or alone or tells or apart):
-            return [_Tracked(x, through) for x in outs], []
+            return [Tracked(x, through) for x in outs], []
         number = len(self.events)
         event = Event(
             site, tuple(sorted(through.events)), tuple(sorted(through.outside)), (),
@@ -217,29 +157,29 @@ class Twin:
             measures.operands(eqn, args) if number == self.ask else jnp.zeros((0, 5)),
             jnp.zeros(0, jnp.int32),
         )  # fmt: skip
-        came = _Origin(frozenset([number]))
-        return [_Tracked(x, came) for x in outs], [fact]
+        came = Origin(frozenset([number]))
+        return [Tracked(x, came) for x in outs], [fact]
 
     # Control
 
-    def _scan(self, eqn: Any, body: Inner, read: list[_Tracked], place: tuple[int, ...]) -> _Made:
-        came: list[_Origin] = []
+    def _scan(self, eqn: Any, body: Inner, read: list[Tracked], place: tuple[int, ...]) -> _Made:
+        came: list[Origin] = []
         first, origins = len(self.events), _carrying(body, read, place)
 
         def turn(_: Any, values: list[Any]) -> Any:
             del self.events[first:]  # jax may trace it again
             with self._loop(place, False):
-                outs, facts = self._program(body.closed, _tracked(values, origins), (*place, 0))
-            came[:] = _origins(outs)
-            return None, _values(outs), facts
+                outs, facts = self._program(body.closed, tracked(values, origins), (*place, 0))
+            came[:] = origins_of(outs)
+            return None, values_of(outs), facts
 
-        outs, facts = scanned(eqn, turn, _values(read))
+        outs, facts = scanned(eqn, turn, values_of(read))
         if eqn.params["reverse"]:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
         self._again(first, place, came[: body.carries])
-        return _tracked(outs, came), facts
+        return tracked(outs, came), facts
 
-    def _again(self, first: int, place: tuple[int, ...], after: Sequence[_Origin]) -> None:
+    def _again(self, first: int, place: tuple[int, ...], after: Sequence[Origin]) -> None:
         """Note which events of a loop read what others of it left in the round before."""
         for number, now in enumerate(after):
             for at in range(first, len(self.events)):
@@ -257,22 +197,22 @@ class Twin:
             self._loops.pop()
 
     def _while(
-        self, programs: Sequence[Inner], read: list[_Tracked], place: tuple[int, ...]
+        self, programs: Sequence[Inner], read: list[Tracked], place: tuple[int, ...]
     ) -> _Made:
         body, condition = programs
         tested = condition.of(read)[: condition.fixed]
-        fixed, start, _ = body.split(_values(read))
-        came: list[_Origin] = []
+        fixed, start, _ = body.split(values_of(read))
+        came: list[Origin] = []
         first, origins = len(self.events), _carrying(body, read, place)
 
         def round_(state: Any) -> tuple[list[Any], list[Facts]]:
             del self.events[first:]  # jax may trace it again
-            given = _tracked([*fixed, *state], origins)
+            given = tracked([*fixed, *state], origins)
             with self._loop(place, True):
                 outs, facts = self._program(body.closed, given, (*place, 0))
-            came[:] = _origins(outs)
+            came[:] = origins_of(outs)
             facts = [fact._replace(when=measures.outer(fact.when)) for fact in facts]
-            return _values(outs), facts
+            return values_of(outs), facts
 
         shapes = jax.eval_shape(round_, start)[1]
 
@@ -284,7 +224,7 @@ class Twin:
 
         def test(state: Any) -> Any:
             kept = len(self.events)
-            now = _tracked(state[0], _origins(body.split(read)[1]))
+            now = tracked(state[0], origins_of(body.split(read)[1]))
             (going,), _ = self._program(condition.closed, [*tested, *now], (*place, 1))
             del self.events[kept:]
             return going.value
@@ -292,19 +232,19 @@ class Twin:
         nothing = list(map(measures.absent, shapes))
         outs, facts, _ = lax.while_loop(test, body_of, (start, nothing, jnp.int32(0)))
         self._again(first, place, came)
-        return _tracked(outs, came), facts
+        return tracked(outs, came), facts
 
     def _cond(
-        self, branches: Sequence[Inner], read: list[_Tracked], place: tuple[int, ...]
+        self, branches: Sequence[Inner], read: list[Tracked], place: tuple[int, ...]
     ) -> _Made:
         given = branches[0].of(read)
-        values, origins = _values(given), _origins(given)
+        values, origins = values_of(given), origins_of(given)
         first = len(self.events)
-        came: list[list[_Origin]] = []
+        came: list[list[Origin]] = []
 
         def made(number: int, values: Sequence[Any]) -> _Made:
             return self._program(
-                branches[number].closed, _tracked(values, origins), (*place, number)
+                branches[number].closed, tracked(values, origins), (*place, number)
             )
 
         def shape_of(number: int) -> tuple[list[Facts], list[Event]]:
@@ -312,7 +252,7 @@ class Twin:
 
             def shape(values: Any) -> Any:
                 outs, facts = made(number, values)
-                came.append(_origins(outs))
+                came.append(origins_of(outs))
                 return facts
 
             start = len(self.events)
@@ -326,19 +266,19 @@ class Twin:
                 outs, facts = made(number, values)
                 parts = [list(map(measures.absent, found)) for found in shapes]
                 parts[number] = facts
-                return _values(outs), list(chain.from_iterable(parts))
+                return values_of(outs), list(chain.from_iterable(parts))
 
             return run
 
         which = read[0].value
         outs, facts = lax.switch(which, list(map(branch_of, range(len(branches)))), *values)
         self.events[first:] = chain.from_iterable(spans)
-        return _tracked(outs, map(_Origin.of_all, zip(*came, strict=True))), facts
+        return tracked(outs, map(Origin.of_all, zip(*came, strict=True))), facts
 
 
-def _carrying(body: Inner, read: Sequence[_Tracked], place: tuple[int, ...]) -> list[_Origin]:
+def _carrying(body: Inner, read: Sequence[Tracked], place: tuple[int, ...]) -> list[Origin]:
     """Where the inputs of a loop's body come from; some of them are carried around."""
-    found = _origins(body.of(read))
+    found = origins_of(body.of(read))
     for number, at in enumerate(range(body.fixed, body.fixed + body.carries)):
         found[at] = found[at]._replace(carried=found[at].carried | {(place, number)})
     return found

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from polymp.backends.jax.diagnostics.instrument import Event, Twin
+from polymp.backends.jax.diagnostics.events import Event
+from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measured_call import (
     MeasuredCall,
     call_of,

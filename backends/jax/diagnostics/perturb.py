@@ -117,7 +117,7 @@ class Program:
         if self._moved is None:
 
             def moved(seed: Any, alike: Any, *flat: Any) -> list[Any]:
-                return _Walk(seed, alike).program(self.closed, flat)
+                return _Evaluation(seed, alike).program(self.closed, flat)
 
             self._moved = jax.jit(moved, compiler_options=_QUICK)
         runs = (self._moved(np.uint32(i + 1), alike, *self._flat) for i in range(count))
@@ -128,7 +128,7 @@ class Program:
         wanted = [[_address(s) for s in sites] for _, sites in self._sites()]
 
         def keeping(*flat: Any) -> tuple[list[Any], list[list[Any]]]:
-            walk = _Walk(None, False)
+            walk = _Evaluation(None, False)
             outs = walk.program(self.closed, flat)
             return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
 
@@ -156,7 +156,7 @@ def _address(site: Any) -> tuple[Any, ...]:
     return site.parent, id(site.eqn)
 
 
-class _Walk:
+class _Evaluation:
     """Evaluates programs, equation by equation.
 
     Attributes:
@@ -195,7 +195,7 @@ class _Walk:
         (body,) = inside(eqn)
 
         def turn(number: Any, row: list[Any]) -> Any:
-            inner = _Walk(self.seed * np.uint32(7919) + number, self.alike)
+            inner = _Evaluation(self.seed * np.uint32(7919) + number, self.alike)
             return number + np.uint32(1), inner.program(body.closed, row), None
 
         self._moves += 1

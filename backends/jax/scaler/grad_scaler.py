@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import gradient_stats, optimizer_step, scale_update, tree_math
@@ -105,7 +104,7 @@ class GradScaler:
             init_scale = scale_rule.checked_first_scale("init_scale", init_scale, rule)
         else:
             rule, init_scale = ScaleRule(), 1.0
-        _set(self, _on_device(ScaleState(init_scale)), rule, bool(enabled))
+        _set(self, scale_update.on_device(ScaleState(init_scale)), rule, bool(enabled))
         _tell_flax()
 
     def scale(self, tree: Any) -> Any:
@@ -312,14 +311,14 @@ class GradScaler:
                 "from a disabled instance of GradScaler."
             )
         rule, state = scale_rule.from_state_dict(state_dict, self.rule)
-        return _make(_on_device(state), rule, self.enabled)
+        return _make(scale_update.on_device(state), rule, self.enabled)
 
     def __repr__(self) -> str:
         # The state is something else in trees of shardings, of markers and the like.
         known = isinstance(self.state, ScaleState)
         shown = self.state._asdict() if known else {"state": self.state}
         shown |= self.rule._asdict() | {"enabled": self.enabled}
-        return f"GradScaler({', '.join(f'{k}={_shown(v)}' for k, v in shown.items())})"
+        return f"GradScaler({', '.join(f'{k}={tree_math.shown(v)}' for k, v in shown.items())})"
 
     def _with(self, state: ScaleState) -> "GradScaler":
         return self if state is self.state else _make(state, self.rule, self.enabled)
@@ -390,15 +389,3 @@ def _flatten_with_keys(scaler: GradScaler) -> tuple[tuple[tuple[Any, Any]], tupl
 jax.tree_util.register_pytree_with_keys(
     GradScaler, _flatten_with_keys, lambda rest, first: _make(*first, *rest), _flatten
 )
-
-
-def _on_device(state: ScaleState) -> ScaleState:
-    scale, *counts = state
-    return ScaleState(jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts))
-
-
-def _shown(value: Any) -> str:
-    """An array's value, or its format where it has none yet."""
-    if isinstance(value, jax.core.Tracer):
-        return tree_math.shown_format(value)
-    return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)

@@ -34,6 +34,12 @@ def _exact(factor: float) -> Any:
     return factor if factor == held else _Factor(factor)
 
 
+def on_device(state: ScaleState) -> ScaleState:
+    """A state of numbers as one of arrays."""
+    scale, *counts = state
+    return ScaleState(jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts))
+
+
 def factor(state: ScaleState) -> Any:
     """The factor of losses and divisor of gradients: the scale, float32 [].
 

@@ -83,6 +83,13 @@ def shown_format(x: Any) -> str:
     return f"{kind.dtype}{list(kind.shape)}"
 
 
+def shown(value: Any) -> str:
+    """An array's value, or its format where it has none yet."""
+    if isinstance(value, jax.core.Tracer):
+        return shown_format(value)
+    return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)
+
+
 def _parts(x: Any) -> list[Any]:
     """X in at least float32; real and imaginary part apart, for Inf times a complex is NaN."""
     x = jnp.asarray(x)

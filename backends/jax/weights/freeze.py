@@ -11,18 +11,18 @@ from the plan for some arguments, and checked again for every new trace.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.frame import Kept
 from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
 from polymp.backends.jax.autocast.values import LOW
 from polymp.backends.jax.modules import nnx
+from polymp.backends.jax.weights.frozen_params import FrozenParams, Signature, dtype_of
 from polymp.backends.jax.weights.lower_inputs import Wide, store
 from polymp.errors import PolicyError
 from polymp.rules.region import Region
@@ -72,7 +72,7 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
     for i in typed if before else ():
         low = before.stored.get(apart.paths[i]) if before else None
-        if low and _dtype(leaves[i]) == low:
+        if low and dtype_of(leaves[i]) == low:
             raise TypeError(
                 f"freeze(serve, params, ...): {apart.paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
@@ -84,7 +84,7 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
         function, parts, _ = nnx.pure_of(made.fn, *given, named)
         given = (parts, {})
     flat, given_tree = jax.tree.flatten(given)
-    call = _Call(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
+    call = Signature(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
     arrays = [leaf for leaf in flat if is_typed(leaf)]
     places = dict(zip(typed, call.first(apart), strict=True))
 
@@ -103,8 +103,8 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
         served[i] = made_of[key] = made_of.get(key) if key in made_of else _cast(leaves[i], format)
     stored = {apart.paths[i]: format for i, format in formats.items()}
     kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in formats}
-    dtypes = {i: _dtype(served[i]) for i in typed}
-    expected = _Expected(tree, apart, dtypes, formats)
+    dtypes = {i: dtype_of(served[i]) for i in typed}
+    expected = FrozenParams(tree, apart, dtypes, formats)
     size = [sum(map(_bytes, {id(xs[i]): xs[i] for i in typed}.values())) for xs in (leaves, served)]
     return Frozen(made, stored, kept, size, expected), apart.together(
         jax.tree.unflatten(tree, served)
@@ -128,7 +128,7 @@ class Frozen:
         stored: Mapping[str, str],
         kept: Mapping[str, str],
         size: Sequence[int],
-        expected: "_Expected",
+        expected: FrozenParams,
     ) -> None:
         functools.update_wrapper(self, made.call)
         self.made = made
@@ -178,7 +178,7 @@ class Frozen:
         kept: Kept,
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
-        call = _Call(fn, tree, statics)
+        call = Signature(fn, tree, statics)
         low = self._expected.low(call)
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
@@ -193,115 +193,6 @@ class Frozen:
                 "this function and params are the float32 parameters, keeps it in float32."
             )
         return traced._replace(plan=made.plan)
-
-
-class _Call(NamedTuple):
-    """A call as it is traced.
-
-    Attributes:
-        fn: of arrays; where modules are among the arguments, of their state and everything else.
-        tree: of the positional and keyword arguments.
-        statics: the leaves, with `ARRAY` for each array.
-    """
-
-    fn: Any
-    tree: Any
-    statics: tuple[Any, ...]
-
-    def first(self, params: nnx.Apart) -> list[int]:
-        """The places of the parameters among all arrays, in the order of `params.parts`."""
-        leaves = jax.tree.unflatten(self.tree, range(len(self.statics)))
-        if nnx.is_pure(self.fn):
-            (state, others), _ = leaves
-            mine = nnx.leading(state, params.modules)
-            mine += jax.tree.leaves(others[: params.others])
-        else:
-            mine = jax.tree.leaves(leaves[0][0])
-        places = self.places()
-        return [places[i] for i in mine if i in places]
-
-    def places(self) -> dict[int, int]:
-        """By number of a leaf, its place among the arrays."""
-        return _places(self.statics)
-
-    def passed_on(self, traced: PlannedCall) -> list[int]:
-        """The outputs that are the state of modules as it came in, which is nobody's result."""
-        if not nnx.is_pure(self.fn):
-            return []
-        (before, _), _ = jax.tree.unflatten(self.tree, range(len(self.statics)))
-        _, after = jax.tree.unflatten(traced.tree, range(len(traced.statics)))
-        ours: Any = jax.tree.structure(before)
-        if ours != jax.tree.structure(after):
-            return []
-        invars = compat.binders(traced.plan.jaxpr)[1]
-        outvars = compat.opened(traced.plan.jaxpr)[0].outvars
-        ins, outs = self.places(), _places(traced.statics)
-        return [
-            outs[b]
-            for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-            if a in ins and b in outs and outvars[outs[b]] is invars[ins[a]]
-        ]
-
-
-def _places(statics: Sequence[Any]) -> dict[int, int]:
-    arrays = (i for i, leaf in enumerate(statics) if leaf is ARRAY)
-    return {leaf: place for place, leaf in enumerate(arrays)}
-
-
-class _Expected:
-    """The parameters that a frozen function takes.
-
-    Args:
-        tree: of the parameters, their modules taken apart.
-        params: the ones it was frozen for.
-        dtypes: by number of a leaf, that of an array.
-        formats: by number of a leaf, the low format that it is stored in.
-    """
-
-    def __init__(
-        self, tree: Any, params: nnx.Apart, dtypes: Mapping[int, str], formats: Mapping[int, str]
-    ) -> None:
-        self.tree = tree
-        self.params = params._replace(parts=None, together=lambda parts: parts)  # holds no array
-        self.dtypes = dtypes
-        self.formats = formats
-
-    def low(self, call: _Call) -> dict[int, tuple[str, str]]:
-        """By place among all arrays, path and format of what is stored low."""
-        pairs = zip(self.dtypes, call.first(self.params), strict=True)
-        return {
-            place: (self.params.paths[i], self.formats[i])
-            for i, place in pairs
-            if i in self.formats
-        }
-
-    def check(self, served: Any) -> None:
-        """Refuse parameters that are not of this structure and these dtypes."""
-        apart = nnx.apart(served)
-        leaves, tree = jax.tree.flatten(apart.parts)
-        paths = self.params.paths
-        if tree != self.tree:
-            ours, theirs = set(paths), set(apart.paths)
-            raise TypeError(
-                "The first argument has another structure than the parameters that freeze "
-                f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
-                f"Frozen: {self.tree}. Given: {tree}."
-            )
-        have = {i: _dtype(leaves[i]) for i in self.dtypes}
-        other = [i for i, dtype in self.dtypes.items() if have[i] != dtype]
-        if other:
-            i = other[0]
-            raise TypeError(
-                f"{paths[i]} is {have[i]}, but was frozen as "
-                f"{self.dtypes[i]}; {len(other)} of {len(self.dtypes)} arrays differ. Pass the "
-                "parameters that freeze returned."
-            )
-
-
-def _some(word: str, paths: Iterable[str]) -> str:
-    first, *rest = [*sorted(paths), ""][:4] if paths else [""]
-    shown = ", ".join(filter(None, (first, *rest)))
-    return f"{word}: {shown}. " if shown else ""
 
 
 # What is stored
@@ -325,7 +216,7 @@ def _made(fn: Any) -> Made:
 
 
 def _decided(
-    call: _Call, traced: PlannedCall, candidates: Iterable[int], region: Region
+    call: Signature, traced: PlannedCall, candidates: Iterable[int], region: Region
 ) -> tuple[dict[int, str], dict[int, Wide]]:
     """By place, the format in which an array can be stored, or why it cannot."""
     free = call.passed_on(traced)
@@ -364,15 +255,6 @@ def _reason(leaf: Any) -> str | None:
     if getattr(leaf, "weak_type", False):
         return "it is a number without a dtype of its own"
     return None
-
-
-def _dtype(leaf: Any) -> str:
-    """The name of an array's dtype as jax has it, without float64 say; of others, their type's."""
-    if not is_typed(leaf):
-        return type(leaf).__name__
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return str(jax.dtypes.canonicalize_dtype(leaf.dtype).name)
-    return str(leaf.dtype.name)
 
 
 def _bytes(x: Any) -> int:

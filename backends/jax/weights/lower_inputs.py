@@ -23,7 +23,7 @@ from polymp.backends.jax.autocast.function_calls import SECTION
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Plan, Step
 from polymp.backends.jax.autocast.regions import NameStacks
-from polymp.backends.jax.autocast.values import declared
+from polymp.backends.jax.autocast.values import Known, declared
 from polymp.backends.jax.jaxprs import Inner, inside
 from polymp.errors import PolicyError
 from polymp.rules.policy import Why
@@ -110,12 +110,10 @@ class _LowInputs:
         self.read: set[int] = set()
 
     def stored(self) -> Stored:
-        plan, env = self.plan, self.env
-        for i, (var, format) in enumerate(
-            zip(compat.binders(plan.jaxpr)[1], self.formats, strict=True)
-        ):
+        plan, invars = self.plan, compat.binders(self.plan.jaxpr)[1]
+        for i, (var, format) in enumerate(zip(invars, self.formats, strict=True)):
             if format is not None:
-                env[var] = Low(format, frozenset({i}))
+                self.env[var] = Low(format, frozenset({i}))
         steps = [self.step(step) for step in plan.steps]
         lows = []
         for i, operand in enumerate(plan.results):
@@ -124,13 +122,7 @@ class _LowInputs:
                 self.refuse(low, Wide("float32", "it is handed on in float32, as a result"))
                 low = None
             lows.append(low)
-        known = tuple(
-            k._replace(format=f) if f else k for k, f in zip(plan.known, self.formats, strict=True)
-        )
-        outs = tuple(
-            k._replace(format=low.format) if low else k
-            for k, low in zip(plan.outs, lows, strict=True)
-        )
+        known, outs = _lowered(plan.known, self.formats), _lowered(plan.outs, _formats(lows))
         made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, made={})
         return Stored(made, tuple(lows), self.wide, frozenset(self.read))
 
@@ -152,12 +144,9 @@ class _LowInputs:
             self.wide.setdefault(i, wide)
 
     def step(self, step: Step) -> Step:
-        before = dict(self.wide)
+        before = set(self.wide)
         lows = [self.held(operand) for operand in step.operands]
-        if len(self.wide) > len(before):  # by a cast, of which the step can say more
-            for i in self.wide.keys() - before.keys():
-                format = self.wide[i].format
-                self.wide[i] = Wide(format, self.reader(step, format))
+        self.tell(step, before)  # a cast may have refused some, of which the step can say more
         if not any(lows):
             return step
         made, outs = self.through(step, lows)
@@ -201,8 +190,6 @@ class _LowInputs:
         writes = tuple(low.format if low else f for low, f in zip(outs, step.writes, strict=True))
         return step._replace(writes=writes), outs
 
-    # Programs inside
-
     def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
         """The same of a step with programs inside; what a loop carries stays wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
@@ -211,15 +198,14 @@ class _LowInputs:
             where = compat.where_written(eqn)
             self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
             lows[at] = None
-        before = self.wide.keys() | set()
+        before = set(self.wide)
         free = self.free_outputs(step, whole, programs, lows)
         made = [
             self.enter(plan, program.of(lows), free if program.gives else ())
             for program, plan in zip(programs, whole.plans, strict=True)
         ]
         if name == SECTION:  # inside, nothing is asked: the op decides
-            for i in self.wide.keys() - before:
-                self.wide[i] = Wide(self.wide[i].format, self.reader(step, self.wide[i].format))
+            self.tell(step, before)
         results = (m.outs for m, program in zip(made, programs, strict=True) if program.gives)
         moved, outs = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
         plans = tuple(m.plan for m in made)
@@ -233,22 +219,19 @@ class _LowInputs:
         if step.eqn.primitive.name == "cond":
             pairs = zip(programs, whole.plans, strict=True)
             made = [store(plan, _formats(branch.of(lows)), free).outs for branch, plan in pairs]
-            alike = [{low and low.format for low in several} for several in zip(*made, strict=True)]
-            free = [i for i in free if len(alike[i]) == 1]
+            alike = [len({*_formats(several)}) == 1 for several in zip(*made, strict=True)]
+            free = [i for i in free if alike[i]]
         return free
 
     def enter(self, plan: Plan, lows: Held, free: Iterable[int]) -> Stored:
         """The plan of a body whose inputs these are; what it reads, this program reads."""
-        made = store(plan, [low and low.format for low in lows], free)
+        made = store(plan, _formats(lows), free)
         for i, wide in made.wide.items():
             self.refuse(lows[i], wide)
         for i in made.read:
             self.read |= _inputs(lows[i])
-        outs = [
-            low and Low(low.format, frozenset().union(*(_inputs(lows[i]) for i in low.inputs)))
-            for low in made.outs
-        ]
-        return made._replace(outs=tuple(outs))
+        outs = tuple(low and _of_all([lows[i] for i in low.inputs]) for low in made.outs)
+        return made._replace(outs=outs)
 
     def of_rule(
         self, plan: Plan, formats: Sequence[str | None], free: Iterable[int], name: str
@@ -261,9 +244,13 @@ class _LowInputs:
                 f"{formats[at]}: {wide.why}. Freeze the function that computes the gradient, "
                 "polymp.jax.freeze(autocast(gradient), params, ...), which keeps it in float32."
             )
-        return made.plan, [low and low.format for low in made.outs]
+        return made.plan, _formats(made.outs)
 
-    # Who reads a value wide
+    def tell(self, step: Step, before: set[int]) -> None:
+        """Say of what was refused since that this step reads it."""
+        for i in self.wide.keys() - before:
+            format = self.wide[i].format
+            self.wide[i] = Wide(format, self.reader(step, format))
 
     def reader(self, step: Step, format: str | None) -> str:
         """Who reads, in which format, by which row, and where it is written; as a clause."""
@@ -294,15 +281,11 @@ class _LowInputs:
 def _joined(eqn: Any, lows: Held) -> Low | None:
     """What an equation moves, if all its float operands are low in one format."""
     floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
-    formats = {low and low.format for low in floats}
-    (format, *more) = formats
-    if format is None or more:
-        return None
-    return Low(format, frozenset().union(*map(_inputs, floats)))
+    return _of_all(floats) if len(set(_formats(floats))) == 1 else None
 
 
 def _of_all(several: Sequence[Low | None]) -> Low | None:
-    """An output that comes of several programs, which is low in all of them or in none."""
+    """A value that is made of several, which are low in one format, or none of which is low."""
     low = several[0]
     return low and Low(low.format, frozenset().union(*map(_inputs, several)))
 
@@ -311,5 +294,10 @@ def _inputs(low: Low | None) -> frozenset[int]:
     return low.inputs if low else frozenset()
 
 
-def _formats(lows: Held) -> list[str | None]:
+def _lowered(known: Sequence[Known], formats: Sequence[str | None]) -> tuple[Known, ...]:
+    pairs = zip(known, formats, strict=True)
+    return tuple(k._replace(format=f) if f else k for k, f in pairs)
+
+
+def _formats(lows: Sequence[Low | None]) -> list[str | None]:
     return [low and low.format for low in lows]

@@ -325,7 +325,7 @@ def test_places_are_those_of_user_context():
     stack = source_info_util.new_name_stack("here")
 
     def one(x):
-        with compat.Places() as places:
+        with compat.EquationSource() as places:
             places.at(eqn.source_info, stack)
             made = jnp.cos(x)
             places.at(source_info_util.new_source_info(), stack)  # no traceback
@@ -351,7 +351,7 @@ def test_an_error_gets_its_place():
             raise ValueError("no")
         return caught.value
 
-    class Ours(compat.Places):
+    class Ours(compat.EquationSource):
         def __enter__(self):
             super().__enter__().at(eqn.source_info, source_info_util.new_name_stack())
             return self

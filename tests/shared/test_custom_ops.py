@@ -318,6 +318,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @in_every_way
 @pytest.mark.parametrize(("said", "low"), RUNS)
 def test_it_runs_as_the_policy_says(way: str, said: str, low: str) -> None:

@@ -157,6 +157,7 @@ WAYS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 @every
 @settings(max_examples=20)

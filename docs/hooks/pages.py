@@ -215,16 +215,25 @@ def _api(module: str) -> str:
 
 
 def public(module: str) -> list[str]:
-    """The public names of a module: imported `X as X`, defined, or set to what another has."""
-    names = []
+    """The public names of a module, in its order: those of its list of names, if it has one.
+
+    Else what it imports `X as X`, defines, or sets to what another has.
+    """
+    names, listed = [], list[str]()
     for node in _tree(module).body:
         if isinstance(node, ast.ImportFrom):
-            names += [alias.name for alias in node.names if alias.asname == alias.name]
+            names += [a.asname or a.name for a in node.names]
+            listed += [a.name for a in node.names if a.asname == a.name]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+            break
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
             names += [ast.unparse(target) for target in node.targets]
+            listed += [ast.unparse(target) for target in node.targets]
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names += [node.name]
-    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+            listed += [node.name]
+    return [n for n in dict.fromkeys(names) if n in listed and not n.startswith("_")]
 
 
 def definition(module: str, name: str) -> str:

@@ -130,15 +130,7 @@ class Fault(NamedTuple):
 
 
 class AuditRecord:
-    """All that was measured; filled when the run ends.
-
-    Attributes:
-        results: of ops, in the order in which they were first reached.
-        gradients: of parameters, by name.
-        fault: where the first value that is not finite came from; None if all were finite.
-        steps: how many steps were measured.
-        scale: the loss scale that the gradients came with, 1 if none was known.
-    """
+    """All that was measured; see `audit.Audit`."""
 
     def __init__(self) -> None:
         self.results: Sequence[Measured] = ()

@@ -83,13 +83,7 @@ class Call(NamedTuple):
 
 
 class CallList:
-    """Calls, each site once, in the order in which the sites were first reached, and their sums.
-
-    Attributes:
-        title: what was explained.
-        low: the low format of the regions, "" if there was none.
-        policy: name of the policy, "" if there was no region.
-    """
+    """Calls, each site once, in the order in which the sites were first reached, and their sums."""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polymp import plain_text
+from polymp._api import explain
 from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
 from polymp.testing import align
@@ -51,8 +52,11 @@ def assert_same_formats(
         ParityError: they do not; its text has the first difference.
         TypeError: `fn` or `other` is neither a function nor a report.
     """
+    for f in (fn, other):
+        if not isinstance(f, Report) and not callable(f):
+            raise TypeError(f"assert_same_formats compares functions and reports, got {f!r}.")
     reports = [
-        _report(f, given, dtype, policy)
+        _report(f, *given, dtype=dtype, policy=policy)
         for f, given in ((fn, args), (other, args if other_args is None else other_args))
     ]
     sides = [next((c.backend for c in r), "") for r in reports]
@@ -65,14 +69,8 @@ def assert_same_formats(
         raise ParityError(text, parted.op, table)
 
 
-def _report(fn: Any, args: Sequence[Any], dtype: Any, policy: Any) -> Report:
-    if isinstance(fn, Report):
-        return fn
-    if not callable(fn):
-        raise TypeError(f"assert_same_formats compares functions and reports, got {fn!r}.")
-    from polymp._api import explain
-
-    return explain(fn, *args, dtype=dtype, policy=policy)
+def _report(fn: Any, *args: Any, **kwargs: Any) -> Report:
+    return fn if isinstance(fn, Report) else explain(fn, *args, **kwargs)
 
 
 def assert_casts(
@@ -111,12 +109,7 @@ def assert_casts(
         or isinstance(expected, bool)
     ):
         raise TypeError(f"expected={expected!r}: give a number of casts, or a dict of them by op.")
-    if isinstance(fn, Report):
-        report = fn
-    else:
-        from polymp._api import explain
-
-        report = explain(fn, *args, dtype=dtype, policy=policy, **kwargs)
+    report = _report(fn, *args, dtype=dtype, policy=policy, **kwargs)
     wrong = []
     for op, count in wanted.items():
         found = sum(call.casts for call in (report.of(op) if op else report))

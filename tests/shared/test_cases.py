@@ -1,4 +1,4 @@
-"""One table of cases, two frameworks: formats, values, scaler histories, training.
+"""One table of cases, two frameworks: formats, values, training.
 
 The table is `cases`, the frameworks' verbs are `frameworks`. torch runs CUDA's table on CPU
 tensors, JAX its default table. What a row says of torch is also held to torch.amp itself, on fake
@@ -8,7 +8,6 @@ CUDA tensors.
 from __future__ import annotations
 
 import contextlib
-import math
 import zlib
 from collections import Counter
 from types import ModuleType
@@ -16,14 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import polymp
 from polymp.dtypes import FORMATS
 from polymp.rules.policy import Policy
 from polymp.rules.vocabulary import vocabulary
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, step, to_state_dict
 from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks
 from tests.support.cases import LOW, MAIN, OFF, OPS, OTHER, RAISES, Case, Op
@@ -391,93 +387,6 @@ def test_every_op_of_torchs_table_is_met_or_excused() -> None:
     ]
     table = {overload.partition(".")[0] for overload in overloads}
     assert table - called == set(UNSHARED["torch-cuda"])
-
-
-# --- scaler histories -----------------------------------------------------------------------------
-
-histories = st.lists(
-    st.sampled_from(["good", "good", *cases.GRADIENTS, "exchange"]), min_size=1, max_size=25
-)
-
-
-def play(scaler: Any, fw: Any, weight: Any, what: str) -> tuple[Any, dict[str, Any]]:
-    """One step with gradient and loss of 1, or not finite: the weight, and the state."""
-    gradient, loss = cases.GRADIENTS[what]
-    scale = fw.array(scaler.state_dict()["scale"], "float32")
-    grad = fw.array([1.0, gradient], "float32") * scale
-    weight = scaler.step(weight, grad, 0.5, fw.array(loss, "float32"))
-    return weight, scaler.state_dict()
-
-
-@pytest.mark.parametrize("start", cases.SCALERS, ids=str)
-@settings(max_examples=25)
-@given(history=histories)
-def test_scalers_agree_bit_for_bit_and_take_each_others_state(
-    start: dict[str, Any], history: list[str]
-) -> None:
-    for name in FRAMEWORKS:
-        need(name)
-    both = [frameworks.load(name) for name in FRAMEWORKS]
-    scalers = [fw.Scaler(**start) for fw in both]
-    weights = [fw.array([4.0, 4.0], "float32") for fw in both]
-    for what in history:
-        if what == "exchange":
-            one, other = (scaler.state_dict() for scaler in scalers)
-            scalers = [fw.Scaler() for fw in both]
-            scalers[0].load_state_dict(other)
-            scalers[1].load_state_dict(one)
-            continue
-        moves = zip(scalers, both, weights, strict=True)
-        (weights[0], first), (weights[1], second) = (play(s, fw, w, what) for s, fw, w in moves)
-        assert first == second
-        assert both[0].numbers(weights[0]).tolist() == both[1].numbers(weights[1]).tolist()
-
-
-@pytest.mark.parametrize("start", cases.SCALERS, ids=str)
-@settings(max_examples=10)
-@given(history=histories)
-def test_a_scaler_follows_the_rule(start: dict[str, Any], history: list[str]) -> None:
-    for name in FRAMEWORKS:
-        need(name)
-        fw = frameworks.load(name)
-        scaler, weight = fw.Scaler(**start), fw.array([4.0, 4.0], "float32")
-        rule = ScaleRule(
-            *(start.get(k, d) for k, d in zip(CONSTANTS, ScaleRule(), strict=True))
-        )  # fmt: skip
-        state = ScaleState(start.get("init_scale", 2.0**16), 0)
-        for what in history:
-            if what == "exchange":
-                continue
-            finite, loss_finite = map(math.isfinite, cases.GRADIENTS[what])
-            before = fw.numbers(weight)
-            weight, saved = play(scaler, fw, weight, what)
-            state = step(rule, state, finite, loss_finite=loss_finite)
-            assert saved == to_state_dict(rule, state)
-            moved = fw.numbers(weight) - before
-            assert moved.tolist() == ([-0.5, -0.5] if what == "good" else [0.0, 0.0])
-
-
-CONSTANTS = (
-    "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "hysteresis"
-)  # fmt: skip
-
-
-def test_a_scaler_that_never_backs_off_is_noticed(fw: ModuleType) -> None:
-    class Stubborn(fw.Scaler):  # type: ignore[name-defined]
-        def step(self, weights: Any, grad: Any, rate: float, loss: Any = None) -> Any:
-            before = self.state_dict()
-            weights = super().step(weights, grad, rate, loss)
-            if self.state_dict()["scale"] < before["scale"]:
-                self.load_state_dict(before)
-            return weights
-
-    weight = fw.array([4.0, 4.0], "float32")
-    states = []
-    for make in (fw.Scaler, Stubborn):
-        scaler = make(init_scale=8.0)
-        play(scaler, fw, weight, "good")
-        states.append(play(scaler, fw, weight, "inf")[1])
-    assert states[0] != states[1]
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -190,3 +192,16 @@ def test_explain_goes_to_the_framework_of_what_it_gets(fw: ModuleType) -> None:
         report = polymp.explain(lambda *a, **k: functions(fw.name)["exp"](x), *args, **kwargs)
         assert {call.backend for call in report} == {fw.name}
         assert report.title == "<lambda>"
+
+
+def test_a_report_needs_no_door_to_be_imported() -> None:
+    """In a fresh interpreter: a region's compiled kernels tell nothing, ours take their place."""
+    need("torch")
+    code = (
+        "import torch, polymp\n"
+        "x = torch.randn(5, 8, requires_grad=True)\n"
+        "report = polymp.explain(torch.matmul, x, x.detach().T, dtype='bfloat16')\n"
+        "print([(call.op, call.casts) for call in report])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[('matmul', 2)]\n"

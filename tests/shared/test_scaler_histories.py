@@ -51,6 +51,7 @@ RULES = tuple(
             ScaleRule(1.1, 0.7, min_scale=0.3, max_scale=44.4, hysteresis=1),
             ScaleRule(3.0, 0.25, min_scale=1.0, max_scale=2.0**24),
             ScaleRule(5.0, 0.1),  # grows by more than the kernel is asked for
+            ScaleRule(1e300, 1e-300),  # from bound to bound
         ),
     )
 )

@@ -3,8 +3,7 @@
 An `Op` names the function and the inputs, and how it runs in torch and in JAX. `rows` multiplies it
 by input formats, region formats and nestings to `Case`s, each of which names the format that comes
 out; where the two frameworks differ, it says why. `bound` says how far a result may be from the
-exact one, `SCALERS` and `GRADIENTS` make histories of a scaler, `Regression` is something to train.
-Nothing here knows a framework.
+exact one, `Regression` is something to train. Nothing here knows a framework.
 """
 
 from __future__ import annotations
@@ -577,25 +576,7 @@ def bound(case: Case, framework: str, out: str, exact: Any) -> float:
     return roundoff * largest
 
 
-# --- the scaler, and training ---------------------------------------------------------------------
-
-# Arguments of scalers; factors that float32 holds, and some that it does not.
-SCALERS: tuple[dict[str, Any], ...] = (
-    {},
-    {"init_scale": 8.0, "growth_interval": 2},
-    {"init_scale": 2.0**126, "growth_interval": 1},
-    {"init_scale": 3.0, "growth_factor": 1.1, "backoff_factor": 0.7, "growth_interval": 3},
-    {"init_scale": 8.0, "growth_interval": 1, "min_scale": 4.0, "max_scale": 24.0},
-    {"init_scale": 2.0**-124, "backoff_factor": 0.25, "hysteresis": 2, "growth_interval": 1},
-)
-# What one step's gradient and loss are: good, or not finite.
-GRADIENTS = {
-    "good": (1.0, 1.0),
-    "inf": (float("inf"), 1.0),
-    "nan": (float("nan"), 1.0),
-    "lost": (float("nan"), float("nan")),
-    "loss alone": (1.0, float("inf")),
-}
+# --- training -------------------------------------------------------------------------------------
 
 
 class Regression(NamedTuple):

@@ -17,17 +17,21 @@ from polymp.backends.torch.autocast import (
     compiled_region,
     dtype_names,
     kernels,
+    lending,
     regions,
     torch_table,
 )
 from polymp.backends.torch.autocast.wrap_function import wrapped
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.errors import PolicyError
-from polymp.rules import policy_files
+from polymp.rules import decisions, policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 PolicyLike = policy_files.Source
+
+# While a record is made, ops run on kernels of ours: compiled ones tell nothing.
+decisions.preparations.append(lending.recorded)
 
 
 def is_autocast_available(device_type: str) -> bool:

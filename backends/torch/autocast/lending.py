@@ -23,7 +23,6 @@ from polymp.backends.torch.autocast import (
 )
 from polymp.backends.torch.autocast.kernels import Loan
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
-from polymp.rules import decisions
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -135,6 +134,3 @@ def recorded() -> Iterator[None]:
             kernels.now.told.append(made.cover)
         stack.callback(kernels.now.told.remove, made.cover)
         yield
-
-
-decisions.preparations.append(recorded)

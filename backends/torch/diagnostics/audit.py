@@ -33,9 +33,10 @@ from polymp.backends.torch.diagnostics.measure import (
     measurable,
     range_of,
 )
-from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Own, Ran
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer
+from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.backends.torch.scaler.closure_step import closure_of
 from polymp.diagnostics.audit import Audit

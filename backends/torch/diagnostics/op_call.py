@@ -1,6 +1,6 @@
 """`OpCall`: one call of an op of the vocabulary, or the backward of one, as it is followed."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,3 +101,21 @@ class OpCall:
                 key = storage.storage_key(t)  # 0 of what torch.func wraps
                 if key and key not in self.cast_storages:
                     self.saved[kind] = self.saved.get(kind, 0) + 1
+
+
+class Ran(NamedTuple):
+    """An op that runs or has run.
+
+    Attributes:
+        op_call: the call that it is part of.
+        func: the op.
+        args: that it was called with.
+        kwargs: that it was called with.
+        reads: the float tensors among them.
+    """
+
+    op_call: OpCall
+    func: torch._ops.OpOverload
+    args: Any
+    kwargs: Any
+    reads: list[torch.Tensor]

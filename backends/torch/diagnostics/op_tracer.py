@@ -9,20 +9,20 @@ Nothing here changes what runs.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.autocast import op_facts, regions
-from polymp.backends.torch.compat import autograd, dispatcher, modes
+from polymp.backends.torch.compat import autograd, modes
+from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
-from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import (
     float_tensors,
     formats,
@@ -223,36 +223,6 @@ class OpTracer(decisions.Recorder):
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _Busy(threading.local):
-    """How many measurements run in this thread: their ops are of no program."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-
-_busy = _Busy()
-
-
-class Own:
-    """`with Own(keys):` ops of a tracer's own, which no tracer sees and no region casts.
-
-    Args:
-        keys: autocast's dispatch keys.
-    """
-
-    def __init__(self, keys: torch._C.DispatchKeySet) -> None:
-        self._keys = keys
-
-    def __enter__(self) -> None:
-        _busy.depth += 1
-        self._guard = dispatcher.ExcludeKeys(self._keys)
-        self._guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._guard.__exit__(*error)
-        _busy.depth -= 1
-
-
 class _Mode(TorchDispatchMode):
     """Hands every op to a tracer."""
 
@@ -270,7 +240,7 @@ class _Mode(TorchDispatchMode):
             return NotImplemented
         kwargs = dict(kwargs or {})
         tracer = self.tracer
-        if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or _busy.depth:
+        if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or own_ops.running():
             return func(*args, **kwargs)
         kind = kind_of(func)
         if kind == "view":
@@ -303,24 +273,6 @@ class _Mode(TorchDispatchMode):
             op_call.computed(func, args, kwargs, result, read, formats(made))
         tracer.after(ran, result, made, kept)
         return result
-
-
-class Ran(NamedTuple):
-    """An op that runs or has run.
-
-    Attributes:
-        op_call: the call that it is part of.
-        func: the op.
-        args: that it was called with.
-        kwargs: that it was called with.
-        reads: the float tensors among them.
-    """
-
-    op_call: OpCall
-    func: torch._ops.OpOverload
-    args: Any
-    kwargs: Any
-    reads: list[torch.Tensor]
 
 
 def _low(t: torch.Tensor) -> str:

@@ -1,10 +1,9 @@
-"""The scaling rule on Python numbers, torch tensors and jax arrays: one rule, three kinds."""
+"""The scaling rule on Python numbers; of every other kind, see test_scaler_histories.py."""
 
 import math
 import re
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +23,6 @@ from polymp.scaling.scale_rule import (
     step,
     to_state_dict,
 )
-from tests.conftest import need
 
 INF, NAN = math.inf, math.nan
 THREE = ScaleRule(interval=3)
@@ -81,7 +79,7 @@ def test_without_a_word_on_the_loss_it_counts_as_finite() -> None:
         assert step(THREE, state, finite) == step(THREE, state, finite, loss_finite=True)
 
 
-# --- the same lines on arrays --------------------------------------------------------------------
+# --- what holds of every history -----------------------------------------------------------------
 
 findings = st.lists(st.sampled_from([GOOD, GOOD, OVERFLOW, LOST, LOST_ALONE]), max_size=40)
 rules = st.builds(
@@ -93,95 +91,6 @@ rules = st.builds(
     max_scale=st.sampled_from([LARGEST, 2.0**10, 3.0]),
     hysteresis=st.integers(0, 3),
 )
-
-
-class Kind(NamedTuple):
-    """A framework's arrays."""
-
-    where: Callable[..., Any]
-    scale: Callable[[float], Any]
-    count: Callable[[int], Any]
-    truth: Callable[[bool], Any]
-
-
-def kind_of(name: str) -> Kind:
-    need(name)
-    if name == "torch":
-        import torch
-
-        return Kind(
-            torch.where,
-            lambda x: torch.tensor(x, dtype=torch.float32),
-            lambda n: torch.tensor(n, dtype=torch.int32),
-            torch.tensor,
-        )
-    import jax.numpy as jnp
-
-    return Kind(jnp.where, jnp.float32, jnp.int32, jnp.asarray)
-
-
-def numbers(state: ScaleState) -> ScaleState:
-    return ScaleState(float(state.scale), *map(int, state[1:]))
-
-
-Step = Callable[..., ScaleState]
-
-
-def differs(kind: Kind, array_step: Step, rule: ScaleRule, start: float, found: list[Any]) -> bool:
-    """True if a history on arrays leaves the one on Python numbers, in a value or a dtype."""
-    plain = ScaleState(min(max(start, rule.min_scale), rule.max_scale))
-    array = ScaleState(kind.scale(plain.scale), *map(kind.count, plain[1:]))
-    dtypes = [x.dtype for x in array]
-    for finite, loss_finite in found:
-        plain = step(rule, plain, finite, loss_finite=loss_finite)
-        loss = kind.truth(loss_finite)
-        array = array_step(rule, array, kind.truth(finite), kind.where, loss_finite=loss)
-        if numbers(array) != plain or [x.dtype for x in array] != dtypes:
-            return True
-    return False
-
-
-@given(rule=rules, exponent=st.integers(-126, 126), found=findings)
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_arrays_follow_the_rule_bit_for_bit(
-    name: str, rule: ScaleRule, exponent: int, found: list[Any]
-) -> None:
-    assert not differs(kind_of(name), step, rule, 2.0**exponent, found)
-
-
-def _by_equality(rule: ScaleRule, state: ScaleState, *args: Any, **kwargs: Any) -> ScaleState:
-    after = step(rule, state, *args, **kwargs)
-    return after._replace(tracker=state.tracker + 1) if after.scale > state.scale else after
-
-
-def _loss_ignored(*args: Any, loss_finite: Any) -> ScaleState:
-    return step(*args)
-
-
-def _without_bounds(rule: ScaleRule, *args: Any, **kwargs: Any) -> ScaleState:
-    return step(rule._replace(max_scale=INF), *args, **kwargs)
-
-
-def _without_hysteresis(rule: ScaleRule, *args: Any, **kwargs: Any) -> ScaleState:
-    return step(rule._replace(hysteresis=0), *args, **kwargs)
-
-
-def _in_float64(*args: Any, **kwargs: Any) -> ScaleState:
-    after = step(*args, **kwargs)
-    wide = after.scale.double() if hasattr(after.scale, "double") else after.scale.astype("float16")
-    return after._replace(scale=wide)
-
-
-@pytest.mark.parametrize(
-    "wrong", [_by_equality, _loss_ignored, _without_bounds, _without_hysteresis, _in_float64]
-)
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_a_wrong_rule_on_arrays_is_noticed(name: str, wrong: Step) -> None:
-    rule = ScaleRule(interval=1, max_scale=16.0, hysteresis=1)
-    assert differs(kind_of(name), wrong, rule, 8.0, [GOOD, GOOD, OVERFLOW, LOST, OVERFLOW])
-
-
-# --- what holds of every history -----------------------------------------------------------------
 
 
 @given(rule=rules, exponent=st.integers(-126, 126), found=findings)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from polymp.torch import GradScaler
+from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import CUTS, Cut, cuts, data, groups, named
 
@@ -93,9 +94,11 @@ FEW = ("sgd", "adamw, device", "adamw, fused, clipped")
 
 
 def ways(cut: str, ranks: int) -> list[str]:
-    """The names of the ways that are tried with the cut: every one on two ranks."""
+    """The names of the ways that are tried with the cut: in `make test-long` all, on two ranks."""
+    if ranks != 2 or not LONG:
+        return list(FEW)
     plain = cut.startswith(("ddp", "fsdp1"))
-    return [way for way in WAYS if (plain or way not in PLAIN_ONLY) and (ranks == 2 or way in FEW)]
+    return [way for way in WAYS if plain or way not in PLAIN_ONLY]
 
 
 def local(t: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from polymp.backends.torch.autocast import kernels
 from polymp.torch import autocast
-from tests.support.sizes import size
+from tests.support.sizes import LONG, size
 from tests.support.torch import programs, run_programs
 from tests.support.torch.programs import (
     Block,
@@ -200,7 +200,8 @@ def test_random_programs(torchs: run_programs.Child) -> None:
     assert count >= asked
     assert all(kinds[kind] >= count / 2 for kind in KINDS), kinds
     assert all(seen[name] >= count / 100 for name in programs.OPS), seen
-    assert all(seen[name] >= 0.3 * count for name in programs.OPTIMIZERS), seen
+    often = 0.3 if LONG else 0.1  # the first programs that are drawn are small
+    assert all(seen[name] >= often * count for name in programs.OPTIMIZERS), seen
 
 
 @pytest.mark.sized

@@ -140,6 +140,7 @@ def run(
 IN_BOTH = ("SGD", "SGD, momentum", "Adam")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "eager") for name in OPTIMIZERS] + [(name, "aot_eager") for name in IN_BOTH],
@@ -188,6 +189,7 @@ def test_a_good_step_is_that_of_the_compiled_optimizer_alone(name: str) -> None:
         assert all(map(torch.equal, ours.weights, theirs.weights))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("period", "odd"), [(1, 0), (3, 1)])
 def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) -> None:
@@ -287,6 +289,7 @@ def test_a_whole_step_is_one_graph_where_dynamo_traces_gradients(name: str, back
         torch.testing.assert_close(w, v)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "make",
     [

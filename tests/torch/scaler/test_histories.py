@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polymp.backends.torch.scaler import device_state
-from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState, as_float32, step
 from polymp.torch import GradScaler
 from tests.support.sizes import size
 from tests.support.torch.training import entries, spoiled
@@ -327,39 +326,3 @@ def test_small_gradients_of_float16_weights_reach_a_fused_optimizer() -> None:
 
     assert eight(GradScaler) == eight(torch.amp.GradScaler)
     assert eight(GradScaler) != eight(DividesBefore)
-
-
-bounded = st.floats(SMALLEST, LARGEST, width=32)
-
-
-@pytest.mark.sized
-@settings(max_examples=size(300, 2000))
-@given(
-    scale=bounded,
-    growth=st.floats(1.0009765625, 16, width=32) | st.floats(1.001, 16),
-    backoff=st.floats(0.0625, 0.9990234375, width=32) | st.floats(0.01, 0.999),
-    interval=st.integers(1, 4),
-    history=st.lists(st.booleans(), max_size=60),
-)
-def test_the_plain_rule_is_the_fused_kernel(
-    scale: float, growth: float, backoff: float, interval: int, history: list[bool]
-) -> None:
-    rule, state = ScaleRule(growth, backoff, interval), ScaleState(scale, 0)
-    fused = torch.tensor(scale), torch.tensor(0, dtype=torch.int32)
-    exact = all(float(torch.tensor(f)) == f for f in (growth, backoff))
-    counts = [torch.tensor(0, dtype=torch.int32) for _ in range(3)]
-    tensors = ScaleState(fused[0].clone(), fused[1].clone(), *counts)
-    for at, finite in enumerate(history):
-        due = finite and state.tracker + 1 >= interval
-        wanted = as_float32(state.scale * (growth if due else 1.0 if finite else backoff))
-        state = step(rule, state, finite)
-        assert state.skipped == history[: at + 1].count(False)
-        if not SMALLEST <= wanted <= LARGEST:  # torch goes on
-            assert state.scale == (LARGEST if finite else SMALLEST)
-            return
-        torch._amp_update_scale_(*fused, torch.tensor(float(not finite)), growth, backoff, interval)
-        assert state[:2] == (float(fused[0]), int(fused[1]))
-        if exact:
-            tensors = step(rule, tensors, torch.tensor(finite), torch.where)
-            assert torch.equal(tensors.scale, fused[0])
-            assert tuple(map(int, tensors[1:])) == state[1:]

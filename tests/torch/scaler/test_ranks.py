@@ -21,6 +21,8 @@ from tests.support.torch.ranks import bits, launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, ways
 from tests.support.torch.sharded_models import FOR_FOUR, Toy, cuts, data
 
+pytestmark = pytest.mark.sized
+
 WORLDS = (2, 4)
 RULE = ScaleRule(interval=SETTINGS["growth_interval"])
 START = ScaleState(SETTINGS["init_scale"])

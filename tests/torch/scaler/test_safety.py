@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polymp.backends.torch.scaler import clipping
 from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
 
 INF, NAN = float("inf"), float("nan")
@@ -86,41 +83,6 @@ def test_five_hundred_overflows_end_at_the_lower_bound_and_the_next_good_step_is
     if by == "host":
         assert math.isfinite(float(run.w.grad.sum()))
     assert run.w.isfinite().all()
-
-
-@everywhere
-@given(
-    bad=st.lists(st.booleans(), min_size=1, max_size=12),
-    floor=st.sampled_from([2.0**-126, 1.0, 4.0, 8.0]),
-    ceiling=st.sampled_from([8.0, 16.0, 24.0, 2.0**126]),
-    hysteresis=st.integers(0, 3),
-)
-def test_the_scale_stays_between_its_bounds_and_follows_the_rule(
-    by, bad, floor, ceiling, hysteresis
-):
-    run = Run(by, min_scale=floor, max_scale=ceiling, hysteresis=hysteresis, growth_interval=1)
-    rule = ScaleRule(interval=1, min_scale=floor, max_scale=ceiling, hysteresis=hysteresis)
-    state = ScaleState(8.0)
-    for overflow in bad:
-        if overflow:
-            run.overflow()
-        else:
-            run.iterate(0.25)
-        state = scale_rule.step(rule, state, not overflow)
-        assert run.state == scale_rule.to_state_dict(rule, state)
-        assert floor <= run.state["scale"] <= ceiling
-
-
-@everywhere
-def test_hysteresis_tolerates_so_many_overflows_in_a_row(by) -> None:
-    run, scales = Run(by, hysteresis=2), []
-    for good in (False, False, True, False, False, False, False):
-        if good:
-            run.iterate(1.0)
-        else:
-            run.overflow()
-        scales.append(run.state["scale"])
-    assert scales == [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0]
 
 
 @everywhere

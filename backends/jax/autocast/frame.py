@@ -169,7 +169,7 @@ class Frame:
         self.shares = Pass.SHARING not in planner.off
 
     def known(self, atom: Any) -> Known:
-        """What is known of an operand."""
+        """The format of an operand, where it comes from, and its number if it is one."""
         if isinstance(atom, core.Literal):
             return literal(declared(atom), number_of(atom.val))
         return self.env[atom]
@@ -217,7 +217,7 @@ class Frame:
         return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
 
     def decision(self, op: str, formats: tuple[str, ...], region: Region, spelled: str) -> Decision:
-        """What the policy of a region says of an op with operands in some formats.
+        """The decision of a region's policy for an op with operands in some formats.
 
         Raises:
             ForbiddenOpError: it forbids the op.

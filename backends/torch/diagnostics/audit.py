@@ -41,7 +41,7 @@ from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.backends.torch.scaler.closure_step import closure_of
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured
-from polymp.diagnostics.call import BACKWARD
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.dtypes import FORMATS
 

@@ -21,7 +21,7 @@ from polymp.backends.torch.compat import accelerators, autograd, storage
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.backends.torch.modules.scoped import scoped_anew
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files

@@ -30,12 +30,12 @@ from polymp.backends.torch.diagnostics.op_kinds import (
     kind_of,
     name_of,
 )
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
-from polymp.rules import decisions
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
 
 
-class OpTracer(decisions.Recorder):
+class OpTracer(decision_log.Recorder):
     """Follows what runs in a thread, and in the backward passes that it starts.
 
     Args:
@@ -50,7 +50,7 @@ class OpTracer(decisions.Recorder):
         self.calls: list[OpCall] = []
         self._call_sites = CallSites(model)
         self._open: list[OpCall] = []
-        self._next: decisions.Entry | None = None  # of a registered op, whose casts come first
+        self._next: decision_log.Entry | None = None  # of a registered op, whose casts come first
         self._of_node: dict[int, OpCall] = {}
         self._first_node = 0
         self._stack = ExitStack()
@@ -77,13 +77,13 @@ class OpTracer(decisions.Recorder):
     # Called by the kernels on the autocast keys
 
     def around(
-        self, entry: decisions.Entry, run: Callable[..., Any], *args: Any
+        self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op that a kernel was called for; what runs meanwhile is part of it."""
         super().note(entry)
         return self._within(entry, run, *args)
 
-    def _within(self, entry: decisions.Entry, run: Callable[..., Any], *args: Any) -> Any:
+    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any) -> Any:
         if isinstance(self.outer, OpTracer):
             run = partial(self.outer._within, entry, run)
         if not self.region[0]:
@@ -121,7 +121,7 @@ class OpTracer(decisions.Recorder):
         op_call.spared(given)
         return result
 
-    def note(self, entry: decisions.Entry) -> None:
+    def note(self, entry: decision_log.Entry) -> None:
         """A registered op was decided; its casts, and it, run next."""
         super().note(entry)
         self._next = entry
@@ -191,7 +191,7 @@ class OpTracer(decisions.Recorder):
     def __enter__(self) -> "OpTracer":
         self._first_node = autograd.latest_node() + 1
         with ExitStack() as stack:
-            stack.enter_context(decisions.recorded_by(self))
+            stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
             self._stack = stack.pop_all()
         return self

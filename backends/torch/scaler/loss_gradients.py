@@ -6,7 +6,7 @@ from torch.amp.grad_scaler import OptState
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.scaler.findings import Entry, Findings
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.scaler.readings import findings_of
+from polymp.backends.torch.scaler.properties import findings_of
 
 
 def unscale_new(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:

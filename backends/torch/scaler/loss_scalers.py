@@ -13,7 +13,7 @@ import torch
 from polymp.backends.torch.scaler import closure_step, device_skip, loss_gradients, unscale
 from polymp.backends.torch.scaler.findings import Entry, Findings
 from polymp.backends.torch.scaler.grad_scaler import GradScaler, OptState
-from polymp.backends.torch.scaler.readings import findings_of
+from polymp.backends.torch.scaler.properties import findings_of
 from polymp.scaling import scale_rule
 
 _RESERVED = ("retain_graph", "skipped")  # an argument of `backward`, an entry of `state_dict`

@@ -9,7 +9,7 @@ from polymp import dtypes
 from polymp._api import explain, register_op
 from polymp.diagnostics.report import Report
 from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
-from polymp.rules.decisions import Decisions, recording
+from polymp.rules.decision_log import Decisions, recording
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
 from polymp.rules.region import Region

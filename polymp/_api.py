@@ -11,7 +11,7 @@ from typing import Any
 
 from polymp import backends
 from polymp.diagnostics.report import Report
-from polymp.rules.custom_ops import checked
+from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 

@@ -4,7 +4,7 @@ import re
 import warnings
 from functools import cache
 
-from polymp.callsite import outside
+from polymp.code_origin import outside
 from polymp.errors import VersionWarning
 
 # By framework: the first version, and the first that is not tested any more.

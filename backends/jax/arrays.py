@@ -1,4 +1,4 @@
-"""What counts as an array, and as one of floats: the one answer for traces, scalers and reports."""
+"""Tests of what counts as an array, and as one of floats, for traces, scalers and reports alike."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -45,11 +45,11 @@ class Inner(NamedTuple):
     gives: bool = True
 
     def of(self, operands: Sequence[T]) -> list[T]:
-        """What its inputs are, by what the operands are."""
+        """The operands that are its inputs, in their order."""
         return [operands[at] for at in self.takes]
 
     def split(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """The same of a loop: what is fixed, what is carried, and the rows that it goes through."""
+        """The same of a loop: those that are fixed, those carried, and the rows gone through."""
         given, first = self.of(operands), self.fixed + self.carries
         return given[: self.fixed], given[self.fixed : first], given[first:]
 

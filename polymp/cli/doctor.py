@@ -216,7 +216,7 @@ def leave_memory() -> None:
 def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
     import torch
 
-    from polymp.backends.torch.autocast import kernels, torch_table
+    from polymp.backends.torch.autocast import kernel_registry, torch_table
 
     devices.append(cpu("torch", *_processor()))
     kind = "cpu"
@@ -242,7 +242,9 @@ def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
     users = [name for name in policy_files.shipped() if not name.startswith("torch-")]
     for device in torch_table.DEVICES:
         tables = {"default": torch_table.policy(device)} | {n: policy_files.load(n) for n in users}
-        ours = {name: len(kernels.differing(table, device)) for name, table in tables.items()}
+        ours = {
+            name: len(kernel_registry.differing(table, device)) for name, table in tables.items()
+        }
         engines.append(
             Engine(device, len(torch_table.kernels(device)), ours, *torch_table.drift(device))
         )

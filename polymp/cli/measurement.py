@@ -1,6 +1,6 @@
 """The measurement of `polymp doctor`: products in every dtype, and the dtype to use for them.
 
-shapes | a model's products -> product_times -> speed_advice -> plain data
+shapes | a model's products -> product_times -> advice -> plain data
 """
 
 import time

@@ -116,11 +116,11 @@ def _against(
 ) -> Data:
     """The overloads in which a policy differs from what torch has compiled in for a device."""
     backends.get("torch")
-    from polymp.backends.torch.autocast import kernels, torch_table
+    from polymp.backends.torch.autocast import kernel_registry, torch_table
 
     theirs, names = torch_table.policy(device), {op.name for op in ops}
     entries = []
-    for overload in sorted(kernels.differing(policy, device)):
+    for overload in sorted(kernel_registry.differing(policy, device)):
         if all(torch_table.agrees(device, policy, overload, low) for low in formats):
             continue
         name = vocabulary().of_aten(overload)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from polymp.diagnostics.audit_records import AuditRecord, Measured
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.report_text import OUTSIDE
 from polymp.dtypes import FORMATS

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from polymp import plain_text
 from polymp.diagnostics.audit_records import AuditRecord, Measured
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW
 from polymp.diagnostics.report_text import OUTSIDE
 

@@ -5,8 +5,8 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call`) that can be drawn (`report_text`, `report_html`) and held against
-another one (`report_diff`).
+It is a list of calls (`call_record`) that can be drawn (`report_text`, `report_html`) and held
+against another one (`report_diff`).
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from polymp.diagnostics import page, report_html, report_text
-from polymp.diagnostics.call import Call, CallList
+from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.report_diff import ReportDiff
 
 

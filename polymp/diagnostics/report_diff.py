@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from polymp import plain_text
 from polymp.diagnostics import module_paths, page
-from polymp.diagnostics.call import Call, CallList
+from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
 

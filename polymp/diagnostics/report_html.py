@@ -1,7 +1,7 @@
 """A report as a page: its sums as figures, and a row for each call site."""
 
 from polymp import plain_text
-from polymp.diagnostics.call import Call, CallList
+from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import cost, headline, ruled, widening
 

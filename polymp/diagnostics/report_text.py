@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from polymp import plain_text
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call, CallList
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call, CallList
 from polymp.rules.row import Row
 from polymp.rules.scopes import depth
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.dtypes import FORMATS
 
 # How likely a mistaken alarm may be, for all numbers of one result together.

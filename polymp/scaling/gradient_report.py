@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from polymp import plain_text
-from polymp.callsite import outside
+from polymp.code_origin import outside
 from polymp.dtypes import FORMATS
 from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling.scale_rule import ScaleRule, ScaleState

@@ -8,7 +8,7 @@ Nothing here measures, or knows a framework. `time_model` predicts times that we
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polymp.diagnostics.call import FORWARD
+from polymp.diagnostics.call_record import FORWARD
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT8 = "float32", "bfloat16", "float16", "float8_e4m3fn"
 # Added to a way: the weights were cast before, as by `hold_casts` or `freeze`.

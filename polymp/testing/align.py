@@ -15,7 +15,7 @@ from itertools import chain, permutations
 from typing import Any, NamedTuple
 
 from polymp import plain_text
-from polymp.diagnostics.call import FORWARD, Call
+from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.rounding import Run, factor, spread
 from polymp.dtypes import FORMATS
 from polymp.rules.row import Rule

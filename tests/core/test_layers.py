@@ -17,7 +17,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes callsite plain_text
+errors dtypes code_origin plain_text
 versions
 rules policies
 scaling

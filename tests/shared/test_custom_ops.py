@@ -541,8 +541,8 @@ def state() -> Any:
     words = vocabulary()
     found: list[Any] = [dict(words.ops), dict(words.kinds), list(words.registered)]
     found += [dict(index) for index in (words._aten, words._jax, words._functions)]
-    if "polymp.backends.torch.autocast.kernels" in sys.modules:
-        found.append(sys.modules["polymp.backends.torch.autocast.kernels"].installed("cpu"))
+    if "polymp.backends.torch.autocast.kernel_registry" in sys.modules:
+        found.append(sys.modules["polymp.backends.torch.autocast.kernel_registry"].installed("cpu"))
     if "polymp.backends.jax.autocast.known_functions" in sys.modules:
         functions = sys.modules["polymp.backends.jax.autocast.known_functions"]
         functions.FUNCTIONS.refresh()

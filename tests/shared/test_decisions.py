@@ -14,7 +14,7 @@ import pytest
 import polymp
 from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError, PolicyWarning
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.row import LOW, Rule
 from tests.conftest import FRAMEWORKS, need
 from tests.support import frameworks
@@ -74,7 +74,7 @@ def arguments(fw: Any) -> list[Any]:
     return [fw.array(X, "float32"), fw.array(X[:, :4], "float32")]
 
 
-def ruled(found: decisions.Decisions) -> list[decisions.Entry]:
+def ruled(found: decision_log.Decisions) -> list[decision_log.Entry]:
     return [entry for entry in found.entries if entry.decision.rule is not Rule.PARTS]
 
 
@@ -190,11 +190,11 @@ def test_recordings_nest(fw: Any) -> None:
     with polymp.recording() as outer:
         run(x)
         with polymp.recording() as inner:
-            assert decisions.current().record is inner
+            assert decision_log.current().record is inner
             tanh(x)
         run(x)
-        assert decisions.current().record is outer
-    assert decisions.current() is None
+        assert decision_log.current().record is outer
+    assert decision_log.current() is None
     assert [e.op for e in outer.entries] == ["exp", "exp"]
     assert [e.op for e in inner.entries] == ["tanh"]
 
@@ -204,17 +204,17 @@ def test_an_error_ends_a_recording(fw: Any) -> None:
     tanh, exp = (region(fw, "bfloat16", forbids)(fw.ops[name]) for name in ("tanh", "exp"))
     x = fw.array(X, "float32")
 
-    def run() -> decisions.Decisions:
+    def run() -> decision_log.Decisions:
         with polymp.recording() as found:
             kept.append(found)
             tanh(x)
             exp(x)
         return found
 
-    kept: list[decisions.Decisions] = []
+    kept: list[decision_log.Decisions] = []
     with pytest.raises(ForbiddenOpError):
         run()
-    assert decisions.current() is None
+    assert decision_log.current() is None
     assert [(e.op, e.decision.rule) for e in kept[0].entries] == [
         ("tanh", Rule.FP32),
         ("exp", Rule.FORBID),
@@ -232,7 +232,7 @@ def test_each_thread_records_its_own(fw: Any) -> None:
     def work(name: str, records: bool) -> None:
         if not records:
             recording.wait()
-            assert decisions.current() is None
+            assert decision_log.current() is None
             runs[name](x)
             ran.wait()
             return
@@ -264,7 +264,7 @@ import sys
 import polymp, torch
 from polymp.torch import autocast
 from polymp.backends.torch.compat import dispatcher
-from polymp.backends.torch.autocast import kernels, torch_table
+from polymp.backends.torch.autocast import kernel_registry, torch_table
 
 def ours():
     called = []
@@ -281,11 +281,11 @@ def ours():
 x = torch.ones(3, 3)
 with autocast("cpu"):
     before = dispatcher.registered(dispatcher.autocast_key("cpu"))
-    print(kernels.installed("cpu"), ours())
+    print(kernel_registry.installed("cpu"), ours())
     for _ in range(2):
         with polymp.recording() as found:
             print(ours(), [entry.op for entry in found.entries])
-        print(kernels.installed("cpu"), ours())
+        print(kernel_registry.installed("cpu"), ours())
         print(dispatcher.registered(dispatcher.autocast_key("cpu")) == before)
 """
 

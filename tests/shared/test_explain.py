@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
 from tests.conftest import FRAMEWORKS, need
 from tests.support import examples, frameworks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
 from polymp.rules.row import Row, Rule
 

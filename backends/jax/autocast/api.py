@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax.arrays import is_array, is_float
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.ops import LOWER, UPPER
+from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.transform import transformed
 from polymp.backends.jax.autocast.validate import check
 from polymp.backends.jax.autocast.values import LOW

@@ -21,7 +21,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
 from polymp.backends.jax.autocast.plan import Kind, Plan, Step
 from polymp.backends.jax.autocast.sharded_weights import rounded_first
-from polymp.rules import decisions
+from polymp.rules import decision_log
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
             record.spared(step, "shared")
         return casts[key]
 
-    record = decisions.current()
+    record = decision_log.current()
     outer = source_info_util.current_name_stack()
     here = compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
@@ -175,7 +175,7 @@ def bind(step: Step, values: Sequence[Any], **replaced: Any) -> Sequence[Any]:
 
 def closed(plan: Plan) -> Any:
     """The rewritten program as a closed jaxpr; made once for a plan."""
-    if plan.as_written and decisions.current() is None:
+    if plan.as_written and decision_log.current() is None:
         return plan.jaxpr
     if "closed" not in plan.made:
         invars = compat.binders(plan.jaxpr)[1]
@@ -186,7 +186,7 @@ def closed(plan: Plan) -> Any:
             for var, known in zip(invars, plan.known, strict=True)
         ]
         evaluate: Any = lambda *args: run(plan, args)  # noqa: E731
-        if decisions.current() is not None:  # who looks wants to know whose function this is
+        if decision_log.current() is not None:  # who looks wants to know whose function this is
             evaluate = compat.traced_as(evaluate, plan.jaxpr)
         with source_info_util.reset_name_stack():
             plan.made["closed"] = jax.make_jaxpr(evaluate)(*avals)

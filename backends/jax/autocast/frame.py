@@ -27,7 +27,7 @@ from polymp.backends.jax.autocast.values import (
     number_of,
 )
 from polymp.errors import ForbiddenOpError
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
@@ -169,7 +169,7 @@ class Frame:
         self.shares = Pass.SHARING not in planner.off
 
     def known(self, atom: Any) -> Known:
-        """What is known of an operand."""
+        """The format of an operand, where it comes from, and its number if it is one."""
         if isinstance(atom, core.Literal):
             return literal(declared(atom), number_of(atom.val))
         return self.env[atom]
@@ -217,7 +217,7 @@ class Frame:
         return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
 
     def decision(self, op: str, formats: tuple[str, ...], region: Region, spelled: str) -> Decision:
-        """What the policy of a region says of an op with operands in some formats.
+        """The decision of a region's policy for an op with operands in some formats.
 
         Raises:
             ForbiddenOpError: it forbids the op.
@@ -225,12 +225,12 @@ class Frame:
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
         decision = policy.decide(op, formats, region, f"jax:{spelled}")
-        if (found := decisions.current()) is not None:
+        if (found := decision_log.current()) is not None:
             row = policy.at(region.scope).winner(op, region.format, f"jax:{spelled}")
             if row is not None and region.enabled:
                 spelled = spelled and f"jax:{spelled}"
                 at = "jax", op, spelled, region.format, region.scope
-                found.note(decisions.Entry(*at, row, formats, decision, policy.name))
+                found.note(decision_log.Entry(*at, row, formats, decision, policy.name))
         if decision.rule is Rule.FORBID:
             raise _forbidden(policy, op or spelled, formats, region)
         return decision

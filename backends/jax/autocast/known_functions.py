@@ -20,7 +20,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.jaxprs import JITTED, RULED, inside
 from polymp.errors import PolicyError
-from polymp.rules.custom_ops import checked
+from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@
     pull_up     what float32 ops alone read is computed in float32            backwards, at the end
     pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end
 
-The first two are parts of `ops` and `frame`, the other two are in `passes`.
+The first two are parts of `op_handlers` and `frame`, the other two are in `passes`.
 """
 
 from collections.abc import Iterator

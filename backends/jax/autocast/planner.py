@@ -14,7 +14,7 @@ from polymp.backends.jax.autocast import (
     custom_derivatives,
     function_calls,
     op_facts,
-    ops,
+    op_handlers,
     pass_switches,
     passes,
     regions,
@@ -25,17 +25,17 @@ from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Cast, Kind, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import declared
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.region import Region
 from polymp.rules.vocabulary import vocabulary
 
 # By the name of a primitive, what plans an equation of it.
 TABLE: Mapping[str, Handler] = {
-    **dict.fromkeys(op_facts.FREE, ops.free),
-    **dict.fromkeys(op_facts.CONTRACTIONS, ops.contraction),
-    **dict.fromkeys(op_facts.INDEPENDENT, ops.independent),
-    "convert_element_type": ops.convert,
-    "name": ops.name,
+    **dict.fromkeys(op_facts.FREE, op_handlers.free),
+    **dict.fromkeys(op_facts.CONTRACTIONS, op_handlers.contraction),
+    **dict.fromkeys(op_facts.INDEPENDENT, op_handlers.independent),
+    "convert_element_type": op_handlers.convert,
+    "name": op_handlers.name,
     **dict.fromkeys(jaxprs.JITTED, control_flow.plan_jit),
     **dict.fromkeys(jaxprs.REMATTED, control_flow.plan_remat),
     "scan": control_flow.plan_loop,
@@ -61,7 +61,7 @@ def planner(region: Region, kept: Kept | None = None) -> Planner:
     FUNCTIONS.refresh()
     contraction_rules.register_rules()
     colours = region.promotion == "weak" or regions.any_weak()
-    if decisions.current() is not None:
+    if decision_log.current() is not None:
         kept = None
     # What else plans depend on: jax's configuration, and the ops that are known by now.
     settings = compat.trace_context(), len(vocabulary().registered), len(FUNCTIONS.ops)
@@ -72,7 +72,7 @@ def _planned(frame: Frame) -> Plan:
     """The plan of a frame's program."""
     env, steps, region, stack = frame.env, frame.steps, frame.region, None
     place = frame.planner.stacks.place
-    record = decisions.current() if region.policy is not AS_CALLED else None
+    record = decision_log.current() if region.policy is not AS_CALLED else None
     for eqn in function_calls.sections(frame):
         if eqn.source_info.name_stack is not stack:  # most are that of the one before
             stack = eqn.source_info.name_stack
@@ -86,7 +86,7 @@ def _planned(frame: Frame) -> Plan:
         elif function_calls.is_registered(name):
             step, outs = function_calls.plan_registered(frame, eqn, here)
         else:
-            step, outs = ops.unknown(frame, eqn, here)
+            step, outs = op_handlers.unknown(frame, eqn, here)
         if record is not None and name not in jaxprs.HOLDERS:
             step = _followed(step, record, here)
         steps.append(step)
@@ -126,7 +126,7 @@ def _finished(frame: Frame) -> Plan:
     )
 
 
-def _followed(step: Step, record: decisions.Recorder, region: Region) -> Step:
+def _followed(step: Step, record: decision_log.Recorder, region: Region) -> Step:
     """The step, with a name on all that it becomes, if calls are followed."""
     under = region.policy.name if region.enabled and region.policy is not None else ""
     name = record.follow(step, region.format if region.enabled else "", under)

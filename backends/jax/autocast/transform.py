@@ -29,7 +29,7 @@ from polymp.backends.jax.autocast.unmatched import warn_of_unmatched
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.scoped import naming
 from polymp.errors import EscapedValueError
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.region import Region
 
 
@@ -87,7 +87,7 @@ def transformed(
             with regions.entered(region):
                 return fn(*args, **kwargs)
         function, given = nnx.owned(fn, args)
-        named = by_path or decisions.current() is not None
+        named = by_path or decision_log.current() is not None
         with naming(regions.is_inside) if named else nullcontext():
             if nnx.among((given, kwargs)):
                 out = nnx.call(through, function, given, kwargs, named)

@@ -7,7 +7,7 @@ from jax.extend import core
 
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.modules.scoped import called_paths
-from polymp.callsite import outside
+from polymp.code_origin import outside
 from polymp.errors import PolicyWarning
 from polymp.rules import scopes
 from polymp.rules.policy import Policy

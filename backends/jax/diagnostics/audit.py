@@ -27,7 +27,7 @@ from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
 
 

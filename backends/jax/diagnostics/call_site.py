@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polymp import callsite
+from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import grad_scaler, optax_wrapper, optimizer_step, scale_update
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 
 
 class Scope(NamedTuple):
@@ -68,7 +68,7 @@ _PATH = re.compile(r"[\w./\[\]-]+")
 def source(traceback: Any) -> str:
     """File and line of the innermost code that is not a library's: "train.py:12"; "" if none."""
     for code, offset in zip(*compat.frames(traceback), strict=True):
-        if not callsite.is_library(code.co_filename, *_LIBRARIES):
+        if not code_origin.is_library(code.co_filename, *_LIBRARIES):
             return f"{Path(code.co_filename).name}:{_line(code, offset)}"
     return ""
 
@@ -84,9 +84,9 @@ def _line(code: Any, offset: int) -> int:
 def is_library(closed: Any) -> bool:
     """True if a jaxpr was traced from a function of a library, and not by a rewrite of ours."""
     filename, _, _ = compat.traced_from(closed)
-    if filename is None or callsite.is_ours(filename):
+    if filename is None or code_origin.is_ours(filename):
         return False  # what is rewritten keeps the lines that it was written in
-    return callsite.is_library(filename, *_LIBRARIES)
+    return code_origin.is_library(filename, *_LIBRARIES)
 
 
 @cache

@@ -8,7 +8,7 @@ import reprlib
 from typing import Any
 
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.diagnostics.calls import with_sites
+from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.traced_call import parameters, traced
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.report import Report

@@ -37,7 +37,7 @@ from polymp.backends.jax.diagnostics.events import (
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.sites import Site
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[Sequence[Tracked], list[Facts]]

@@ -7,7 +7,7 @@ import numpy as np
 from polymp.backends.jax import compat
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.jaxprs import inside
-from polymp.diagnostics.call import FORWARD
+from polymp.diagnostics.call_record import FORWARD
 from polymp.dtypes import FORMATS
 
 

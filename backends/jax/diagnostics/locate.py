@@ -96,7 +96,7 @@ def _bad(event: Event, fact: Facts) -> _Bad:
 
 
 def blamed(program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[Any]) -> Any:
-    """What `blame` finds in the facts of a run; None if all is finite."""
+    """The event that `blame` finds in the facts of a run; None if all is finite."""
     named = names(program)
     spoiled = {at: named[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
     nodes = []

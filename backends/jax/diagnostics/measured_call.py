@@ -7,12 +7,12 @@ import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.diagnostics.call_site import is_update, source
-from polymp.backends.jax.diagnostics.calls import with_sites
 from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measures import is_measured
+from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
-from polymp.diagnostics.call import BACKWARD, Call
+from polymp.diagnostics.call_record import BACKWARD, Call
 
 
 class MeasuredCall(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is measured of an equation's results, as arrays: each of these runs beside the program.
+"""Measurements of an equation's results, as arrays: each of these runs beside the program.
 
 Arrays in, small arrays out. What of a program is measured, and when, is `instrument`'s part.
 """

@@ -19,8 +19,8 @@ from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT
-from polymp.backends.jax.diagnostics.calls import with_sites
 from polymp.backends.jax.diagnostics.flops import flops
+from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
 from polymp.diagnostics import trees

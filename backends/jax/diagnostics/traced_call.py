@@ -16,7 +16,7 @@ from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.modules import nnx
-from polymp.rules import decisions
+from polymp.rules import decision_log
 
 
 class Followed(NamedTuple):
@@ -30,23 +30,23 @@ class Followed(NamedTuple):
         saved: casts that were spared, by reason.
     """
 
-    entry: decisions.Entry | None
+    entry: decision_log.Entry | None
     low: str
     op: str
     spelling: str
     saved: dict[str, int]
 
 
-class Record(decisions.Recorder):
+class Record(decision_log.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, Followed] = {}
         self.policy = ""
-        self._latest: decisions.Entry | None = None
+        self._latest: decision_log.Entry | None = None
 
-    def note(self, entry: decisions.Entry) -> None:
+    def note(self, entry: decision_log.Entry) -> None:
         super().note(entry)
         self._latest = entry
 
@@ -122,7 +122,7 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return [x for _, x in found]
 
     record = Record()
-    with decisions.recorded_by(record, prepared=False), regions.EXPLAINED(next(_numbers)):
+    with decision_log.recorded_by(record, prepared=False), regions.EXPLAINED(next(_numbers)):
         return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 

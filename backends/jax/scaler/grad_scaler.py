@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import gradient_stats, optimizer_step, scale_update, tree_math
 from polymp.backends.jax.scaler import value_and_grad as differentiating
-from polymp.callsite import outside
+from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import NO_EFFECT, GradientReport

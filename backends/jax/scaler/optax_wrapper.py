@@ -105,13 +105,7 @@ def scaled(
         scale = state.scaler.state.scale
         kept, together = apart(state.inner, tree_math.is_carried)
         (updates, inner), after, finite = stepped(
-            state.scaler,
-            optimizer_step.choose,
-            grads,
-            take,
-            skip,
-            loss=loss,
-            axis_names=axis_names,
+            state.scaler, optimizer_step.choose, grads, take, skip, loss=loss, axis_names=axis_names
         )
         return updates, ScaledState(after, together(inner), finite)
 

@@ -10,28 +10,27 @@ from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
-from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import (
     compiled_region,
     dtype_names,
-    kernels,
-    lending,
+    kernel_registry,
+    lent_kernels,
     regions,
     torch_table,
 )
 from polymp.backends.torch.autocast.wrap_function import wrapped
-from polymp.backends.torch.compat import accelerators, dynamo
+from polymp.backends.torch.compat import accelerators, dynamo, modes
 from polymp.errors import PolicyError
-from polymp.rules import decisions, policy_files
+from polymp.rules import decision_log, policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 PolicyLike = policy_files.Source
 
 # While a record is made, ops run on kernels of ours: compiled ones tell nothing.
-decisions.preparations.append(lending.recorded)
+decision_log.preparations.append(lent_kernels.recorded)
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -40,7 +39,7 @@ def is_autocast_available(device_type: str) -> bool:
     Args:
         device_type: "cpu", "cuda", "xpu", "mps", ...; what `tensor.device.type` says.
     """
-    return bool(torch._C._is_autocast_available(device_type))
+    return accelerators.knows_autocast(device_type)
 
 
 class autocast:  # the name is torch's
@@ -107,7 +106,7 @@ class autocast:  # the name is torch's
             self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
         else:
-            if _is_torch_function_mode_enabled():
+            if modes.are_functions_watched():
                 compiled_region.tell_export(self._ticket)
             regions.enter(self._ticket)
         return self
@@ -119,7 +118,7 @@ class autocast:  # the name is torch's
             traced.__exit__()
         else:
             regions.leave(self._ticket)
-            if _is_torch_function_mode_enabled():
+            if modes.are_functions_watched():
                 compiled_region.tell_export(None)
         return False
 
@@ -192,14 +191,14 @@ def _ready(
 ) -> tuple[str, bool]:
     kind = device.partition(":")[0]  # "cuda:0" speaks for all of cuda
     region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
-    kernels.prepare(region)
+    kernel_registry.prepare(region)
     return regions.ticket(region), enabled
 
 
 def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
     """`enabled`, or False, with torch.amp's warning, if a region of that dtype cannot be."""
     dtypes, name = [torch.bfloat16, torch.float16], device.upper()
-    if device not in torch_table.DEVICES and device == torch._C._get_privateuse1_backend_name():
+    if device not in torch_table.DEVICES and accelerators.is_private(device):
         dtypes, name = accelerators.private_dtypes(device), device
     if not enabled:
         return False

@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from torch.library import get_kernel
 
-from polymp.backends.torch.autocast import (
-    cast_cache,
-    op_facts,
-    regions,
-    torch_table,
-    weight_cast_cache,
-)
+from polymp.backends.torch.autocast import held_casts, op_facts, region_casts, regions, torch_table
 from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, formats, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.policy import Decision
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
@@ -71,20 +65,20 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
     compiled_only = name in op_facts.COMPILED_ONLY
     writes = op._schema.is_mutable
     if writes:
-        cast_cache.watch(device)  # puts kernels on such ops; ours replaces them and does their work
+        region_casts.watch(device)  # puts kernels on such ops, whose work ours does as well
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if writes:
-            cast_cache.writing(args[0])
+            region_casts.writing(args[0])
         ruling = rulings.of(regions.in_force(device))
-        if (found := decisions.current()) is not None:
+        if (found := decision_log.current()) is not None:
             entry = entry_of(op, name, device, ruling, args)
             return found.around(entry, as_ruled, ruling, keys, args, kwargs)
         return as_ruled(ruling, keys, args, kwargs)
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        holds = weight_cast_cache.weights and row is not None and row.rule is Rule.LOWER
+        holds = held_casts.weights and row is not None and row.rule is Rule.LOWER
         if (
             ruling.agrees
             and replaced is not None
@@ -92,7 +86,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
                 compiled_only
                 or (
                     _compiled.used
-                    and not (holds and not cast_cache.kept_by_torch((*args, *kwargs.values())))
+                    and not (holds and not region_casts.kept_by_torch((*args, *kwargs.values())))
                 )
             )
         ):
@@ -104,17 +98,17 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
                 return call(*args, **kwargs)
             if row.rule is Rule.FORBID and ruling.agrees:
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises in torch's words
-            return run(ruling, cast_cache.cast, call, args, kwargs)
+            return run(ruling, region_casts.cast, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
 
 
 def entry_of(
     op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, args: Sequence[Any]
-) -> decisions.Entry:
+) -> decision_log.Entry:
     """What a record says of a call of an op."""
     asked, region, row = tuple(formats(op, device, args)), ruling.region, ruling.row
     parts = Decision(Rule.PARTS)
     decision = parts if row is None else ruling.policy.apply(row, asked, region.format)
     at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.format, region.scope
-    return decisions.Entry(*at, row, asked, decision, ruling.policy.name)
+    return decision_log.Entry(*at, row, asked, decision, ruling.policy.name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from polymp.backends.torch.autocast import cast_cache, compiled_region, policy_code
+from polymp.backends.torch.autocast import compiled_region, policy_code, region_casts
 from polymp.backends.torch.autocast.compiled_region import open_regions
 from polymp.backends.torch.autocast.policy_code import NONE, Code
 from polymp.backends.torch.compat import autograd
@@ -67,7 +67,7 @@ def _resumed(code: Code, entered: bool) -> Iterator[None]:
             open_regions.leaving.remove(_nothing)
         policy_code.write(outer)
         if code != NONE or outer != NONE:
-            cast_cache.drop_unknown()  # made in a region of torch's, which ends behind our back
+            region_casts.drop_unknown()  # made in a region of torch's, which ends behind our back
 
 
 def _nothing() -> None:

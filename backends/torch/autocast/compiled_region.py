@@ -20,7 +20,7 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import cast_cache, policy_code, regions
+from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.backends.torch.autocast.policy_code import Code
 from polymp.backends.torch.compat import dynamo, export
 from polymp.errors import PolicyError
@@ -121,7 +121,7 @@ def _set(
         if enabled:
             regions.note(device, dtype)
     elif autocast_decrement_nesting() == 0:
-        cast_cache.forget_mine()
+        region_casts.forget_mine()
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)

@@ -15,7 +15,7 @@ import torch
 
 from polymp.backends.torch.autocast import (
     dtype_names,
-    kernels,
+    kernel_registry,
     policy_code,
     torch_table,
     validate,
@@ -25,8 +25,8 @@ from polymp.backends.torch.autocast.custom_function import cast_inside
 from polymp.backends.torch.autocast.run_op import forbid
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
-from polymp.rules import decisions
-from polymp.rules.custom_ops import checked
+from polymp.rules import decision_log
+from polymp.rules.op_registration import checked
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
@@ -76,7 +76,7 @@ def _overload(given: Any, where: str) -> str:
 def install(names: Sequence[str]) -> None:
     """Put our kernel on the autocast keys of ops that `overloads` has checked."""
     for device in torch_table.DEVICES:
-        kernels.put(device, names)
+        kernel_registry.put(device, names)
 
 
 def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
@@ -188,10 +188,10 @@ def _decision(
         return "parts", "", ""
     asked = formats.split(",") if formats else []
     decision = policy.apply(row, asked, low)
-    if (found := decisions.current()) is not None:
+    if (found := decision_log.current()) is not None:
         (spelled,) = vocabulary().ops[name].aten
         found.note(
-            decisions.Entry(
+            decision_log.Entry(
                 "torch",
                 name,
                 f"aten:{spelled}",

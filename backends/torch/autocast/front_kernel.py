@@ -15,7 +15,7 @@ from polymp.backends.torch.autocast import compiled_region, op_facts, regions, t
 from polymp.backends.torch.autocast.autocast_kernel import entry_of
 from polymp.backends.torch.autocast.run_op import Function, Rulings, plain, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.row import Rule
 
 
@@ -89,7 +89,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
             if row is None:
                 return call(*args, **kwargs)
             run = runner(op, name, device)
-            if (found := decisions.current()) is not None:
+            if (found := decision_log.current()) is not None:
                 entry = entry_of(op, name, device, ruling, args)
                 return found.around(entry, run, ruling, plain, call, args, kwargs)
             return run(ruling, plain, call, args, kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch.autocast import weight_cast_cache
+from polymp.backends.torch.autocast.cast_node import as_cast
 from polymp.backends.torch.compat import modes, nn_modules
 
 Prepare = Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
@@ -84,7 +84,7 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
             )
     wants = torch.is_grad_enabled()
     cast = [
-        weight_cast_cache.as_cast(w, low) if wants and w.requires_grad else low
+        as_cast(w, low) if wants and w.requires_grad else low
         for w, low in zip(weights, lows, strict=True)
     ]
     return (*args[:at], cast, *args[at + 1 :])

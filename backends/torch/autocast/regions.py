@@ -22,7 +22,7 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import cast_cache, policy_code
+from polymp.backends.torch.autocast import policy_code, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, Code
 from polymp.backends.torch.compat import dynamo
@@ -69,7 +69,7 @@ def enter(ticket: str) -> None:
     depth = autocast_increment_nesting()  # torch's own regions count
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
-    set_autocast_cache_enabled(cache and cast_cache.keep(device, dtype, enabled, depth))
+    set_autocast_cache_enabled(cache and region_casts.keep(device, dtype, enabled, depth))
     if len(POLICIES) > 1:
         policy_code.write(inside)
 
@@ -86,11 +86,11 @@ def leave(ticket: str) -> None:
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     depth = autocast_decrement_nesting()
     if not frames:
-        cast_cache.end()
+        region_casts.end()
     _, enabled, dtype, cache, code = frame
     if frames and cache:
         # Back in a region of another format, the casts to this one go. It is not the outermost.
-        cast_cache.keep(device, dtype, enabled, depth + 1)
+        region_casts.keep(device, dtype, enabled, depth + 1)
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -109,7 +109,7 @@ def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, Code]:
     pulled = stack.pull(region)
     for at, (younger, enabled, dtype, *_) in enumerate(frames):
         frames[at] = younger, enabled, dtype, cache, code
-        cache, code = younger.cache and cast_cache.mine(), policy_code.inside(younger, code)
+        cache, code = younger.cache and region_casts.mine(), policy_code.inside(younger, code)
     if pulled is None:
         device = region.device
         return region, is_autocast_enabled(device), get_autocast_dtype(device), cache, code

@@ -1,7 +1,8 @@
 """One op, run as a row says: what was decided, and the casts that bring it about.
 
 A `Ruling` is what a region's policy says of an op, worked out once; `runner` makes the function
-that does it. When and where ops are run is `kernels`' part.
+that does it. When and where ops are run is `autocast_kernel`'s
+part.
 """
 
 from collections.abc import Callable, Sequence

@@ -76,6 +76,20 @@ def cuda_lacks_bfloat16() -> bool:
     return not _standing_in.get() and not torch.cuda.is_bf16_supported()
 
 
+def knows_autocast(device: str) -> bool:
+    """True if torch has autocast on the device type. `_is_autocast_available` since torch 2.4.
+
+    Raises:
+        RuntimeError: torch has no such device type.
+    """
+    return bool(torch._C._is_autocast_available(device))
+
+
+def is_private(device: str) -> bool:
+    """True for the device type that an extension registered. Since torch 2.0."""
+    return device == torch._C._get_privateuse1_backend_name()
+
+
 def private_dtypes(device: str) -> list[torch.dtype]:
     """Low dtypes of a device that an extension registered as PrivateUse1. Since torch 2.1.
 

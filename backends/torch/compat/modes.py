@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _is_torch_function_mode_enabled as are_functions_watched
+
+__all__ = ["are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
 
 
 def is_recorded() -> bool:

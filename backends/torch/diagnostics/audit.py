@@ -33,14 +33,15 @@ from polymp.backends.torch.diagnostics.measure import (
     measurable,
     range_of,
 )
-from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Own, Ran
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer
+from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.backends.torch.scaler.closure_step import closure_of
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured
-from polymp.diagnostics.call import BACKWARD
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.dtypes import FORMATS
 

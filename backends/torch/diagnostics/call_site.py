@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from polymp import callsite
+from polymp import code_origin
 from polymp.backends.torch.compat import nn_modules
 from polymp.backends.torch.scaler import (
     fused_step,
     grad_scaler,
     loss_scalers,
-    readings,
+    properties,
     scale_update,
     unscale,
 )
@@ -113,7 +113,7 @@ def _kind(filename: str) -> str:
         return _TORCH_S.get(end, "library")
     if filename in _SCALING:
         return "update"
-    return "library" if callsite.is_library(filename) else "user"
+    return "library" if code_origin.is_library(filename) else "user"
 
 
 _TORCH_S = {
@@ -124,5 +124,5 @@ _TORCH_S = {
 _OPTIM = "optim" + os.sep
 _SCALING = frozenset(
     module.__file__
-    for module in (fused_step, grad_scaler, loss_scalers, readings, scale_update, unscale)
+    for module in (fused_step, grad_scaler, loss_scalers, properties, scale_update, unscale)
 )

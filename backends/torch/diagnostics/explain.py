@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import accelerators, autograd, storage
-from polymp.backends.torch.diagnostics.op_call import OpCall
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.backends.torch.modules.scoped import scoped_anew
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files

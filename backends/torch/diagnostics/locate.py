@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics.audit import Measures
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.scaler.readings import PARTS
+from polymp.backends.torch.scaler.properties import PARTS
 from polymp.diagnostics.audit_records import Fault
 
 

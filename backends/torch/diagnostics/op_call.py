@@ -1,10 +1,10 @@
 """`OpCall`: one call of an op of the vocabulary, or the backward of one, as it is followed."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch.autocast import dtype_names, weight_cast_cache
+from polymp.backends.torch.autocast import dtype_names, held_casts
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.call_site import CallSite
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors, formats
@@ -95,9 +95,27 @@ class OpCall:
         low = dtype_names.DTYPES.get(self.region)
         if self.row is None or not self.run or set(self.run) != {self.region}:
             return
-        kind = "held" if weight_cast_cache.weights else "cached"
+        kind = "held" if held_casts.weights else "cached"
         for t in float_tensors(given):
             if t.is_leaf and t.dtype is torch.float32 is not low:
                 key = storage.storage_key(t)  # 0 of what torch.func wraps
                 if key and key not in self.cast_storages:
                     self.saved[kind] = self.saved.get(kind, 0) + 1
+
+
+class Ran(NamedTuple):
+    """An op that runs or has run.
+
+    Attributes:
+        op_call: the call that it is part of.
+        func: the op.
+        args: that it was called with.
+        kwargs: that it was called with.
+        reads: the float tensors among them.
+    """
+
+    op_call: OpCall
+    func: torch._ops.OpOverload
+    args: Any
+    kwargs: Any
+    reads: list[torch.Tensor]

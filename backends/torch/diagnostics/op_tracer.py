@@ -9,20 +9,20 @@ Nothing here changes what runs.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.autocast import op_facts, regions
-from polymp.backends.torch.compat import autograd, dispatcher, modes
+from polymp.backends.torch.compat import autograd, modes
+from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
-from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import (
     float_tensors,
     formats,
@@ -30,12 +30,12 @@ from polymp.backends.torch.diagnostics.op_kinds import (
     kind_of,
     name_of,
 )
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE
-from polymp.rules import decisions
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
 
 
-class OpTracer(decisions.Recorder):
+class OpTracer(decision_log.Recorder):
     """Follows what runs in a thread, and in the backward passes that it starts.
 
     Args:
@@ -50,7 +50,7 @@ class OpTracer(decisions.Recorder):
         self.calls: list[OpCall] = []
         self._call_sites = CallSites(model)
         self._open: list[OpCall] = []
-        self._next: decisions.Entry | None = None  # of a registered op, whose casts come first
+        self._next: decision_log.Entry | None = None  # of a registered op, whose casts come first
         self._of_node: dict[int, OpCall] = {}
         self._first_node = 0
         self._stack = ExitStack()
@@ -77,13 +77,13 @@ class OpTracer(decisions.Recorder):
     # Called by the kernels on the autocast keys
 
     def around(
-        self, entry: decisions.Entry, run: Callable[..., Any], *args: Any
+        self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op that a kernel was called for; what runs meanwhile is part of it."""
         super().note(entry)
         return self._within(entry, run, *args)
 
-    def _within(self, entry: decisions.Entry, run: Callable[..., Any], *args: Any) -> Any:
+    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any) -> Any:
         if isinstance(self.outer, OpTracer):
             run = partial(self.outer._within, entry, run)
         if not self.region[0]:
@@ -121,7 +121,7 @@ class OpTracer(decisions.Recorder):
         op_call.spared(given)
         return result
 
-    def note(self, entry: decisions.Entry) -> None:
+    def note(self, entry: decision_log.Entry) -> None:
         """A registered op was decided; its casts, and it, run next."""
         super().note(entry)
         self._next = entry
@@ -191,7 +191,7 @@ class OpTracer(decisions.Recorder):
     def __enter__(self) -> "OpTracer":
         self._first_node = autograd.latest_node() + 1
         with ExitStack() as stack:
-            stack.enter_context(decisions.recorded_by(self))
+            stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
             self._stack = stack.pop_all()
         return self
@@ -223,36 +223,6 @@ class OpTracer(decisions.Recorder):
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _Busy(threading.local):
-    """How many measurements run in this thread: their ops are of no program."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-
-_busy = _Busy()
-
-
-class Own:
-    """`with Own(keys):` ops of a tracer's own, which no tracer sees and no region casts.
-
-    Args:
-        keys: autocast's dispatch keys.
-    """
-
-    def __init__(self, keys: torch._C.DispatchKeySet) -> None:
-        self._keys = keys
-
-    def __enter__(self) -> None:
-        _busy.depth += 1
-        self._guard = dispatcher.ExcludeKeys(self._keys)
-        self._guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._guard.__exit__(*error)
-        _busy.depth -= 1
-
-
 class _Mode(TorchDispatchMode):
     """Hands every op to a tracer."""
 
@@ -270,7 +240,7 @@ class _Mode(TorchDispatchMode):
             return NotImplemented
         kwargs = dict(kwargs or {})
         tracer = self.tracer
-        if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or _busy.depth:
+        if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or own_ops.running():
             return func(*args, **kwargs)
         kind = kind_of(func)
         if kind == "view":
@@ -303,24 +273,6 @@ class _Mode(TorchDispatchMode):
             op_call.computed(func, args, kwargs, result, read, formats(made))
         tracer.after(ran, result, made, kept)
         return result
-
-
-class Ran(NamedTuple):
-    """An op that runs or has run.
-
-    Attributes:
-        op_call: the call that it is part of.
-        func: the op.
-        args: that it was called with.
-        kwargs: that it was called with.
-        reads: the float tensors among them.
-    """
-
-    op_call: OpCall
-    func: torch._ops.OpOverload
-    args: Any
-    kwargs: Any
-    reads: list[torch.Tensor]
 
 
 def _low(t: torch.Tensor) -> str:

@@ -18,9 +18,9 @@ from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.explain import call_of
-from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors, is_cast, kind_of, name_of
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.diagnostics import trees
 from polymp.diagnostics.rounding import Run, Step, movement
 from polymp.rules.vocabulary import vocabulary

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from polymp.backends.torch.autocast import kernels, policy_code, scope, torch_table
+from polymp.backends.torch.autocast import kernel_registry, module_policy, policy_code, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.modules import subclass
-from polymp.callsite import outside
+from polymp.code_origin import outside
 from polymp.errors import PolicyError, PolicyWarning
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
@@ -32,7 +32,7 @@ class ModuleScope:
 
     def __init__(self, policy: Policy) -> None:
         for device in torch_table.DEVICES:
-            kernels.install(policy, device)
+            kernel_registry.install(policy, device)
         self.policy = policy
         self.code = policy_code.of_scope(policy)
 
@@ -59,11 +59,11 @@ class Scoped(subclass.Extension):
         code, outer = module_scope.code, policy_code.in_force()
         if code == outer:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        scope.enter(code)
+        module_policy.enter(code)
         try:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            scope.leave(outer)
+            module_policy.leave(outer)
 
 
 class Scoping(subclass.Handle):

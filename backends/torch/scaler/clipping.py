@@ -14,7 +14,7 @@ import torch
 
 from polymp.backends.torch.compat import nn_modules
 from polymp.backends.torch.scaler.findings import Findings
-from polymp.callsite import outside
+from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 
 # What is watched, and whether the warning was given for it.

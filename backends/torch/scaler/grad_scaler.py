@@ -36,8 +36,8 @@ from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
 from polymp.backends.torch.scaler.options import Options, SkipOn
-from polymp.backends.torch.scaler.readings import ScalerReadings
-from polymp.callsite import outside
+from polymp.backends.torch.scaler.properties import ScalerReadings
+from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import NO_EFFECT, OnStuck

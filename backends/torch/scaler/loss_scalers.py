@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch.scaler import closure_step, device_skip, unscale
+from polymp.backends.torch.scaler import closure_step, device_skip, loss_gradients, unscale
 from polymp.backends.torch.scaler.findings import Entry, Findings
 from polymp.backends.torch.scaler.grad_scaler import GradScaler, OptState
-from polymp.backends.torch.scaler.readings import findings_of
+from polymp.backends.torch.scaler.properties import findings_of
 from polymp.scaling import scale_rule
 
 _RESERVED = ("retain_graph", "skipped")  # an argument of `backward`, an entry of `state_dict`
@@ -128,13 +128,13 @@ class LossScalers(Mapping[str, GradScaler]):
                     scaled, retain_graph=retain_graph or left > 0, inputs=params
                 )
                 if scalers[name].is_enabled():
-                    _unscale(scalers[name], optimizer)
+                    loss_gradients.unscale_new(scalers[name], optimizer)
             except BaseException:  # what was there before is not lost, and nothing half done stays
                 for p, grad in zip(params, before, strict=True):
                     p.grad = grad
                 raise
             for p, grad in zip(params, before, strict=True):
-                _add(p, grad)
+                loss_gradients.add(p, grad)
 
     def _entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Entry]:
         """What each loss's scaler has found for the optimizer in this iteration, by the loss."""
@@ -172,7 +172,7 @@ class LossScalers(Mapping[str, GradScaler]):
         lead, entry = next(iter(entries.items()))
         looked = {name: e for name, e in entries.items() if e["found_inf_per_device"]}
         if looked:
-            _look_at_sums(optimizer, findings, looked)
+            loss_gradients.look_at_sums(optimizer, findings, looked)
         found_by = [findings[name].found(e) for name, e in looked.items()]
         found = unscale.either(found_by)
         on_device = getattr(optimizer, "_step_supports_amp_scaling", False) or device_skip.wanted(
@@ -220,10 +220,7 @@ class LossScalers(Mapping[str, GradScaler]):
         raised: list[Exception] = []
         for name, f in findings.items():
             try:
-                if f.entries:
-                    self[name].update()
-                else:
-                    f.end_iteration()
+                (self[name].update if f.entries else f.end_iteration)()
             except Exception as error:  # the others are updated all the same
                 raised.append(error)
         if raised:
@@ -299,46 +296,3 @@ class LossScalers(Mapping[str, GradScaler]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_skipped": int(self._skipped)}
-
-
-def _unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """`scaler.unscale_(optimizer)` for gradients that are new, adding to what was found before."""
-    entry = findings_of(scaler).entries[id(optimizer)]
-    before, entry["stage"] = entry["found_inf_per_device"], OptState.READY
-    scaler.unscale_(optimizer)
-    found = entry["found_inf_per_device"]
-    for device, finding in before.items():
-        found[device] = torch.maximum(found[device], finding) if device in found else finding
-
-
-def _look_at_sums(
-    optimizer: torch.optim.Optimizer, findings: dict[str, Findings], looked: dict[str, Entry]
-) -> None:
-    """Note true gradients that overflow only where they add up, as if every loss were lost.
-
-    No scale mends that, so none is lowered for it.
-    """
-    first = next(iter(looked))
-    lead, entry = findings[first], looked[first]
-    found = unscale.either(findings[name].found(e) for name, e in looked.items())
-    assert found is not None
-    before = dict(entry)
-    lead.look(optimizer, None, unscale.unscale, allow_fp16=True)
-    lost = (lead.found(entry) - found).clamp(min=0)
-    entry.update(before)
-    for name, e in looked.items():
-        e["found_inf_per_device"] = {lost.device: torch.maximum(findings[name].found(e), lost)}
-        e["loss"] = lost if e.get("loss") is None else torch.maximum(e["loss"], lost)
-
-
-def _add(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Add a gradient to a parameter's, as backward does."""
-    with torch.no_grad():
-        if grad is None:
-            return
-        if param.grad is None:
-            param.grad = grad
-        elif grad.layout is not torch.strided and param.grad.layout is torch.strided:
-            param.grad.add_(grad)
-        else:
-            param.grad = grad.add_(param.grad)

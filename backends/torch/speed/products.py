@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast.api import autocast
 from polymp.backends.torch.compat import flop_count, storage
-from polymp.backends.torch.diagnostics.op_call import OpCall
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer, Ran
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.speed.advice import Found, Product
 
 LOW = torch.bfloat16

@@ -14,12 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import (
-    cast_cache,
-    dtype_names,
-    policy_code,
-    weight_cast_cache,
-)
+from polymp.backends.torch.autocast import dtype_names, held_casts, policy_code, region_casts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.scoped import Scoped
@@ -84,7 +79,7 @@ class Frozen(subclass.Handle):
         for original in self._originals:
             original.give_back(dtype_names.DTYPES[self.format])
         self._originals = []
-        cast_cache.drop()
+        region_casts.drop()
         super().remove()
 
     def __repr__(self) -> str:
@@ -192,8 +187,8 @@ def freeze(
         originals = _stored(model, frozen_for, trial)
     for original in originals:
         original.announce()
-    cast_cache.drop()
-    weight_cast_cache.drop(t for group in groups for t in group.each())
+    region_casts.drop()
+    held_casts.drop(t for group in groups for t in group.each())
     return Frozen(model, region, groups, before, None if drop else originals)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from polymp.backends.torch.autocast import cast_cache, dtype_names
+from polymp.backends.torch.autocast import dtype_names, region_casts
 from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import compare_bits, freeze_usage
 from polymp.backends.torch.weights.originals import Original
@@ -122,7 +122,7 @@ class Trial:
     ) -> list[Any]:
         """What the model returns and the gradients that come of it; nothing is changed."""
         args, kwargs = _copied((case.example, self._kwargs))
-        cast_cache.drop()  # those of a region around this would be found by the next run
+        region_casts.drop()  # those of a region around this would be found by the next run
         with (
             left_alone(self._model, self.groups),
             same_random(self._region.device),

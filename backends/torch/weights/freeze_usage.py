@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp import callsite
+from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import nn_modules, storage
 from polymp.backends.torch.weights import compare_bits
@@ -224,7 +224,7 @@ class Asks(TorchFunctionMode):
 
 
 def _harmless(frame: Any) -> bool:
-    return callsite.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS
+    return code_origin.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS
 
 
 def module_path(paths: Mapping[int, str]) -> str:

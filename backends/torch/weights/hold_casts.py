@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import cast_cache, lending, weight_cast_cache
+from polymp.backends.torch.autocast import held_casts, lent_kernels, region_casts
 from polymp.backends.torch.compat import dynamo
 
 
@@ -78,7 +78,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self.check = check
         self._lock = threading.RLock()
         self._entered = 0
-        self._held: list[weight_cast_cache.Weight] = []
+        self._held: list[held_casts.Weight] = []
         self._devices: frozenset[str] = frozenset()
         self._hooks: list[Any] = []
         self._counted = [0, 0]  # casts made and served, less what the weights in hand say
@@ -122,12 +122,12 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         with self._lock:
             if self._entered:
                 before, devices = self._held, self._devices
-                weight_cast_cache.drop(weight.tensor for weight in before)
-                cast_cache.drop()  # of the regions that are open
+                held_casts.drop(weight.tensor for weight in before)
+                region_casts.drop()  # of the regions that are open
                 self._count(before, 1)
                 self._take()
-                weight_cast_cache.release(before, self.check)
-                lending.take_back(devices)
+                held_casts.release(before, self.check)
+                lent_kernels.take_back(devices)
 
     def _take(self) -> None:
         named: dict[int, tuple[str, torch.Tensor]] = {}
@@ -138,20 +138,20 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                     if tensor.is_floating_point() and id(tensor) not in unseen:
                         named.setdefault(id(tensor), (name, tensor))
         self._devices = frozenset(tensor.device.type for _, tensor in named.values())
-        lending.lend(self._devices)
-        self._held = weight_cast_cache.hold(named.values(), self.check)
+        lent_kernels.lend(self._devices)
+        self._held = held_casts.hold(named.values(), self.check)
         self._count(self._held, -1)
 
     def _let_go(self) -> None:
         self._count(self._held, 1)
-        weight_cast_cache.release(self._held, self.check)
+        held_casts.release(self._held, self.check)
         self._held = []
-        lending.take_back(self._devices)
+        lent_kernels.take_back(self._devices)
 
     @property
     def bytes(self) -> int:
         """Bytes of the casts that are held now."""
-        return weight_cast_cache.bytes_of(self._held)
+        return held_casts.bytes_of(self._held)
 
     @property
     def made(self) -> int:
@@ -164,7 +164,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         served = self._counted[1] + sum(weight.served for weight in self._held)
         return served - self.made
 
-    def _count(self, weights: list[weight_cast_cache.Weight], sign: int) -> None:
+    def _count(self, weights: list[held_casts.Weight], sign: int) -> None:
         """Add what the weights have counted so far, or take it off."""
         self._counted[0] += sign * sum(weight.made for weight in weights)
         self._counted[1] += sign * sum(weight.served for weight in weights)

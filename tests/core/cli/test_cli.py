@@ -470,7 +470,7 @@ def test_check_refuses_what_the_backends_refuse(polymp, answer, tmp_path):
 
 def test_check_installs_no_kernel(polymp):
     need("torch")
-    kernels = importlib.import_module("polymp.backends.torch.autocast.kernels")
+    kernels = importlib.import_module("polymp.backends.torch.autocast.kernel_registry")
     before = {device: kernels.installed(device) for device in cli.DEVICES}
     assert polymp("check", "lean", "--backend", "torch")[0] == 0
     assert {device: kernels.installed(device) for device in cli.DEVICES} == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.module_paths import matched
 from polymp.diagnostics.report import Report
 from tests.support import reports

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from tests.support import reports
 

@@ -13,7 +13,7 @@ import pytest
 import polymp
 from polymp import testing
 from polymp.diagnostics import rounding, trees
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.rules.row import Row, Rule
 from polymp.testing import (

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import polymp
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
 from polymp.jax import autocast, explain
 

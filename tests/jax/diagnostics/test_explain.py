@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import polymp
 from polymp.backends.jax.diagnostics.traced_call import traced
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning
 from polymp.jax import GradScaler, autocast, explain

@@ -11,7 +11,7 @@ from flax import nnx
 
 from polymp.backends.jax.speed.product_bench import ProductBench
 from polymp.backends.jax.speed.products import products_of
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 
 PARAMS = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 4))}

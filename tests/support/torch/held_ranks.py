@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
-from polymp.backends.torch.autocast import weight_cast_cache
+from polymp.backends.torch.autocast import held_casts
 from polymp.torch import autocast, hold_casts
 from tests.support.torch.ranks import bits
 
@@ -99,7 +99,7 @@ def sends_unseen() -> bool:
 
 
 def main(rank: int, ranks: int, folder: Path) -> Any:
-    weight_cast_cache.SMALL = 0
+    held_casts.SMALL = 0
     notes: dict[Any, Any] = {
         (how, late, held): train(how, held=held, late=late)
         for how in CUTS

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from polymp.backends.torch.autocast import kernels, regions
+from polymp.backends.torch.autocast import kernel_registry, regions
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
@@ -18,7 +18,7 @@ def inside(
     policy: Policy | None = None,
 ) -> Iterator[Region]:
     region = Region("torch", device, enabled, format, cache, policy)
-    kernels.prepare(region)
+    kernel_registry.prepare(region)
     ticket = regions.ticket(region)
     regions.enter(ticket)
     try:

@@ -333,11 +333,11 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     found = {"torch": outcomes(torch.autocast)}
     assert not any(name.startswith("polymp") for name in sys.modules)
-    from polymp.backends.torch.autocast import kernels
+    from polymp.backends.torch.autocast import kernel_registry
     from polymp.torch import autocast
 
     found["native"] = outcomes(autocast)
-    with kernels.all_python("cpu"):
+    with kernel_registry.all_python("cpu"):
         found["python"] = outcomes(autocast)
     path.write_bytes(pickle.dumps(found))
 

@@ -207,13 +207,13 @@ def main(device: str, path: Path) -> None:
     records = {"torch": record(device, theirs)}
     assert "polymp" not in sys.modules, "torch's outcomes are to be torch's own"
 
-    from polymp.backends.torch.autocast import kernels
+    from polymp.backends.torch.autocast import kernel_registry
 
     ours = {"cpu": polymp_cpu, "cuda": polymp_cuda}[device]
     records["native"] = record(device, ours)
-    assert kernels.installed(device) == (), "the compiled engine is to be seen alone"
-    with kernels.all_python(device):
-        ours_too = {*kernels.installed(device), *ops.EXCUSED[device]}
+    assert kernel_registry.installed(device) == (), "the compiled engine is to be seen alone"
+    with kernel_registry.all_python(device):
+        ours_too = {*kernel_registry.installed(device), *ops.EXCUSED[device]}
         assert set(registered(device)) <= ours_too, "ops not on our kernels"
         records["python"] = record(device, ours)
     records["handed back"] = record(device, ours, FEW)

@@ -22,7 +22,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import polymp
 from polymp import Policy
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.row import LOW
 from polymp.torch import autocast, scoped
 from tests.support import random_policies as given
@@ -163,7 +163,7 @@ def eager(count: int) -> dict[str, Any]:
     return {"wrong": wrong, "seen": seen, "noticed": noticed, "recorded": recorded, "stale": stale}
 
 
-def said(it: decisions.Decisions, start: int) -> list[Any]:
+def said(it: decision_log.Decisions, start: int) -> list[Any]:
     return [(e.op, e.decision) for e in it.entries[start:]]
 
 

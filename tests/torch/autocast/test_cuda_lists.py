@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch.autocast import kernels
+from polymp.backends.torch.autocast import kernel_registry
 from polymp.torch import autocast, custom_bwd, custom_fwd
 from tests.support.torch.outcomes import Outcome, fake_mode, on_cuda, torch_cuda
 from tests.support.torch.torch_lists import Listed, listed
@@ -101,7 +101,7 @@ def test_a_listed_call_gives_the_dtype_of_its_list(
     row: Listed, low: torch.dtype, engine: str
 ) -> None:
     theirs = outcomes(row, functools.partial(torch_cuda, low))
-    with kernels.all_python("cuda") if engine == "python" else nullcontext():
+    with kernel_registry.all_python("cuda") if engine == "python" else nullcontext():
         ours = outcomes(row, lambda: autocast("cuda", low))
     assert ours == theirs
     if name_of(row) not in NEED_NO_RESULT:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from polymp import PolicyError, policy
-from polymp.backends.torch.autocast import cast_cache, policy_code, regions
+from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row, Rule
 from polymp.torch import GradScaler, autocast
@@ -76,7 +76,7 @@ def test_the_casts_of_a_thread_that_died_in_a_region_are_not_used() -> None:
         w.mul_(2)
     with autocast("cpu"):
         assert torch.mm(X, w)[0, 0].item() == 2.0
-        assert cast_cache.mine()
+        assert region_casts.mine()
 
 
 def test_an_object_made_beside_another_threads_region_still_wants_its_casts() -> None:
@@ -109,7 +109,7 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
             w.mul_(2)  # drops
         v = torch.eye(4).requires_grad_()
         torch.mv(v, X[0])  # the next cast clears what was dropped
-        kept = [entry[0]() for entry in cast_cache._mine.thread.casts.values()]
+        kept = [entry[0]() for entry in region_casts._mine.thread.casts.values()]
         assert len(kept) == 1
         assert kept[0] is v
         assert alive() is w
@@ -172,7 +172,7 @@ def test_a_compiled_optimizer_step_is_compiled_once() -> None:
         step()
         with autocast("cpu"):
             torch.mv(torch.eye(4), w)
-        cast_cache.drop()
+        region_casts.drop()
     torch._dynamo.reset()
     assert w[0].item() == pytest.approx(0.6)
     assert len(graphs) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import polymp
-from polymp.backends.torch.autocast import kernels, torch_table
+from polymp.backends.torch.autocast import kernel_registry, torch_table
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules import policy_files
 from polymp.rules.vocabulary import vocabulary
@@ -124,19 +124,19 @@ def test_a_policy_that_is_torchs_own_installs_nothing(tmp_path):
         "from polymp.rules import policy_files\n"
         "from polymp.torch import autocast\n"
         "from pathlib import Path\n"
-        "from polymp.backends.torch.autocast import kernels\n"
+        "from polymp.backends.torch.autocast import kernel_registry as ours\n"
         "own = policy_files.to_toml(policy_files.load('torch-cpu')).replace('torch-cpu', 'mine')\n"
         "Path('mine.toml').write_text(own)\n"
         "with autocast('cpu', policy='mine.toml') as region: pass\n"
         "assert policy_files.load('mine.toml').name == 'mine'\n"
         "with autocast('cpu'): pass\n"
-        "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
+        "assert ours.installed('cpu') == (), ours.installed('cpu')\n"
         "other = policy_files.load('mine.toml').override(parts=['linear'], rules={'exp': 'keep'})\n"
         "with autocast('cpu', policy=other): pass\n"
-        "assert kernels.installed('cpu') == ('exp', 'linear'), kernels.installed('cpu')\n"
+        "assert ours.installed('cpu') == ('exp', 'linear'), ours.installed('cpu')\n"
         "low = {'float16': 'fp32', 'bfloat16': 'lower'}\n"
         "with autocast('cpu', policy=other.override(rules={'mm': low})): pass\n"
-        "assert kernels.installed('cpu') == ('exp', 'linear', 'mm'), kernels.installed('cpu')\n"
+        "assert ours.installed('cpu') == ('exp', 'linear', 'mm'), ours.installed('cpu')\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
@@ -210,16 +210,16 @@ def test_gradients_pass_through_our_casts():
     ],
 )
 def test_what_torch_cannot_honour_is_refused_when_the_region_is_made(rule, message):
-    before = kernels.installed("cpu")
+    before = kernel_registry.installed("cpu")
     with pytest.raises(PolicyError) as error:
         autocast("cpu", policy={"name": "p", "rules": {"mm": "keep"} | rule})
     assert str(error.value) == message
-    assert kernels.installed("cpu") == before, "half of the policy was installed"
+    assert kernel_registry.installed("cpu") == before, "half of the policy was installed"
 
 
 def test_the_python_engine_covers_the_whole_table():
-    with kernels.all_python("cpu"):
-        assert set(kernels.installed("cpu")) >= torch_table.kernels("cpu")
+    with kernel_registry.all_python("cpu"):
+        assert set(kernel_registry.installed("cpu")) >= torch_table.kernels("cpu")
         with autocast("cpu"):
             assert (X @ X.t()).dtype is BF16
 

@@ -17,7 +17,7 @@ from tests.support.torch.version_changes import VERSION
 USE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from polymp.backends.torch.autocast import kernels
+from polymp.backends.torch.autocast import kernel_registry
 from polymp.rules import policy_files
 from polymp.torch import autocast
 
@@ -31,7 +31,7 @@ def use(policy):
             x = torch.ones(4, 4, device=device)
             formats = (x @ x).dtype, torch.softmax(x @ x, -1).dtype, x.to(low).sum().dtype
         assert formats == (low, *wanted(low)), formats
-    return kernels.installed(device)
+    return kernel_registry.installed(device)
 
 
 def wanted(low):
@@ -63,7 +63,7 @@ SOFTMAX = {"cpu": "parts", "cuda": "fp32"}
 
 
 DIFFERS = """
-assert use(mine.override(keep=["exp", "linear"])) == ("exp", "linear"), kernels.installed(device)
+assert use(mine.override(keep=["exp", "linear"])) == ("exp", "linear")
 assert use(mine.override(rules={"mm": {"float16": "fp32"}})) == ("exp", "linear", "mm")
 """
 # torch raises where float16 meets bfloat16; a policy that widens needs kernels for that.
@@ -80,7 +80,7 @@ def test_a_policy_that_says_what_torch_does_installs_no_kernel(device, tmp_path)
     """And one that differs installs those in which it does, which shows that this can fail."""
     if device == "cuda" and VERSION < (2, 12):
         pytest.skip("torch 2.11 does not register rms_norm, for which torch-cuda has a row")
-    same = [part + "assert use(mine) == (), kernels.installed(device)\n" for part in OWN]
+    same = [part + "assert use(mine) == (), kernel_registry.installed(device)\n" for part in OWN]
     run = subprocess.run(
         [sys.executable, "-c", "".join([_head(device), USE, *same, AS_FILE, DIFFERS, WIDENS])],
         capture_output=True,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import kernels, lending, recurrent, torch_table
+from polymp.backends.torch.autocast import kernel_registry, lent_kernels, recurrent, torch_table
 from polymp.backends.torch.compat import nn_modules
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
@@ -217,7 +217,7 @@ def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("low", LOW)
 def test_held_casts_and_policies_that_agree_leave_torch_its_kernel(low: str) -> None:
-    assert not {"_cudnn_rnn", "miopen_rnn"} & lending.lowered("cuda")
+    assert not {"_cudnn_rnn", "miopen_rnn"} & lent_kernels.lowered("cuda")
     for name in ("amp", "torch-cuda", "lean"):
         assert torch_table.agrees("cuda", policy_files.load(name), "_cudnn_rnn", low)
     assert not torch_table.agrees("cuda", policy_files.load({}), "_cudnn_rnn", low)
@@ -227,7 +227,7 @@ def test_held_casts_and_policies_that_agree_leave_torch_its_kernel(low: str) -> 
 def test_our_kernel_hands_over_to_torch_s() -> None:
     """Also where every op is on ours; weights that are float16 need no buffer made by cuDNN."""
     expected = "float16, float16, float16, float16, float16, float16, float16, float16"
-    with kernels.all_python("cuda"):
+    with kernel_registry.all_python("cuda"):
         for low in LOW:
             found = on_cuda(call_below(FP16), lambda low=low: inside("cuda", low))
             assert found.calls == (f"aten::_cudnn_rnn({expected})",)

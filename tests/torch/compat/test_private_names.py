@@ -41,6 +41,22 @@ def test_autocast_keys_exist_for_the_devices_that_have_tables():
         assert dispatcher.registered(key), f"torch registers nothing on {key}"
 
 
+def test_torch_knows_autocast_on_these_devices():
+    assert accelerators.knows_autocast("cpu")
+    assert accelerators.knows_autocast("cuda")
+    assert not accelerators.knows_autocast("vulkan")
+    with pytest.raises(RuntimeError):
+        accelerators.knows_autocast("no_such_device")
+    assert accelerators.is_private("privateuseone")
+    assert not accelerators.is_private("cuda")
+
+
+def test_a_function_mode_is_noticed():
+    assert not modes.are_functions_watched()
+    with torch.overrides.TorchFunctionMode():
+        assert modes.are_functions_watched()
+
+
 def test_registered_names_are_overloads():
     for name in dispatcher.registered("AutocastCPU") | dispatcher.registered("AutocastCUDA"):
         op = dispatcher.overload(name)

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polymp
-from polymp.backends.torch.autocast import kernels, torch_table
+from polymp.backends.torch.autocast import kernel_registry, torch_table
 from polymp.backends.torch.compat import modes
-from polymp.diagnostics.call import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.torch import autocast, explain
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -234,7 +234,7 @@ def test_other_threads_are_not_in_it(x: torch.Tensor, w: torch.Tensor) -> None:
 
 
 def installed() -> Any:
-    return {device: kernels.installed(device) for device in torch_table.DEVICES}
+    return {device: kernel_registry.installed(device) for device in torch_table.DEVICES}
 
 
 def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor) -> None:
@@ -248,7 +248,7 @@ def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor
         with context as report, autocast("cpu", BF16, policy="amp"):
             reports.append(report)
             assert modes.is_recorded() is False, "it only looks on"
-            assert decisions.current() is not None
+            assert decision_log.current() is not None
             model(x)
             model(x[:, :3])
 
@@ -257,7 +257,7 @@ def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor
         block()
     (report,) = reports
     assert installed() == before
-    assert decisions.current() is None
+    assert decision_log.current() is None
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.autograd.graph.disable_saved_tensors_hooks is disable

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import polymp
 from polymp import PolicyError
-from polymp.backends.torch.autocast import cast_cache, policy_code, regions
+from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, checkpoint, scoped
 from tests.support.torch.compiled import Count
@@ -215,7 +215,7 @@ class Keeps(nn.Module):
 
     def forward(self, x: torch.Tensor) -> int:
         self.norm(x)
-        return len(cast_cache._mine.thread.casts)
+        return len(region_casts._mine.thread.casts)
 
 
 def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tenso
     scoped(model, {"rules": {"layer_norm": "lower"}})
     with torch.autocast("cpu", BF16):
         assert model(x) == 2, "weight and bias"
-    assert cast_cache._mine.thread.casts == {}
+    assert region_casts._mine.thread.casts == {}
 
 
 def test_the_classes_are_their_own_again() -> None:

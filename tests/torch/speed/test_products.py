@@ -10,7 +10,7 @@ from torch import nn
 
 from polymp.backends.torch.speed.product_bench import ProductBench
 from polymp.backends.torch.speed.products import device_of, products_of
-from polymp.diagnostics.call import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 from polymp.torch import explain
 from tests.support.torch.models import MODELS

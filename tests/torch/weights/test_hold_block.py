@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.backends.torch.autocast import kernels, lending, weight_cast_cache
+from polymp.backends.torch.autocast import held_casts, kernel_registry, lent_kernels
 from polymp.errors import StaleCastError
 from polymp.torch import autocast, hold_casts
 from tests.support.torch.held_models import Net, loss_of
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
+    monkeypatch.setattr(held_casts, "SMALL", 0)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_threads_with_one_model_and_with_two(x: torch.Tensor) -> None:
     for ours, theirs in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert not torch.equal(results[0][0], results[0][2])
-    assert not weight_cast_cache.weights
+    assert not held_casts.weights
 
 
 def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None:
@@ -99,8 +99,8 @@ def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None
             assert (hold.made, inner.made) == (6, 0)
             assert inner.saved == 6
         loss_of(model, x)
-        assert hold.made == 6 == len(weight_cast_cache.weights)
-    assert (hold.made, hold.bytes, len(weight_cast_cache.weights)) == (6, 0, 0)
+        assert hold.made == 6 == len(held_casts.weights)
+    assert (hold.made, hold.bytes, len(held_casts.weights)) == (6, 0, 0)
     assert repr(hold) == "hold_casts(Net): 6 casts made, 12 saved, not open"
     with torch.no_grad(), hold:
         loss_of(model, x)
@@ -119,17 +119,17 @@ def test_kernels_are_lent_and_taken_back(
 ) -> None:
     with hold_casts(model):
         pass  # takes back what was left by tests with threads
-    before = set(kernels.installed("cpu"))
+    before = set(kernel_registry.installed("cpu"))
     with hold_casts(model):
-        lent = set(kernels.installed("cpu"))
-        assert lent == before | lending.lowered("cpu")
+        lent = set(kernel_registry.installed("cpu"))
+        assert lent == before | lent_kernels.lowered("cpu")
         monkeypatch.setattr(sys, "_current_frames", lambda: {-1: sys._getframe()})
-    assert set(kernels.installed("cpu")) == lent, "another thread may be in a kernel"
+    assert set(kernel_registry.installed("cpu")) == lent, "another thread may be in a kernel"
     plain = loss_of(model, x)
     monkeypatch.setattr(sys, "_current_frames", dict)
     with hold_casts(model), hold_casts(model.a):
         held = loss_of(model, x)
-    assert set(kernels.installed("cpu")) == before
+    assert set(kernel_registry.installed("cpu")) == before
     with torch.autocast("cpu", BF16):
         theirs = model(x).float().square().mean()
     assert torch.equal(plain, theirs)
@@ -141,13 +141,13 @@ def test_a_policy_in_a_block_keeps_its_kernels(model: Net, x: torch.Tensor) -> N
     policy = polymp.policy("amp").override(rules={"linear": "fp32", "matmul": "fp32"}, name="wide")
     with hold_casts(model):
         pass
-    before = set(kernels.installed("cpu"))
+    before = set(kernel_registry.installed("cpu"))
     with hold_casts(model):
         inside = loss_of(model, x, policy=policy)
-    after = set(kernels.installed("cpu"))
+    after = set(kernel_registry.installed("cpu"))
     assert {"linear", "matmul"} <= after
-    if not lending.lowered("cpu") <= before:  # other policies may have kept them all
-        assert after != before | lending.lowered("cpu")
+    if not lent_kernels.lowered("cpu") <= before:  # other policies may have kept them all
+        assert after != before | lent_kernels.lowered("cpu")
     assert torch.equal(inside, loss_of(model, x, policy=policy))
     assert not torch.equal(inside, loss_of(model, x))
 
@@ -281,13 +281,19 @@ class Broken(Net):
 
 
 def test_entering_that_fails_leaves_nothing_behind(model: Net, x: torch.Tensor) -> None:
-    before = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels.now.loans.items()}
+    before = (
+        kernel_registry.installed("cpu"),
+        {d: loan.blocks for d, loan in kernel_registry.now.loans.items()},
+    )
     hold = hold_casts(model, Broken())
     with pytest.raises(ZeroDivisionError):
         hold.__enter__()
-    after = kernels.installed("cpu"), {d: loan.blocks for d, loan in kernels.now.loans.items()}
+    after = (
+        kernel_registry.installed("cpu"),
+        {d: loan.blocks for d, loan in kernel_registry.now.loans.items()},
+    )
     assert before == after
-    assert not weight_cast_cache.weights
+    assert not held_casts.weights
     assert not model._load_state_dict_post_hooks
     with hold_casts(model):
         loss_of(model, x)
@@ -296,17 +302,17 @@ def test_entering_that_fails_leaves_nothing_behind(model: Net, x: torch.Tensor) 
 
 
 def test_a_thread_that_waits_does_not_keep_the_kernels(model: Net) -> None:
-    before, done = set(kernels.installed("cpu")), threading.Event()
+    before, done = set(kernel_registry.installed("cpu")), threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
         with hold_casts(model):
-            lent = set(kernels.installed("cpu"))
+            lent = set(kernel_registry.installed("cpu"))
     finally:
         done.set()
         thread.join()
     if before != lent:  # else others hold casts, or have threads that work
-        assert set(kernels.installed("cpu")) == before
+        assert set(kernel_registry.installed("cpu")) == before
 
 
 def test_left_without_having_been_entered(model: Net, x: torch.Tensor) -> None:
@@ -324,7 +330,7 @@ def test_a_scripted_module_is_refused() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match=r"Give it the module that was scripted"):
         hold_casts(scripted)
-    assert not weight_cast_cache.weights
+    assert not held_casts.weights
 
 
 def test_nothing_is_held_where_entering_fails(
@@ -335,12 +341,12 @@ def test_nothing_is_held_where_entering_fails(
 
     other = nn.Linear(4, 4)
     monkeypatch.setattr(other, "register_load_state_dict_post_hook", fails)
-    before = set(kernels.installed("cpu"))
+    before = set(kernel_registry.installed("cpu"))
     with pytest.raises(OSError, match="no hook"), hold_casts(model, other):
         pass
-    assert not weight_cast_cache.weights
+    assert not held_casts.weights
     assert not model._load_state_dict_post_hooks
-    assert set(kernels.installed("cpu")) == before
+    assert set(kernel_registry.installed("cpu")) == before
 
 
 def test_views_are_held_up_to_the_size_of_the_weight() -> None:
@@ -369,7 +375,7 @@ def test_views_of_one_place_with_another_sign() -> None:
 def test_a_cast_kept_by_the_region_is_checked_and_dropped(
     model: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
+    monkeypatch.setattr(held_casts, "SMALL", 0)
     weight = next(model.parameters())
     with hold_casts(model, check=True), autocast("cpu", BF16):
         model(x)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import weight_cast_cache
+from polymp.backends.torch.autocast import held_casts
 from polymp.torch import autocast, bake, hold_casts, pin, scoped
 from tests import STRICT
 from tests.support.torch.held_models import Net, loss_of
@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
+    monkeypatch.setattr(held_casts, "SMALL", 0)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_after_a_step_what_was_trained_is_cast_once(
 
 
 def test_the_count_can_fail(model: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cast_cache, "find", lambda t, dtype: None)
+    monkeypatch.setattr(held_casts, "find", lambda t, dtype: None)
     with hold_casts(model) as hold:
         assert casts_in(lambda: loss_of(model, x)) == casts_in(lambda: loss_of(model, x)) == 6
         assert (hold.made, hold.saved) == (0, 0)
@@ -108,7 +108,7 @@ def test_the_count_can_fail(model: Net, x: torch.Tensor, monkeypatch: pytest.Mon
 def test_small_weights_are_cast_again_where_gradients_are_wanted(
     model: Net, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_cast_cache, "SMALL", 65)
+    monkeypatch.setattr(held_casts, "SMALL", 65)
     with hold_casts(model) as hold:
         loss_of(model, x)
         assert casts_in(lambda: loss_of(model, x)) == 3
@@ -257,8 +257,8 @@ def test_torch_s_regions_alone(tmp_path: Path) -> None:
     program.write_text(
         "import torch\n"
         "from polymp.torch import hold_casts\n"
-        "from polymp.backends.torch.autocast import kernels, weight_cast_cache\n"
-        "weight_cast_cache.SMALL = 0\n"
+        "from polymp.backends.torch.autocast import held_casts, kernel_registry\n"
+        "held_casts.SMALL = 0\n"
         "model = torch.nn.Linear(8, 8)\n"
         "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)\n"
         "seen = []\n"
@@ -268,8 +268,8 @@ def test_torch_s_regions_alone(tmp_path: Path) -> None:
         "            seen.append(model(torch.ones(2, 8)))\n"
         "        model(torch.ones(2, 8)).sum().backward()\n"
         "        optimizer.step()\n"
-        "    assert 'linear' in kernels.installed('cpu')\n"
-        "assert kernels.installed('cpu') == (), kernels.installed('cpu')\n"
+        "    assert 'linear' in kernel_registry.installed('cpu')\n"
+        "assert kernel_registry.installed('cpu') == (), kernel_registry.installed('cpu')\n"
         "assert not torch.equal(*seen)\n"
     )
     command = [sys.executable, *STRICT, str(program)]
@@ -308,7 +308,7 @@ def test_torch_jit_trace_records_the_casts() -> None:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cast_cache, "TOGETHER", {"cpu"})
+    monkeypatch.setattr(held_casts, "TOGETHER", {"cpu"})
 
 
 def memory_of(hold: hold_casts) -> int:

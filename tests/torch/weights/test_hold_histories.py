@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.backends.torch.autocast import cast_cache, weight_cast_cache
+from polymp.backends.torch.autocast import held_casts, region_casts
 from polymp.torch import hold_casts
 from tests.support.sizes import size
 from tests.support.torch.held_histories import (
@@ -63,8 +63,8 @@ histories = st.lists(st.one_of(regions, regions, backwards, changes, changes), m
 @pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("small", [0, 60], ids=["nodes", "small"])
 def test_histories(monkeypatch: pytest.MonkeyPatch, small: int, together: bool) -> None:
-    monkeypatch.setattr(weight_cast_cache, "SMALL", small)
-    monkeypatch.setattr(weight_cast_cache, "TOGETHER", {"cpu"} if together else set())
+    monkeypatch.setattr(held_casts, "SMALL", small)
+    monkeypatch.setattr(held_casts, "TOGETHER", {"cpu"} if together else set())
 
     @settings(max_examples=(2 if small == 0 else 1) * size(5, 50))
     @given(st.sampled_from(list(OPTIMIZERS)), st.sampled_from(list(SCALERS)), histories)
@@ -139,7 +139,7 @@ def seen(name: str) -> bool:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cast_cache, "SMALL", 0)
+    monkeypatch.setattr(held_casts, "SMALL", 0)
 
 
 @pytest.mark.usefixtures("nodes")
@@ -150,12 +150,12 @@ def test_directed_histories(name: str) -> None:
 
 def without(*places: int) -> Any:
     """A stamp that leaves something out."""
-    stamp = weight_cast_cache._stamp
+    stamp = held_casts._stamp
     return lambda t: tuple(part for at, part in enumerate(stamp(t)) if at not in places)
 
 
 def sharing_nodes() -> Any:
-    cast, made = weight_cast_cache.cast, dict[Any, Any]()
+    cast, made = held_casts.cast, dict[Any, Any]()
 
     def shared(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         key = id(t), dtype, t._version, t.data_ptr(), t.requires_grad and torch.is_grad_enabled()
@@ -165,14 +165,14 @@ def sharing_nodes() -> Any:
 
 
 def of_one_dtype() -> Any:
-    find = weight_cast_cache.find
+    find = held_casts.find
     return lambda t, dtype: find(t, torch.bfloat16)
 
 
 def made_in_inference_mode() -> Any:
-    def made(weight: weight_cast_cache.Weight, t: torch.Tensor, key: Any) -> weight_cast_cache.Held:
+    def made(weight: held_casts.Weight, t: torch.Tensor, key: Any) -> held_casts.Held:
         low = t.detach().to(key[0])
-        held = weight_cast_cache.Held(weight_cast_cache._stamp(t), t.detach(), low, 0)
+        held = held_casts.Held(held_casts._stamp(t), t.detach(), low, 0)
         weight.casts[key] = held
         return held
 
@@ -182,24 +182,24 @@ def made_in_inference_mode() -> Any:
 # What is planted, in which module, and the histories that notice it.
 FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
     "no versions": (
-        weight_cast_cache,
+        held_casts,
         "_stamp",
         lambda: without(0),
         ("written", "written, frozen"),
     ),
-    "no addresses": (weight_cast_cache, "_stamp", lambda: without(1), ("swapped", "same address")),
-    "no strides": (weight_cast_cache, "_stamp", lambda: without(3), ("turned",)),
+    "no addresses": (held_casts, "_stamp", lambda: without(1), ("swapped", "same address")),
+    "no strides": (held_casts, "_stamp", lambda: without(3), ("turned",)),
     "no steps": (
-        weight_cast_cache,
+        held_casts,
         "stepped",
         lambda: lambda _: None,
         ("fused steps", "a skipped step"),
     ),
-    "shared nodes": (weight_cast_cache, "cast", sharing_nodes, ("accumulation",)),
-    "one dtype": (weight_cast_cache, "find", of_one_dtype, ("two formats",)),
-    "inference": (weight_cast_cache, "_made_again", made_in_inference_mode, ("inference first",)),
+    "shared nodes": (held_casts, "cast", sharing_nodes, ("accumulation",)),
+    "one dtype": (held_casts, "find", of_one_dtype, ("two formats",)),
+    "inference": (held_casts, "_made_again", made_in_inference_mode, ("inference first",)),
     "no invalidate": (hold_casts, "invalidate", lambda: lambda _: None, ("invalidated",)),
-    "torch's map": (cast_cache, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),
+    "torch's map": (region_casts, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),
 }
 
 

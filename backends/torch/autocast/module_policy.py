@@ -3,13 +3,12 @@
 import functools
 
 import torch
-from torch._C import _is_torch_function_mode_enabled
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.autocast import cast_cache, policy_code, regions
+from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
 from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, SCOPE, Code
-from polymp.backends.torch.compat import dynamo, export
+from polymp.backends.torch.compat import dynamo, export, modes
 from polymp.errors import PolicyError
 
 _open = OpenInGraphs()
@@ -29,7 +28,7 @@ def enter(code: Code) -> None:
         _allow()
         _put(True, *code)
         return
-    if _is_torch_function_mode_enabled():
+    if modes.are_functions_watched():
         _refuse_export(code)
     policy_code.write(code)
 
@@ -42,7 +41,7 @@ def leave(outer: Code) -> None:
         return
     policy_code.write(outer)
     if outer == NONE and not regions.stack.frames:
-        cast_cache.end()  # a region of torch's own ends without a word to us
+        region_casts.end()  # a region of torch's own ends without a word to us
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

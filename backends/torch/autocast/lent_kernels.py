@@ -14,14 +14,14 @@ from torch.library import Library
 
 from polymp.backends.torch.autocast import (
     autocast_kernel,
-    cast_cache,
     front_kernel,
-    kernels,
+    kernel_registry,
     op_facts,
+    region_casts,
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.kernels import Loan
+from polymp.backends.torch.autocast.kernel_registry import Loan
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
@@ -32,31 +32,35 @@ def lend(devices: Iterable[str]) -> None:
 
     Each call is undone by one of `take_back`.
     """
-    with kernels.now.lock:
+    with kernel_registry.now.lock:
         for device in devices:
-            cast_cache.watch(device)
-            loans = kernels.now.loans
+            region_casts.watch(device)
+            loans = kernel_registry.now.loans
             if device not in loans:
                 key = dispatcher.autocast_key(device)
-                ops = {name for name in lowered(device) if (device, name) not in kernels.now.ops}
+                ops = {
+                    name
+                    for name in lowered(device)
+                    if (device, name) not in kernel_registry.now.ops
+                }
                 loans[device] = loan = Loan(Library("aten", "IMPL"), ops)
-                kernels.put_in(loan.library, device, sorted(ops) if key else ())
+                kernel_registry.put_in(loan.library, device, sorted(ops) if key else ())
             loans[device].blocks += 1
 
 
 def take_back(devices: Iterable[str]) -> None:
     """Undo one `lend`. Kernels go when no block is open and no other thread can be in one."""
-    with kernels.now.lock:
+    with kernel_registry.now.lock:
         for device in devices:
-            kernels.now.loans[device].blocks -= 1
+            kernel_registry.now.loans[device].blocks -= 1
         if not _alone():  # whoever takes back next will look again
             return
-        for device, loan in list(kernels.now.loans.items()):
+        for device, loan in list(kernel_registry.now.loans.items()):
             if not loan.blocks:
-                del kernels.now.loans[device]
+                del kernel_registry.now.loans[device]
                 dispatcher.destroy(loan.library)
-                kernels.now.ops.difference_update((device, name) for name in loan.ops)
-                kernels.put(device, sorted(loan.wanted))
+                kernel_registry.now.ops.difference_update((device, name) for name in loan.ops)
+                kernel_registry.put(device, sorted(loan.wanted))
 
 
 # Where a thread waits, in functions that call nothing of torch's.
@@ -116,7 +120,7 @@ class _Recording:
         lend((device,))  # so that no block takes its kernels back meanwhile
         self.stack.callback(take_back, (device,))
         named = {overload for op in vocabulary().ops.values() for overload in op.aten}
-        missing = sorted(n for n in named if (device, n) not in kernels.now.ops)
+        missing = sorted(n for n in named if (device, n) not in kernel_registry.now.ops)
         self.stack.enter_context(_for_a_while(device, missing))
 
 
@@ -125,12 +129,12 @@ def recorded() -> Iterator[None]:
     """A recording of what runs on devices that are here, or that regions have spoken of."""
     with ExitStack() as stack:
         made = _Recording(stack)
-        with kernels.now.lock:
+        with kernel_registry.now.lock:
             fakes = modes.innermost_mode() is not None
             known = {region.device for region, *_ in regions.known.values()}
             for device in torch_table.DEVICES:
                 if fakes or device in known or accelerators.is_here(device):
                     made.cover(device)
-            kernels.now.told.append(made.cover)
-        stack.callback(kernels.now.told.remove, made.cover)
+            kernel_registry.now.told.append(made.cover)
+        stack.callback(kernel_registry.now.told.remove, made.cover)
         yield

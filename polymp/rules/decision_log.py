@@ -117,7 +117,7 @@ class Recorder:
         """A cast of a call was not made, for a reason: "shared", "cancelled"."""
 
 
-_current: ContextVar[Recorder | None] = ContextVar("polymp.rules.decisions", default=None)
+_current: ContextVar[Recorder | None] = ContextVar("polymp.rules.decision_log", default=None)
 
 # What a backend has to do while a record is made.
 preparations: list[Callable[[], AbstractContextManager[None]]] = []

@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 
 import polymp
-from polymp import callsite
+from polymp import code_origin
 from tests.conftest import need
 
 PACKAGE = Path(polymp.__file__).parent
 
 
 def test_the_users_files_are_not_a_librarys() -> None:
-    assert not callsite.is_library("/home/me/train.py")
-    assert not callsite.is_library(f"{PACKAGE}_of_mine/train.py"), "begins with our folder's name"
-    assert not callsite.is_library(__file__)
+    assert not code_origin.is_library("/home/me/train.py")
+    assert not code_origin.is_library(f"{PACKAGE}_of_mine/train.py"), (
+        "begins with our folder's name"
+    )
+    assert not code_origin.is_library(__file__)
 
 
 @pytest.mark.parametrize("path", ["dtypes.py", "backends/jax/compat.py", "rules/policy.py"])
 def test_our_files_are_ours_also_behind_the_link(path: str) -> None:
     for file in (PACKAGE / path, (PACKAGE / path).resolve()):
-        assert callsite.is_ours(str(file))
-        assert callsite.is_library(str(file))
+        assert code_origin.is_ours(str(file))
+        assert code_origin.is_library(str(file))
 
 
 @pytest.mark.parametrize(
@@ -42,16 +44,16 @@ def test_our_files_are_ours_also_behind_the_link(path: str) -> None:
     ],
 )
 def test_what_has_no_file_and_what_python_brings(name: str, library: bool) -> None:
-    assert callsite.is_library(name) is library
+    assert code_origin.is_library(name) is library
 
 
 def test_a_library_counts_if_it_is_named() -> None:
     need("jax")
     import jax
 
-    assert callsite.is_library(jax.__file__, "jax")
-    assert not callsite.is_library(jax.__file__, "flax")
-    assert callsite.folders("no_such_package") == ()
+    assert code_origin.is_library(jax.__file__, "jax")
+    assert not code_origin.is_library(jax.__file__, "flax")
+    assert code_origin.folders("no_such_package") == ()
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -73,12 +75,12 @@ def test_the_scalers_code_is_known_by_its_files(backend: str) -> None:
 
 def test_a_warning_points_outside_of_polymp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: of the frames of this file, which is made one of ours, the line that calls it."""
-    monkeypatch.setattr(callsite, "_OURS", (*callsite._OURS, "/ours/"))
+    monkeypatch.setattr(code_origin, "_OURS", (*code_origin._OURS, "/ours/"))
     text = (
-        "def warn():\n    warnings.warn('x', stacklevel=callsite.outside())\n"
+        "def warn():\n    warnings.warn('x', stacklevel=code_origin.outside())\n"
         "def call():\n    warn()\n"
     )
-    space: dict[str, object] = {"warnings": warnings, "callsite": callsite}
+    space: dict[str, object] = {"warnings": warnings, "code_origin": code_origin}
     exec(compile(text, "/ours/a.py", "exec"), space)
     call = space["call"]
     assert callable(call)

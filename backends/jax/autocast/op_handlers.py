@@ -22,7 +22,7 @@ from polymp.backends.jax.autocast.plan import Kind
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fixed, name_of
 from polymp.dtypes import widest
-from polymp.rules import decisions
+from polymp.rules import decision_log
 from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
@@ -92,7 +92,7 @@ def free(frame: Frame, eqn: Any, region: Region) -> Planned:
     signature = (op, id(region), *known, *map(id, avals))
     ways = frame.planner.ways
     # A program asks the same few questions over and over; a report wants every answer.
-    if signature not in ways or decisions.current() is not None:
+    if signature not in ways or decision_log.current() is not None:
         ways[signature] = avals, _way(frame, eqn, op, known, region)
     _, way = ways[signature]
     if way is None:

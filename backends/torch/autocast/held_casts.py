@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polymp.backends.torch.autocast.cast_node import as_cast
 from polymp.backends.torch.compat import dtensor, modes
 from polymp.errors import StaleCastError
 
@@ -155,12 +156,6 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return as_cast(t, low)
 
 
-def as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The numbers of `low`, which autograd takes for a cast of `t`."""
-    node: torch.Tensor = _Node.apply(t, _Box(low))  # type: ignore[no-untyped-call]
-    return node
-
-
 def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The held cast of `t`, made if there is none; None if `t` is nothing that is held."""
     weight = weights.get(id(t))
@@ -274,26 +269,6 @@ def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:
             f"optimizer step, such as {weight.name}.data.copy_(...). Call invalidate() of the "
             "block after such a write, or write to the parameter itself under torch.no_grad()."
         )
-
-
-class _Box(NamedTuple):
-    """A tensor that autograd is not to look at."""
-
-    tensor: torch.Tensor
-
-
-class _Node(torch.autograd.Function):
-    """The cast as autograd sees it: the held numbers forward, a cast back backward."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, low: _Box) -> torch.Tensor:
-        ctx.dtype = t.dtype
-        return low.tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        return grad.to(ctx.dtype), None
 
 
 def bytes_of(held: Iterable[Weight]) -> int:

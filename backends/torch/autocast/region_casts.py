@@ -10,7 +10,7 @@ format and constant weights. This module makes it sound for all:
     a second thread enters a region    it keeps no casts          `keep`, `end`
 
 Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch. Weights
-whose casts outlive regions are `weight_cast_cache`'s.
+whose casts outlive regions are `held_casts`'.
 What is not seen is listed in docs/differences.md.
 """
 
@@ -25,7 +25,7 @@ from torch import clear_autocast_cache
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polymp.backends.torch.autocast import op_facts, torch_table, weight_cast_cache
+from polymp.backends.torch.autocast import held_casts, op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, dynamo
 
 _library = torch.library.Library("aten", "IMPL")
@@ -164,14 +164,14 @@ def _watch_steps() -> None:
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
         drop()
-        weight_cast_cache.stepped(optimizer)
-    elif weight_cast_cache.weights:  # what fused kernels write shows nowhere: this breaks the graph
+        held_casts.stepped(optimizer)
+    elif held_casts.weights:  # what fused kernels write shows nowhere: this breaks the graph
         _stepped(optimizer)
 
 
 @dynamo.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
-    weight_cast_cache.stepped(optimizer)
+    held_casts.stepped(optimizer)
 
 
 def _writer(op: torch._ops.OpOverload, key: str) -> Any:
@@ -213,8 +213,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    make = weight_cast_cache.cast if weight_cast_cache.weights else torch.Tensor.to
-    if weight_cast_cache.weights and not (t.requires_grad and torch.is_grad_enabled()):
+    make = held_casts.cast if held_casts.weights else torch.Tensor.to
+    if held_casts.weights and not (t.requires_grad and torch.is_grad_enabled()):
         return make(t, dtype)
     may_keep = (
         dtype is low
@@ -236,8 +236,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
     found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
-        if weight_cast_cache.weights and weight_cast_cache.is_checked(t):
-            weight_cast_cache.find(t, dtype)
+        if held_casts.weights and held_casts.is_checked(t):
+            held_casts.find(t, dtype)
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
         made = make(t, dtype)

@@ -14,9 +14,9 @@ from torch.library import Library
 
 from polymp.backends.torch.autocast import (
     autocast_kernel,
-    cast_cache,
     checkpoint,
     front_kernel,
+    region_casts,
     torch_table,
 )
 from polymp.backends.torch.autocast.validate import check
@@ -75,7 +75,7 @@ def prepare(region: Region) -> None:
         if region.policy is not None:
             install(region.policy, region.device, region.format if region.enabled else "")
         if region.enabled:
-            cast_cache.watch(region.device)
+            region_casts.watch(region.device)
             front_kernel.put_on(region.device)
             for tell in now.told:
                 tell(region.device)

@@ -16,7 +16,7 @@ from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.diagnostics.kept_for_backward import bytes_of, float_format, kept_bytes
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Followed, Record, op_named
-from polymp.diagnostics.call import Call
+from polymp.diagnostics.call_record import Call
 from polymp.dtypes import widest
 
 

@@ -1,0 +1,43 @@
+"""`Own`: ops that a tracer runs for itself."""
+
+import threading
+from typing import Any
+
+import torch
+
+from polymp.backends.torch.compat import dispatcher
+
+
+class _Busy(threading.local):
+    """How many measurements run in this thread: their ops are of no program."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_busy = _Busy()
+
+
+def running() -> bool:
+    """True while a tracer runs ops of its own in this thread."""
+    return _busy.depth > 0
+
+
+class Own:
+    """`with Own(keys):` ops of a tracer's own, which no tracer sees and no region casts.
+
+    Args:
+        keys: autocast's dispatch keys.
+    """
+
+    def __init__(self, keys: torch._C.DispatchKeySet) -> None:
+        self._keys = keys
+
+    def __enter__(self) -> None:
+        _busy.depth += 1
+        self._guard = dispatcher.ExcludeKeys(self._keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+        _busy.depth -= 1

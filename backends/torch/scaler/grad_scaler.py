@@ -10,7 +10,7 @@ are torch.amp's.
     unscale_   findings: unscale, distributed
     step       the host decides, or device_skip, fused_step, closure_step
     update     device_state: scale_update, async_read; stuck_watch
-    the rest   readings
+    the rest   properties
 """
 
 import warnings
@@ -36,7 +36,7 @@ from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
 from polymp.backends.torch.scaler.options import Options, SkipOn
-from polymp.backends.torch.scaler.properties import ScalerReadings
+from polymp.backends.torch.scaler.properties import ScalerProperties
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
@@ -46,7 +46,7 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 Outputs = TypeVar("Outputs")
 
 
-class GradScaler(ScalerReadings):
+class GradScaler(ScalerProperties):
     """Keeps small float16 gradients from vanishing.
 
         scaler = GradScaler("cuda")

@@ -1,4 +1,4 @@
-"""`ScalerReadings`: a loss scaler's parts, and what it can be asked and set to.
+"""`ScalerProperties`: a loss scaler's parts, and what it can be asked and set to.
 
 Nothing here touches a gradient: every name stands for something of the parts, a `DeviceState`,
 `Findings` and a `StuckWatch`. Names with a leading underscore that other
@@ -25,10 +25,10 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 def _part(part: str, name: str) -> Any:
     """A property that stands for an attribute of one of a scaler's parts."""
 
-    def get(scaler: "ScalerReadings") -> Any:
+    def get(scaler: "ScalerProperties") -> Any:
         return getattr(getattr(scaler, part), name)
 
-    def put(scaler: "ScalerReadings", value: Any) -> None:
+    def put(scaler: "ScalerProperties", value: Any) -> None:
         setattr(getattr(scaler, part), name, value)
 
     return property(get, put)
@@ -37,10 +37,10 @@ def _part(part: str, name: str) -> Any:
 def _constant(name: str) -> Any:
     """A property that stands for a constant of a scaler's rule; what is written is not checked."""
 
-    def get(scaler: "ScalerReadings") -> Any:
+    def get(scaler: "ScalerProperties") -> Any:
         return getattr(scaler._state.rule, name)
 
-    def put(scaler: "ScalerReadings", value: Any) -> None:
+    def put(scaler: "ScalerProperties", value: Any) -> None:
         scaler._state.change(**{name: value})
 
     return property(get, put)
@@ -49,10 +49,10 @@ def _constant(name: str) -> Any:
 def _first(name: str) -> Any:
     """A property that stands for a number that a scaler's state starts with."""
 
-    def get(scaler: "ScalerReadings") -> Any:
+    def get(scaler: "ScalerProperties") -> Any:
         return getattr(scaler._state.first, name)
 
-    def put(scaler: "ScalerReadings", value: Any) -> None:
+    def put(scaler: "ScalerProperties", value: Any) -> None:
         scaler._state.first = scaler._state.first._replace(**{name: value})
 
     return property(get, put)
@@ -62,7 +62,7 @@ def _first(name: str) -> Any:
 PARTS = (DeviceState, AsyncRead, Findings, StuckWatch)
 
 
-class ScalerReadings:
+class ScalerProperties:
     """The base of `GradScaler`; disabled, it has `_device` and `_enabled` only, as in torch.amp."""
 
     _device: str
@@ -267,6 +267,6 @@ class ScalerReadings:
         return self._findings.report(names, last=not self._findings.has_scaled())
 
 
-def findings_of(scaler: ScalerReadings) -> Findings:
+def findings_of(scaler: ScalerProperties) -> Findings:
     """The findings of a scaler that is enabled, for whoever steps by those of several."""
     return scaler._findings

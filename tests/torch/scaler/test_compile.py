@@ -358,7 +358,8 @@ def test_a_compiled_loop_that_is_stuck_says_so(on_stuck: str, backend: str) -> N
     elif on_stuck == "warn":
         with pytest.warns(ScalerWarning, match="steps in a row were skipped") as caught:
             loop()
-        assert len(caught) == 1
+        # Dynamo may warn of something else when a process uses it for the first time.
+        assert [warning.category for warning in caught].count(ScalerWarning) == 1
     else:
         assert 6 <= loop() <= 6 + 2 * 4
         assert [g.nan > 0 for g in seen[0].gradients] == [False, True]

@@ -116,6 +116,7 @@ def both(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             if binding:
                 bound(patch)
+            jax.clear_caches()  # what is kept of an earlier trace has the frames of its caller
             made.append(told(jax.make_jaxpr(fn(autocast, **options))(*args)))
     return made
 

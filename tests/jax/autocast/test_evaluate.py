@@ -111,12 +111,12 @@ def users(eqn: Any) -> Iterator[Any]:
 
 def both(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """What the program is when it is recorded, and when it is bound."""
+    jax.clear_caches()  # what is kept of another test's traces has the frames of that test
     made = []
     for binding in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if binding:
                 bound(patch)
-            jax.clear_caches()  # what is kept of an earlier trace has the frames of its caller
             made.append(told(jax.make_jaxpr(fn(autocast, **options))(*args)))
     return made
 

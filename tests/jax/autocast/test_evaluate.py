@@ -102,16 +102,19 @@ def text(x: Any) -> str:
 
 
 def users(eqn: Any) -> Iterator[Any]:
-    """The frames of an equation's traceback that are neither jax's nor the rewrite's."""
+    """The frames of an equation's traceback that are neither jax's nor the rewrite's.
+
+    By line, for Python moves within a line when it specialises what has often run.
+    """
     frames = compat.frames(eqn.source_info.traceback)
     for code, place in zip(frames.codes, frames.places, strict=True):
         if not any(part in code.co_filename for part in ("/jax/_src/", "/backends/jax/")):
-            yield code.co_filename, code.co_firstlineno, code.co_name, place
+            lines = [line for start, end, line in code.co_lines() if start <= place < end]
+            yield code.co_filename, code.co_firstlineno, code.co_name, lines
 
 
 def both(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """What the program is when it is recorded, and when it is bound."""
-    jax.clear_caches()  # what is kept of another test's traces has the frames of that test
     made = []
     for binding in (False, True):
         with pytest.MonkeyPatch.context() as patch:

@@ -30,7 +30,7 @@ DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
-PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadfile
 
 .PHONY: demo test test-long test-versions test-oldest test-newest lint types docs bench gpu clean
 

@@ -88,9 +88,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark `long` all but one in n of the parameters of a test that is marked `one_in(n)`.
 
     Where the last of several parameters has n values, it is another one of them each time.
-
-    Then put files with few tests first: their tests take longest, and what starts last should be
-    short, for a file runs in one process.
     """
     seen = Counter[str]()
     for item in items:
@@ -101,8 +98,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if (at + at // n) % n:
                 item.add_marker("long")
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (tests[item.path], item.path))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -241,13 +241,13 @@ Handler = Callable[[Frame, Any, Region], Planned]
 
 
 def given(var: Any) -> Known:
-    """What is known of an argument or constant; a scalar of Python's is a number."""
+    """Describe an argument or constant; a scalar of Python's is a number."""
     weak = not var.aval.shape and getattr(var.aval, "weak_type", False)
     return Known(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
 
 
 def _constant(var: Any, value: Any) -> Known:
-    """What is known of a constant; a scalar that is there already is a number."""
+    """Describe a constant; a scalar that is there already is a number."""
     if var.aval.shape or declared(var) is None or isinstance(value, jax.core.Tracer):
         return given(var)
     return literal(declared(var), number_of(value))

@@ -53,7 +53,7 @@ def plan_registered(frame: Frame, eqn: Any, region: Region) -> Planned:
 
 
 class _Ruled(NamedTuple):
-    """What makes equations one section.
+    """The mark by which equations are one section.
 
     Attributes:
         op: of the vocabulary.
@@ -77,7 +77,7 @@ class _Ruled(NamedTuple):
 
 
 class _Primitive(NamedTuple):
-    """What stands for a primitive in a section."""
+    """The stand-in for a primitive in a section."""
 
     name: str
 

@@ -55,7 +55,7 @@ class Kind(StrEnum):
 
 
 class Step(NamedTuple):
-    """What becomes of one equation.
+    """One equation as it is to run.
 
     Attributes:
         eqn: the equation.

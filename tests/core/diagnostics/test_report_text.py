@@ -17,7 +17,7 @@ from tests.support import reports
 PRINTED = """\
 Net: 9 call sites, policy amp in bfloat16
 
-op           times  source       rule             dtypes          casts     bytes  saved      FLOPs
+op           times  source       rule             dtypes           casts     bytes  saved      FLOPs
 -----------  -----  -----------  ---------------  ---------------  -----  --------  --------  ------
 
 -- forward -----------------------------------------------------------------------------------------

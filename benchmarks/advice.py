@@ -5,7 +5,9 @@ take of float32's time, and which dtype to use. Later, another process measures 
 turn, in a region as a user has it. Held to bars are how far the ratios are from each other, and
 what the advised dtype takes of float32's time. A second run of doctor has too little time to
 measure all of them, so that it predicts the others; how far off these are is held to what doctor
-says of itself. On a CPU it is processor time, in torch of one thread.
+says of itself. The measurement is made by several processes, and how far one of them is from the
+others is the floor: no prediction can be closer. On a CPU it is processor time, in torch of one
+thread.
 
     python benchmarks/advice.py                          # about a minute for each framework
     python benchmarks/advice.py --framework torch --small --out some.json
@@ -50,6 +52,8 @@ NOTES = (
     "Predicted is what `polymp doctor --shapes` says in a process of its own, measured what a "
     "later process finds in a region. Both are in multiples of float32's time, and what counts is "
     "the larger over the smaller.",
+    "The measurement is made by three processes. The floor is how far the ratio of one of them is "
+    "from that of the other two: the farthest, larger over smaller.",
     "On a CPU it is processor time, of one thread in torch, of all threads in JAX.",
 )
 
@@ -71,22 +75,45 @@ def doctor(framework: str, shapes: Sequence[Sequence[int]], seconds: float) -> d
     return dict(found)
 
 
-def apart(framework: str, shapes: Sequence[Sequence[int]], rounds: int) -> dict[str, Figures]:
-    """Milliseconds by shape and dtype, measured in other processes, a third in each.
+def apart(framework: str, shapes: Sequence[Sequence[int]], rounds: int) -> list[dict[str, Figures]]:
+    """Milliseconds by shape and dtype, of each of the processes that measure a third.
 
     Where memory comes from differs between processes; in products of few rows, which have to wait
     for memory, that is up to half of the time.
     """
-    found: dict[str, Figures] = {text(shape): {} for shape in shapes}
-    for _ in range(PROCESSES):
-        part = _process(
-            str(Path(__file__)), "--apart", framework, "--rounds", str(-(-rounds // PROCESSES)),
-            "--shapes", ",".join(found),
-        )  # fmt: skip
-        for shape, figures in part.items():
-            for dtype, times in figures.items():
-                found[shape].setdefault(dtype, []).extend(times)
-    return found
+    argv = (
+        str(Path(__file__)), "--apart", framework, "--rounds", str(-(-rounds // PROCESSES)),
+        "--shapes", ",".join(map(text, shapes)),
+    )  # fmt: skip
+    return [_process(*argv) for _ in range(PROCESSES)]
+
+
+def together(parts: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
+    """The figures of several processes as one measurement."""
+    return {
+        shape: {way: [t for part in parts for t in part[shape][way]] for way in figures}
+        for shape, figures in parts[0].items()
+    }
+
+
+def floor(framework: str, parts: Sequence[dict[str, Figures]]) -> list[Row]:
+    """How far the ratio that one process measured is from that of the others: the farthest one."""
+    rows = []
+    for shape, figures in parts[0].items():
+        for low in LOW:
+            if low not in figures:
+                continue
+            apart = []
+            for part in parts:
+                others = together([other for other in parts if other is not part])[shape]
+                one = row(shape, part[shape]["float32"], part[shape][low])
+                rest = row(shape, others["float32"], others[low])
+                apart.append(sorted((one.ratio, rest.ratio)))
+            less, more = max(apart, key=lambda pair: pair[1] / pair[0])
+            off = more / less
+            what = f"{framework} {shape}, {low}: a process / the others"
+            rows.append(Row(what, less, more, off, off, off, None, "of float32"))
+    return rows
 
 
 def _process(*argv: str) -> dict[str, Any]:
@@ -275,7 +302,8 @@ def held(framework: str, rounds: int, seconds: float, small: bool) -> dict[str, 
     name = NAMES[framework]
     said = doctor(framework, shapes, 0.5 if small else seconds)
     scarce = said if small else doctor(framework, shapes, SCARCE)
-    found = apart(framework, shapes, rounds)
+    parts = apart(framework, shapes, rounds)
+    found = together(parts)
     scarce = scarce | {"products": [p for p in scarce["products"] if not p["measured"]]}
     again = [_renamed(r, f"in {SCARCE} s, ") for r in differences(framework, scarce, found, stated)]
     return {
@@ -284,6 +312,9 @@ def held(framework: str, rounds: int, seconds: float, small: bool) -> dict[str, 
             f"{name}: predicted against measured": differences(framework, said, found, right),
             f"{name}: the advised dtype": advised(framework, said, found, harmless),
             f"{name}: predicted against measured, without time to measure all": again,
+            f"{name}: the floor, one process of the measurement against the others": floor(
+                framework, parts
+            ),
         },
         "directly": {framework: [p["shape"] for p in said["products"] if p["measured"]]},
     }

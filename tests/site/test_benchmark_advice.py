@@ -28,7 +28,7 @@ def test_a_try_out(advice: ModuleType, framework: str, tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     assert (record["part"], record["missed"]) == ("advice", [])
     name = advice.NAMES[framework]
-    said, advised, scarce = (record["tables"][title] for title in record["tables"])
+    said, advised, scarce, floor = (record["tables"][title] for title in record["tables"])
     shapes = [advice.text(shape) for shape in advice.SMALL]
     assert [r["what"] for r in said] == [
         f"{framework} {shape}, {low}: larger / smaller" for shape in shapes for low in advice.LOW
@@ -36,6 +36,9 @@ def test_a_try_out(advice: ModuleType, framework: str, tmp_path: Path) -> None:
     assert all(r["ratio"] >= 1 and r["bar"] is None for r in said)
     assert [r["what"].partition(",")[0] for r in advised] == [f"{framework} {s}" for s in shapes]
     assert len(scarce) <= len(said)
+    assert [r["what"].partition(":")[0] for r in floor] == [
+        r["what"].partition(":")[0] for r in said
+    ]
     assert next(iter(record["tables"])).startswith(name)
 
 
@@ -59,6 +62,13 @@ def test_a_prediction_may_be_off_by_a_fifth_either_way(
     (row,) = advice.differences("torch", said(told, "bfloat16"), found, advice.RIGHT)
     assert row.ratio == pytest.approx(ratio)
     assert (row.ratio <= row.bar + 1e-9) is met
+
+
+def test_the_floor_is_the_process_that_is_farthest_from_the_others(advice: ModuleType) -> None:
+    parts = [{"1x2x3": figures(2.0, low, 2.0)} for low in (1.0, 1.0, 1.5)]
+    rows = advice.floor("torch", parts)
+    assert [(r.base, r.ours, r.ratio) for r in rows] == [(0.5, 0.75, 1.5), (1.0, 1.0, 1.0)]
+    assert all(r.bar is None for r in rows)
 
 
 def test_a_prediction_without_a_measurement_is_held_to_what_doctor_says_of_it(

@@ -17,9 +17,10 @@ import pytest
 
 from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
-from tests.support.blocks import ROOT, Block, Outcome, read, run
-from tests.support.links import FILES as REPOSITORY, dead_links
 from tests.conftest import FRAMEWORKS, need
+from tests.support.blocks import ROOT, Block, Outcome, read, run
+from tests.support.links import FILES as REPOSITORY
+from tests.support.links import dead_links
 
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))
@@ -243,7 +244,8 @@ def test_a_dead_link_is_found(tmp_path):
     page.write_text(
         "## A `b`\n[1](#a-b) [2](page.md#a-b) [3](https://x.y)\n```python\n## C\nf[0](x)\n```\n"
         f"[4](#c) [5](no.md)\n[6]({REPOSITORY}README.md#install) [7]({REPOSITORY}none.md)\n\n"
-        f"[8]: {REPOSITORY}README.md#none\n<a href='gone.md'><img src=\"{REPOSITORY}LICENSE\"></a>\n"
+        f"[8]: {REPOSITORY}README.md#none\n"
+        f"<a href='gone.md'><img src=\"{REPOSITORY}LICENSE\"></a>\n"
     )
     assert dead_links(page) == [
         "page.md:7: #c",

@@ -4,6 +4,7 @@
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make docs   the documentation, in site/
+# make dist   the sdist and the wheel, in dist/, checked as a package index would check them
 # make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
 #             MINUTES=9 DEVICE=cuda OUT=build/gpu ARGS=--resume; DEVICE=cpu is a dry run
 # All but make gpu set up .venv or one like it first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
@@ -14,6 +15,7 @@ NEWEST ?= $(firstword $(foreach p,python3.13 python3.12,$(shell $p -c '' 2>/dev/
 PY     := .venv/bin/python
 READY  := .venv/.ready
 BENCH  := .venv-bench/.ready
+DIST   := .venv-dist/.ready
 PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 
 # What may differ between versions.
@@ -32,7 +34,7 @@ OUT     ?= build/gpu
 
 PYTEST := -m pytest -n auto --dist loadfile
 
-.PHONY: demo test test-long test-versions test-oldest test-newest lint types docs bench gpu clean
+.PHONY: demo test test-long test-versions test-oldest test-newest lint types docs dist bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -61,6 +63,12 @@ types: $(READY)
 docs: $(READY)
 	$(PY) -m mkdocs build --strict
 
+# The wheel is made from the sdist.
+dist: $(DIST)
+	rm -rf dist
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/python -m twine check --strict dist/*
+
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
 	@missed=0; \
@@ -78,6 +86,11 @@ $(BENCH): pyproject.toml constraints.txt $(PEERS)
 	    -e '.[torch,jax,examples,dev]' $(PEERS:%=-r %)
 	touch $@
 
+$(DIST):
+	$(PYTHON) -m venv --clear .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,jax,examples,docs,dev]'
@@ -92,4 +105,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-bench .venv-oldest .venv-newest build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out
+	rm -rf .venv .venv-bench .venv-dist .venv-oldest .venv-newest build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out

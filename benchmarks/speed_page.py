@@ -26,6 +26,7 @@ from pairing import RESULTS, Row, number
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "speed.md"
 README = HERE.parent / "README.md"
+PROJECT = HERE.parent / "pyproject.toml"
 REASONS = HERE / "reasons.toml"
 
 Record = dict[str, Any]
@@ -49,30 +50,26 @@ PARTS = {
     "fp8": "Products of 8-bit operands",
 }
 
-# Rows of README.md, by part.
+# The rows of README.md, by part: row of the record, and how README calls it.
 COST = {
-    "torch-overhead": (
-        "region: enter and leave",
-        "region: make, enter and leave",
-        "100 small mm in a region",
-        "100 small add_ in a region",
-        "training step of the example, bfloat16",
-        "training step of the example, float16",
-    ),
-    "torch-speed": (
-        "train: polymp / torch.autocast",
-        "train: fp32 / torch.autocast",
-        "accumulate: held / torch.autocast",
-        "mlp 1: frozen / torch.autocast",
-        "mlp 1: frozen / by hand",
-    ),
-    "jax-speed": (
-        "train: autocast / float32",
-        "train: autocast / by hand",
-        "train, kept: autocast / by hand",
-        "decode: frozen / autocast",
-        "scaler 64: GradScaler / without a scaler",
-    ),
+    "torch-overhead": {
+        "region: enter and leave": "PyTorch: enter and leave a region / torch.autocast",
+    },
+    "torch-speed": {
+        "train: polymp / torch.autocast": "PyTorch: training step, `autocast` / torch.autocast",
+        "accumulate: held / torch.autocast": (
+            "PyTorch: step of 8 microbatches, `hold_casts` / torch.autocast"
+        ),
+        "mlp 1: frozen / torch.autocast": "PyTorch: MLP on one row, `freeze` / torch.autocast",
+    },
+    "jax-speed": {
+        "train: autocast / float32": "JAX: training step, `autocast` / float32",
+        "train: autocast / by hand": "JAX: training step, `autocast` / casts by hand",
+        "train, kept: autocast / by hand": (
+            "JAX: memory kept for the backward pass, `autocast` / casts by hand"
+        ),
+        "decode: frozen / autocast": "JAX: decode token by token, `freeze` / `autocast`",
+    },
 }
 BEGIN, END = "<!-- cost: made by benchmarks/speed_page.py -->", "<!-- end of cost -->"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -297,13 +294,18 @@ def _medians(r: Row | None) -> tuple[str, str]:
 
 
 def cost(parts: dict[str, Devices]) -> str:
-    """README's table of costs: the rows of `COST`, on every device that was measured."""
+    """README's table of costs: the rows of `COST`, on every device that was measured.
+
+    Links are absolute, so that they work where a package index shows README.
+    """
+    urls = tomllib.loads(PROJECT.read_text())["project"]["urls"]
+    folder = f"{urls['Repository']}/blob/main/benchmarks/results"
     chosen = {part: parts.get(part, {}) for part in COST}
     devices = _present(chosen)
     text, files, lines = [], [], []
     for part, records in chosen.items():
         by = {d: {r.what: r for r in _rows(record)} for d, record in records.items()}
-        for what in COST[part]:
+        for what, label in COST[part].items():
             cells = []
             for d in devices:
                 r = by.get(d, {}).get(what)
@@ -311,21 +313,25 @@ def cost(parts: dict[str, Devices]) -> str:
                     ["", ""] if r is None else [" / ".join(_medians(r)[::-1]), f"{r.ratio:.2f}"]
                 )
             if any(cells):
-                lines.append([f"{PARTS[part]}: {what}" if part == "jax-speed" else what, *cells])
-        for d, record in records.items():
-            m = record["machine"]
-            versions = ", ".join(
-                f"{n} {v}" for n, v in m["versions"].items() if n in ("torch", "jax")
-            )
-            files.append(
-                f"- [{part}, {DEVICES[d]}](benchmarks/results/{record['file']}): {versions}; "
-                f"{m['kind']}, {record['date']}."
-            )
+                lines.append([label, *cells])
+        made = [
+            f"[{DEVICES[d]}]({folder}/{record['file']}) ({_measured(record)})"
+            for d, record in records.items()
+        ]
+        if made:
+            files.append(f"- {part}: {', '.join(made)}.")
     head = ["ours / base", *(x for d in devices for x in (f"{DEVICES[d]}: ours / base", "ratio"))]
     text += [*_table(head, lines), *files]
     if "cuda" not in devices:
         text += ["", "No GPU has been measured; `make gpu` does it where there is one."]
     return "\n".join(text)
+
+
+def _measured(record: Record) -> str:
+    """Where and when a record was made, in a few words."""
+    m = record["machine"]
+    versions = [f"{name} {v}" for name, v in m["versions"].items() if name in ("torch", "jax")]
+    return "; ".join([m["kind"], *versions, record["date"]])
 
 
 def with_cost(readme: str, parts: dict[str, Devices]) -> str:

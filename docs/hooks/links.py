@@ -3,7 +3,8 @@
 The pages are read in the repository as well, where `../policies/amp.toml` is a file. In the site
 
     policies/NAME.toml      is the page tables/NAME.md, which pages.py makes
-    README.md, CHANGELOG.md are index.md, changelog.md
+    README.md               is index.md
+    CHANGELOG.md            is changelog.md; so are CONTRIBUTING.md and SECURITY.md
     polymp/jax.py           is api/jax.md, which pages.py makes; so are the other public modules
     docs/NAME.md            is NAME.md; for links of the changelog
     any other file          is looked at where the repository is, if `repo_url` is set; otherwise
@@ -25,12 +26,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "polymp/__init__.py": "api/polymp.md",
     "polymp/torch/__init__.py": "api/torch.md",
     "polymp/jax.py": "api/jax.md",
     "polymp/testing/__init__.py": "api/testing.md",
 }
-SOURCES = {"changelog.md": "CHANGELOG.md"}  # pages that are a file of the repository
+# Pages that are a file of the repository.
+SOURCES = {f"{name.lower()}.md": f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
 
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCED = re.compile(r"^( *`{3,}).*?^\1 *$", re.MULTILINE | re.DOTALL)

@@ -4,6 +4,7 @@
     tables/vocabulary.md  the ops, and what they are called in torch and in JAX
     api/NAME.md           the public names of a module, with their docstrings, by mkdocstrings
     changelog.md          CHANGELOG.md
+    contributing.md       CONTRIBUTING.md; so is security.md SECURITY.md
 
 No framework is imported.
 """
@@ -85,7 +86,8 @@ def pages() -> Iterator[tuple[str, str]]:
     for module in MODULES:
         if _file(module):
             yield _api(module), api_page(module)
-    yield "changelog.md", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        yield name.lower(), (ROOT / name).read_text(encoding="utf-8")
 
 
 def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:

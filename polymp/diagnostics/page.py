@@ -1,14 +1,17 @@
 """A page of its own, to sort and to filter in a browser.
 
-    Page (figures as bars, notes, a table) -> page.html, page.css and page.js filled in -> text
+    Page (figures as bars, notes, a table) -> page.html and page_parts.html filled in -> text
 
-The rows are in the page as HTML, and the script only sorts and hides them, so that the page can be
-read, searched and printed without it. On a narrow screen each row becomes a card, whose cells the
-script labels with a rule of style for each column. Nothing is loaded from anywhere.
+All markup is in these two files, style and script in page.css and page.js; a text is escaped when
+it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
+only sorts and hides them, so that the page can be read, searched and printed without it. On a
+narrow screen each row becomes a card, whose cells the script labels with a rule of style for each
+column. Nothing is loaded from anywhere.
 """
 
-from collections.abc import Sequence
-from functools import cache
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from html import escape
 from importlib import resources
 from os import PathLike
@@ -89,22 +92,30 @@ class Page(NamedTuple):
     what: str
 
 
+class _Markup(str):
+    """Text that is made of parts; any other text is escaped when it is filled in."""
+
+    __slots__ = ()
+
+
 def html(page: Page) -> str:
     """The page as one text; everything that comes from a program is escaped."""
-    return Template(_file("page.html")).substitute(
-        title=escape(page.title),
-        style=_file("page.css"),
-        about=escape(page.about),
-        figures="".join(_figure(head, bars) for head, bars in page.figures),
-        notes="".join(f'<p class="note">{escape(note)}</p>' for note in page.notes),
-        selects="".join(_select(at, name, page) for at, name in enumerate(page.selects)),
+    text = _filled(
+        Template(_file("page.html")),
+        title=page.title,
+        style=_Markup(_file("page.css")),
+        about=page.about,
+        figures=_joined(_figure(head, bars) for head, bars in page.figures),
+        notes=_joined(_part("note", text=note) for note in page.notes),
+        selects=_joined(_select(at, name, page) for at, name in enumerate(page.selects)),
         orders=_orders(page),
-        what=escape(page.what),
-        count=plain_text.plural(len(page.lines), escape(page.what)),
-        heads="".join(_head(head, page.sorted) for head in page.heads),
-        rows="".join(map(_row, page.lines)),
-        script=_file("page.js"),
+        what=page.what,
+        count=plain_text.plural(len(page.lines), page.what),
+        heads=_joined(_head(head, page.sorted) for head in page.heads),
+        rows=_joined(map(_row, page.lines)),
+        script=_Markup(_file("page.js")),
     )
+    return str(text)
 
 
 @cache
@@ -112,60 +123,83 @@ def _file(name: str) -> str:
     return (resources.files("polymp.diagnostics") / name).read_text(encoding="utf-8")
 
 
-def _figure(head: str, bars: Sequence[Bar]) -> str:
+@cache
+def _parts() -> dict[str, Template]:
+    """The templates of page_parts.html, by their identifiers."""
+    found = re.findall(r'<template id="([\w-]+)">(.*?)</template>', _file("page_parts.html"), re.S)
+    return {name: Template(text) for name, text in found}
+
+
+def _part(name: str, /, **values: object) -> _Markup:
+    return _filled(_parts()[name], **values)
+
+
+def _filled(template: Template, /, **values: object) -> _Markup:
+    return _Markup(template.substitute({name: _escaped(value) for name, value in values.items()}))
+
+
+def _escaped(value: object) -> str:
+    return value if isinstance(value, _Markup) else escape(str(value))
+
+
+def _joined(parts: Iterable[_Markup]) -> _Markup:
+    return _Markup("".join(parts))
+
+
+def _attributes(values: Mapping[str, object]) -> _Markup:
+    """The attributes that have a value."""
+    given = ((name, value) for name, value in values.items() if value not in ("", None))
+    return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in given))
+
+
+def _figure(head: str, bars: Sequence[Bar]) -> _Markup:
     longest = max((bar.length for bar in bars), default=0) or 1
-    drawn = "".join(
-        f'<div class="bar" data-dtype="{escape(bar.label)}"><span>{escape(bar.label)}</span>'
-        f"<b>{escape(bar.words)}</b>{_length(bar.length / longest)}</div>\n"
-        for bar in bars
-    )
-    return f"<figure><figcaption>{escape(head)}</figcaption>{drawn or '<p>none</p>'}</figure>\n"
+    drawn = _joined(_bar(bar, bar.length / longest) for bar in bars)
+    return _part("figure", head=head, bars=drawn or _part("no-bars"))
 
 
-def _length(share: float) -> str:
-    return f'<i style="width:{max(100 * share, 0.5):.1f}%"></i>' if share else ""
+def _bar(bar: Bar, share: float) -> _Markup:
+    length = _part("length", percent=f"{max(100 * share, 0.5):.1f}") if share else ""
+    return _part("bar", label=bar.label, words=bar.words, length=length)
 
 
-def _select(at: int, name: str, page: Page) -> str:
+def _select(at: int, name: str, page: Page) -> _Markup:
     found = dict.fromkeys(line.kinds[at] for line in page.lines)
     known = [kind for kind in SECTIONS if kind in found]
     kinds = known if len(known) == len(found) else sorted(found)
-    options = "".join(f'<option value="{escape(k)}">{escape(k)}</option>' for k in kinds)
-    return (
-        f'<label>{escape(name)}<select data-kind="{at}"><option value="">all</option>{options}'
-        "</select></label>\n"
-    )
+    return _part("select", name=name, at=at, options=_joined(_option(k, k) for k in kinds))
 
 
-def _orders(page: Page) -> str:
+def _option(value: object, text: str, selected: bool = False) -> _Markup:
+    chosen = _attributes({"selected": "selected" if selected else ""})
+    return _part("option", value=value, text=text, attributes=chosen)
+
+
+def _orders(page: Page) -> _Markup:
     """The columns as options: on a narrow screen the table has no heads to press."""
     now = page.sorted[0] if page.sorted else page.heads[0].name
-    return "".join(
-        f'<option value="{at}"{" selected" if head.name == now else ""}>{escape(head.name)}'
-        "</option>"
-        for at, head in enumerate(page.heads)
-    )
+    return _joined(_option(at, head.name, head.name == now) for at, head in enumerate(page.heads))
 
 
-def _head(head: Head, sorted: tuple[str, bool] | None) -> str:
+def _head(head: Head, sorted: tuple[str, bool] | None) -> _Markup:
     order = ""
     if sorted and sorted[0] == head.name:
-        order = f' aria-sort="{"ascending" if sorted[1] else "descending"}"'
-    about = f' title="{escape(head.about)}"' if head.about else ""
-    kind = ' class="n"' if head.numeric else ""
-    button = f'<button type="button"{about}>{escape(head.name)}</button>'
-    return f'<th scope="col"{kind}{order}>{button}</th>'
+        order = "ascending" if sorted[1] else "descending"
+    button = _part("button", text=head.name, attributes=_attributes({"title": head.about}))
+    given = _attributes({"class": "n" if head.numeric else "", "aria-sort": order})
+    return _part("head", button=button, attributes=given)
 
 
-def _row(line: Line) -> str:
-    kinds = " ".join(f'data-k{at}="{escape(kind)}"' for at, kind in enumerate(line.kinds))
-    return f"<tr {kinds}>{''.join(map(_cell, line.cells))}</tr>\n"
+def _row(line: Line) -> _Markup:
+    kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.kinds)})
+    return _part("row", attributes=kinds, cells=_joined(map(_cell, line.cells)))
 
 
-def _cell(cell: Cell) -> str:
-    value = f' class="n" data-v="{cell.value}"' if cell.value is not None else ""
-    about = f' title="{escape(cell.about)}"' if cell.about else ""
-    return f"<td{value}{about}>{escape(cell.text)}</td>"
+@lru_cache(maxsize=4096)  # most cells of a long table are like others
+def _cell(cell: Cell) -> _Markup:
+    number = {} if cell.value is None else {"class": "n", "data-v": cell.value}
+    given = _attributes({**number, "title": cell.about})
+    return _part("cell", text=cell.text, attributes=given)
 
 
 def written(page: str, path: "str | PathLike[str] | None") -> str:
@@ -177,7 +211,4 @@ def written(page: str, path: "str | PathLike[str] | None") -> str:
 
 def framed(page: str, title: str) -> str:
     """The page in a frame, which keeps its style and its script apart from a notebook's."""
-    return (
-        f'<iframe title="{escape(title)}" srcdoc="{escape(page)}" '
-        'style="width:100%;height:640px;border:0"></iframe>'
-    )
+    return str(_part("frame", title=title, page=page))

@@ -1,4 +1,4 @@
-"""README.md, CHANGELOG.md and docs/: the code blocks run, the links lead somewhere.
+"""README.md, its like and docs/: the code blocks run, the links lead somewhere.
 
 `blocks` finds and runs them, in one process for each file. A block that imports torch or jax needs
 that framework, and so do the blocks that run after it.
@@ -19,11 +19,13 @@ from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
 from tests.conftest import FRAMEWORKS, need
 from tests.support.blocks import ROOT, Block, Outcome, read, run
+from tests.support.links import FILES as REPOSITORY
+from tests.support.links import dead_links
 
-FILES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
+TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]
 
-LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<heading>[^)\s]+))?\)")
 IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:polymp\.)?(\w+)", re.MULTILINE)
 
 
@@ -87,30 +89,6 @@ def test_a_quickstart_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert child.returncode == 0, child.stderr[-2000:]
-
-
-def prose(path: Path) -> str:
-    """A file's text with its fenced blocks blanked out, line by line."""
-    text = path.read_text(encoding="utf-8")
-    fenced = re.compile(r"^( *`{3,}).*?^\1 *$", re.MULTILINE | re.DOTALL)
-    return fenced.sub(lambda block: "\n" * block.group().count("\n"), text)
-
-
-def anchors(path: Path) -> set[str]:
-    """The names under which a file's headings can be linked to."""
-    headings = re.findall(r"^#+ +(.*?) *$", prose(path), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-
-
-def dead_links(path: Path) -> list[str]:
-    """The links of a file to files and headings that are not there."""
-    text, dead = prose(path), []
-    for link in LINK.finditer(text):
-        target = (path.parent / link["path"]) if link["path"] else path
-        heading = link["heading"] if target.suffix == ".md" else None  # a picture's is its theme
-        if not target.exists() or (heading and heading not in anchors(target)):
-            dead.append(f"{path.name}:{text[: link.start()].count(chr(10)) + 1}: {link.group()}")
-    return dead
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -265,6 +243,14 @@ def test_a_dead_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "## A `b`\n[1](#a-b) [2](page.md#a-b) [3](https://x.y)\n```python\n## C\nf[0](x)\n```\n"
-        "[4](#c) [5](no.md)\n"
+        f"[4](#c) [5](no.md)\n[6]({REPOSITORY}README.md#install) [7]({REPOSITORY}none.md)\n\n"
+        f"[8]: {REPOSITORY}README.md#none\n"
+        f"<a href='gone.md'><img src=\"{REPOSITORY}LICENSE\"></a>\n"
     )
-    assert dead_links(page) == ["page.md:7: ](#c)", "page.md:7: ](no.md)"]
+    assert dead_links(page) == [
+        "page.md:7: #c",
+        "page.md:7: no.md",
+        f"page.md:8: {REPOSITORY}none.md",
+        f"page.md:10: {REPOSITORY}README.md#none",
+        "page.md:11: gone.md",
+    ]

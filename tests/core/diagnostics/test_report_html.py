@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from polymp.diagnostics import page as page_module
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from tests.support import reports
@@ -213,3 +216,53 @@ def test_differences_of_markup_are_only_text() -> None:
     assert len(parsed.of("script")) == 1
     assert not parsed.of("b")[len(diff.totals()) * 2 :]
     assert parsed.column("op").count(NASTY) == 2
+
+
+# --- the files it is made of ----------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[3]
+MARKUP = re.compile(
+    r"</(?!template>)\w|<(?:a|b|br|button|div|h\d|i|iframe|li|p|pre|span|svg|t[dhr]|table|ul)\b"
+)
+
+
+def strings(path: Path) -> Iterator[str]:
+    """The string constants of a module, docstrings among them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_each_part_is_closed_and_filled_in_somewhere() -> None:
+    code = "".join(strings(Path(page_module.__file__)))
+    parts = page_module._parts()
+    assert len(parts) > 10
+    for name, part in parts.items():
+        Parsed(f"<tr>{part.template}</tr>")
+        assert name in code, f"no code fills in {name}"
+    with pytest.raises(AssertionError, match="in "):
+        Parsed(f"<tr>{parts['cell'].template.replace('</td>', '</th>')}</tr>")
+
+
+def test_what_is_not_made_of_a_part_is_escaped() -> None:
+    given = page_module._attributes({"title": NASTY, "class": "", "data-v": 0, "data-w": None})
+    cell = page_module._part("cell", attributes=given, text=NASTY)
+    parsed = Parsed(f"<tr>{cell}</tr>")
+    assert parsed.seen[1:] == [("td", {"title": NASTY, "data-v": "0"})]
+    assert str(page_module._part("note", text=cell)).count("<td") == 1
+    assert str(page_module._part("note", text=str(cell))).count("<td") == 0
+
+
+def test_no_markup_is_written_in_python() -> None:
+    folders = [ROOT / name for name in ("polymp", "backends", "benchmarks", "examples")]
+    modules = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(modules) > 150
+    suspects = [path for path in modules if MARKUP.search(path.read_text(encoding="utf-8"))]
+    found = [(path.name, s) for path in suspects for s in strings(path) if MARKUP.search(s)]
+    assert found == []
+
+
+def test_the_search_for_markup_finds_it(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text('x = f"<td class={1}>"\ny = "a < b, <frozen>"\n')
+    assert [bool(MARKUP.search(text)) for text in strings(path)].count(True) == 1

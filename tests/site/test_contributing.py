@@ -1,0 +1,161 @@
+"""The pages and files for contributors name what is there, and all of it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polymp
+from polymp import versions
+from tests.conftest import need
+from tests.core.test_layers import LEVELS
+from tests.support.blocks import ROOT
+from tests.support.links import URLS
+
+CONTRIBUTING, ARCHITECTURE = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"
+VERSIONS = ROOT / "docs" / "versions.md"
+GITHUB = ROOT / ".github"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {
+    "test-oldest",
+    "test-newest",
+}
+PYTHONS = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
+
+
+def loaded(path: Path) -> Any:
+    need("yaml")
+    return importlib.import_module("yaml").safe_load(path.read_text(encoding="utf-8"))
+
+
+def rows(path: Path, heading: str) -> list[str]:
+    """The rows of the table below a heading, without its head."""
+    _, _, below = path.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    section = below.partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("|")][2:]
+
+
+# --- the map --------------------------------------------------------------------------------------
+
+
+def rooms() -> set[str]:
+    """The folders and doors of the package, by the names that `LEVELS` has of them."""
+    tops = {path.parent.name for path in (ROOT / "polymp").glob("*/__init__.py")}
+    backends = {f"backends.{path.parent.name}" for path in ROOT.glob("backends/*/__init__.py")}
+    return (tops - {"backends"}) | backends | {"jax", "policies"}
+
+
+def named(row: str) -> set[str]:
+    """The rooms that a row of a map links to."""
+    links = re.findall(r"^\| (.*?) \|", row)[0]
+    found = re.findall(r"\[`?([\w/.]+)`?\]\(", links)
+    return {f.removeprefix("polymp/").removesuffix(".py").replace("/", ".") for f in found}
+
+
+@pytest.mark.parametrize("path", [CONTRIBUTING, ARCHITECTURE], ids=lambda path: path.name)
+def test_the_map_has_every_room(path: Path) -> None:
+    table = rows(path, "The rooms")
+    listed = [room for row in table for room in named(row)]
+    assert len(listed) == len({*listed})
+    assert rooms() <= {*listed}
+    (backends,) = (row for row in table if "backends.torch" in named(row))
+    for name in ("torch", "jax"):
+        inner = {p.parent.name for p in (ROOT / "backends" / name).glob("*/__init__.py")}
+        assert {*re.findall(r"`(\w+)`", backends)} == inner
+
+
+def test_the_map_has_every_folder_of_the_repository() -> None:
+    listed = {room for row in rows(CONTRIBUTING, "The rooms") for room in named(row)}
+    folders = {"tests", "benchmarks", "examples", "docs"}
+    assert listed == rooms() | folders
+    for folder in folders:
+        assert (ROOT / folder).is_dir()
+
+
+def test_a_room_imports_only_from_those_above_it_in_the_map() -> None:
+    """But for the rooms inside of a backend, whose order test_layers.py has."""
+    order = []
+    for row in rows(CONTRIBUTING, "The rooms"):
+        inside = [
+            level
+            for room, level in LEVELS.items()
+            if any(room == name or room.startswith(f"{name}.") for name in named(row))
+        ]
+        order += [(min(inside), max(inside))] if inside else []
+    assert len(order) == 8
+    assert all(below[1] <= above[0] for below, above in pairwise(order)), order
+
+
+# --- commands, versions, addresses ----------------------------------------------------------------
+
+
+def test_the_commands_are_targets_of_the_makefile() -> None:
+    for path in (CONTRIBUTING, VERSIONS, *GITHUB.rglob("*.md")):
+        commands = set(re.findall(r"`make ([\w-]+)", path.read_text(encoding="utf-8")))
+        assert commands <= TARGETS, path
+    listed = re.findall(r"^\| ((?:`make [\w-]+`(?:, )?)+) \|", CONTRIBUTING.read_text(), re.M)
+    wanted = TARGETS - {"demo", "clean", "test-oldest", "test-newest"}
+    assert set(re.findall(r"make ([\w-]+)", " ".join(listed))) == wanted
+
+
+def test_the_workflow_runs_the_targets_over_the_versions() -> None:
+    workflow = loaded(GITHUB / "workflows" / "ci.yml")
+    (job,) = workflow["jobs"].values()
+    runs = {(entry["target"], entry["python"]) for entry in job["strategy"]["matrix"]["include"]}
+    assert {target for target, _ in runs} <= TARGETS
+    assert {("test", python) for python in PYTHONS} <= runs
+    assert {"test-long", "test-oldest", "test-newest", "dist"} <= {target for target, _ in runs}
+    assert dict(runs)["test-newest"] >= "3.12", "the newest jax needs it"
+    (command,) = (step["run"] for step in job["steps"] if "run" in step)
+    assert command.startswith("make ${{ matrix.target }} ")
+
+
+def test_the_versions_are_said_as_they_are() -> None:
+    text = VERSIONS.read_text(encoding="utf-8")
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+    assert f"| Python | {PYTHONS[0]} to {PYTHONS[-1]} |" in text
+    for name, called in (("torch", "PyTorch"), ("jax", "jax")):
+        assert f"| {called} | {versions.supported(name).removeprefix(f'{name} ')} |" in text
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = loaded(ROOT / "CITATION.cff")
+    assert citation["version"] == PROJECT["version"] == polymp.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["repository-code"] == URLS["Repository"]
+    assert citation["authors"] == PROJECT["authors"]
+    assert {"cff-version", "message", "title", "type"} <= {*citation}
+
+
+def test_the_forms_for_issues_can_be_filled_in() -> None:
+    forms = {path.stem: loaded(path) for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert {*forms} == {"bug", "numerics", "feature", "config"}
+    for link in forms.pop("config")["contact_links"]:
+        assert link["url"].startswith(URLS["Repository"])
+    for name, form in forms.items():
+        assert {"name", "description", "body"} <= {*form}, name
+        identifiers = [field["id"] for field in form["body"]]
+        assert len(identifiers) == len({*identifiers}), name
+        assert all(field["attributes"]["label"] for field in form["body"]), name
+
+
+def test_the_hooks_run_what_lint_runs() -> None:
+    (local,) = loaded(ROOT / ".pre-commit-config.yaml")["repos"]
+    entries = [hook["entry"].removeprefix(".venv/bin/python -m ") for hook in local["hooks"]]
+    (lint,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for entry in entries:
+        assert " ".join(entry.split()[:2]) in lint, entry
+    assert sum("ruff" in entry for entry in entries) == 2
+    assert len(entries) == lint.count("\n")
+
+
+def test_links_of_the_other_pages_are_into_the_repository() -> None:
+    for name in ("SECURITY.md", "CONTRIBUTING.md"):
+        for link in re.findall(r"https?://[^)\s]+", (ROOT / name).read_text(encoding="utf-8")):
+            assert link.startswith(URLS["Repository"]), link

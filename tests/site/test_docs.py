@@ -1,7 +1,7 @@
 """README.md, its like and docs/: the code blocks run, the links lead somewhere.
 
-`blocks` finds and runs them, in one process for each file. A block that imports torch or jax needs
-that framework, and so do the blocks that run after it.
+`blocks` finds and runs them, in one process for each file. A block needs the frameworks that it and
+the blocks before it, whose names it sees, import.
 """
 
 import itertools
@@ -41,12 +41,8 @@ def outcomes(path: Path, folder: Path) -> tuple[dict[int, Outcome], str]:
 
 
 def frameworks(block: Block) -> list[str]:
-    """What the block and those that run before it import."""
-    together = [
-        b.code
-        for b in read(block.path)
-        if b.runs and b.line <= block.line and b.section in (0, block.section)
-    ]
+    """Return the frameworks that the block, and those whose names it sees, import."""
+    together = [b.code for b in read(block.path) if b.runs and block.sees(b)]
     return sorted({name for code in together for name in IMPORT.findall(code)} & {*FRAMEWORKS})
 
 
@@ -128,15 +124,17 @@ def test_the_tables_of_policies_are_the_data():
     assert rules == [f"`{rule}`" for rule in Rule]
 
 
-def test_the_recipes_have_five_lines_each():
-    """Those for one framework; what only shows that they work, and the models, do not count."""
+@pytest.mark.parametrize(("tab", "package"), [("PyTorch", "polymp.torch."), ("JAX", "polymp.jax.")])
+def test_the_recipes_have_five_lines_each(tab: str, package: str) -> None:
+    """Lines that only show that a recipe works, and the models, do not count."""
     starts = next(b.section for b in BLOCKS if b.path == POLICIES and b.section)
-    recipes = [b.code for b in BLOCKS if b.path == POLICIES and b.section == starts][1:]
-    counted = [code for code in recipes if not re.search(r"^( *)assert ", code, re.MULTILINE)]
-    for package in ("polymp.torch.", "polymp.jax."):
-        assert sum(package in code for code in counted) >= 4
+    _models, *recipes = [
+        b.code for b in BLOCKS if (b.path, b.section, b.tab) == (POLICIES, starts, tab)
+    ]
+    counted = [re.split(r"^ *assert ", code, flags=re.MULTILINE)[0] for code in recipes]
+    assert sum(package in code for code in counted) >= 5
     assert max(len(code.splitlines()) for code in counted) <= 5
-    assert len(recipes) - len(counted) >= 5
+    assert sum("assert " in code for code in recipes) >= 5
 
 
 # The rest shows that the runner can fail, and that it leaves nothing out.
@@ -189,6 +187,68 @@ def test_blocks_share_names_within_their_section_alone(tmp_path):
     *_, (status, text) = run_text(tmp_path, f"{page}## B\n```python\nassert a == 1\nb\n```\n")
     assert status == "failed"
     assert "NameError: name 'b' is not defined" in text
+
+
+TABBED = """
+```python
+a = 1
+```
+
+## A
+
+=== "PyTorch"
+
+    ```python
+    b = a
+    ```
+
+    text, and a block again
+
+    ```python
+    c = b + 1
+    ```
+
+=== "JAX"
+
+    ```python
+    assert a == 1
+    {}
+    ```
+
+Text.
+
+```python
+assert a == 1
+```
+
+=== "PyTorch"
+
+    ```python
+    assert c == a + 1
+    ```
+"""
+
+
+def test_a_tab_sees_the_blocks_of_its_label_and_those_outside_of_tabs(tmp_path):
+    assert run_text(tmp_path, TABBED.format("c = 1")) == [Outcome("passed")] * 6
+    found = dict.fromkeys(["passed"], 0)
+    for status, text in run_text(tmp_path, TABBED.format("b")):
+        found[status] = found.get(status, 0) + 1
+        assert status == "passed" or "NameError: name 'b' is not defined" in text
+    assert found == {"passed": 5, "failed": 1}
+
+
+def test_a_tab_needs_its_own_framework_alone(tmp_path):
+    page = tmp_path / "page.md"
+    head = "import numpy\n"
+    tabs = "".join(
+        f'=== "{label}"\n\n    ```python\n    import {name}\n    ```\n\n'
+        for label, name in (("PyTorch", "torch"), ("JAX", "jax"))
+    )
+    page.write_text(f"{tabs}## A\n```python\n{head}```\n{tabs}{tabs}")
+    assert [frameworks(block) for block in read(page)] == [
+        ["torch"], ["jax"], [], *[["torch"], ["jax"]] * 2,
+    ]  # fmt: skip
 
 
 def test_blocks_after_a_broken_one_fail_too(tmp_path):

@@ -1,7 +1,7 @@
 """README.md, CHANGELOG.md and docs/: the code blocks run, the links lead somewhere.
 
-`blocks` finds and runs them, in one process for each file. A block that imports torch or jax needs
-that framework, and so do the blocks that run after it.
+`blocks` finds and runs them, in one process for each file. A block needs the frameworks that it and
+the blocks before it, whose names it sees, import.
 """
 
 import itertools
@@ -39,12 +39,8 @@ def outcomes(path: Path, folder: Path) -> tuple[dict[int, Outcome], str]:
 
 
 def frameworks(block: Block) -> list[str]:
-    """What the block and those that run before it import."""
-    together = [
-        b.code
-        for b in read(block.path)
-        if b.runs and b.line <= block.line and b.section in (0, block.section)
-    ]
+    """Return the frameworks that the block, and those whose names it sees, import."""
+    together = [b.code for b in read(block.path) if b.runs and block.sees(b)]
     return sorted({name for code in together for name in IMPORT.findall(code)} & {*FRAMEWORKS})
 
 
@@ -211,6 +207,68 @@ def test_blocks_share_names_within_their_section_alone(tmp_path):
     *_, (status, text) = run_text(tmp_path, f"{page}## B\n```python\nassert a == 1\nb\n```\n")
     assert status == "failed"
     assert "NameError: name 'b' is not defined" in text
+
+
+TABBED = """
+```python
+a = 1
+```
+
+## A
+
+=== "PyTorch"
+
+    ```python
+    b = a
+    ```
+
+    text, and a block again
+
+    ```python
+    c = b + 1
+    ```
+
+=== "JAX"
+
+    ```python
+    assert a == 1
+    {}
+    ```
+
+Text.
+
+```python
+assert a == 1
+```
+
+=== "PyTorch"
+
+    ```python
+    assert c == a + 1
+    ```
+"""
+
+
+def test_a_tab_sees_the_blocks_of_its_label_and_those_outside_of_tabs(tmp_path):
+    assert run_text(tmp_path, TABBED.format("c = 1")) == [Outcome("passed")] * 6
+    found = dict.fromkeys(["passed"], 0)
+    for status, text in run_text(tmp_path, TABBED.format("b")):
+        found[status] = found.get(status, 0) + 1
+        assert status == "passed" or "NameError: name 'b' is not defined" in text
+    assert found == {"passed": 5, "failed": 1}
+
+
+def test_a_tab_needs_its_own_framework_alone(tmp_path):
+    page = tmp_path / "page.md"
+    head = "import numpy\n"
+    tabs = "".join(
+        f'=== "{label}"\n\n    ```python\n    import {name}\n    ```\n\n'
+        for label, name in (("PyTorch", "torch"), ("JAX", "jax"))
+    )
+    page.write_text(f"{tabs}## A\n```python\n{head}```\n{tabs}{tabs}")
+    assert [frameworks(block) for block in read(page)] == [
+        ["torch"], ["jax"], [], *[["torch"], ["jax"]] * 2,
+    ]  # fmt: skip
 
 
 def test_blocks_after_a_broken_one_fail_too(tmp_path):

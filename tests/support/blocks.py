@@ -5,7 +5,10 @@ process of its own, for polymp's kernels, once installed, stay; other tests shal
 
 The blocks of a section, from one level 2 heading to the next, share their names and run in order in
 an empty folder, with warnings as errors. The blocks above the first level 2 heading run first in
-every section. A comment on the line before a block says more about it:
+every section. A tab of a page that shows both frameworks, opened by `=== "PyTorch"`, has names of
+its own: its blocks see those of tabs with the same label and those outside of tabs, and no others.
+
+A comment on the line before a block says more about it:
 
     <!-- skip: needs two GPUs -->   it is not run, and this is the reason that pytest shows
     <!-- needs: cuda -->            it is skipped where there is no GPU
@@ -31,6 +34,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
 MARK = re.compile(r" *<!-- (?P<kind>skip|needs|file): (?P<value>.*\S) -->$")
+TAB = re.compile(r'=== "(?P<label>[^"]+)"$')
 LIKE_A_MARK = re.compile(r" *<!-- *(skip|needs|file)\b", re.IGNORECASE)
 
 
@@ -44,6 +48,7 @@ class Block:
         language: the word behind the opening fence.
         code: what is between the fences, without common indentation.
         section: number of level 2 headings above.
+        tab: label of the tab that the block is in, or "".
         kind: "skip", "needs", "file", or "" without a mark.
         value: what the mark says.
     """
@@ -53,6 +58,7 @@ class Block:
     language: str
     code: str
     section: int
+    tab: str = ""
     kind: str = ""
     value: str = ""
 
@@ -66,6 +72,11 @@ class Block:
     def runs(self) -> bool:
         """True if it is Python to be run, not a file to be written or text to be read."""
         return self.language == "python" and self.kind != "file"
+
+    def sees(self, other: "Block") -> bool:
+        """Return True if the other block runs before this one, or is it, with the same names."""
+        earlier = other.section in (0, self.section) and other.line <= self.line
+        return earlier and other.tab in ("", self.tab)
 
 
 class Outcome(NamedTuple):
@@ -84,14 +95,18 @@ def read(path: Path) -> list[Block]:
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks, section, start = [], 0, 0
     fence: re.Match[str] | None = None
-    kind = value = ""
+    kind = value = tab = ""
     for number, (above, line) in enumerate(pairwise(["", *lines]), 1):
         if fence is not None:
             if line.rstrip() == fence["indent"] + fence["ticks"]:
                 code = textwrap.dedent("\n".join(lines[start : number - 1])) + "\n"
-                blocks.append(Block(path, start + 1, fence["language"], code, section, kind, value))
+                block = Block(path, start + 1, fence["language"], code, section, tab, kind, value)
+                blocks.append(block)
                 fence = None
-        elif (fence := FENCE.match(line)) is not None:
+            continue
+        if line.strip() and not line.startswith("    "):
+            tab = opened["label"] if (opened := TAB.match(line)) is not None else ""
+        if (fence := FENCE.match(line)) is not None:
             start = number
             kind, value = _mark(above, f"{path}:{number - 1}")
             if fence["language"].lower().startswith("py") and fence["language"] != "python":
@@ -116,12 +131,11 @@ def _mark(line: str, place: str) -> tuple[str, str]:
 
 def run(blocks: Sequence[Block]) -> Iterator[tuple[Block, Outcome]]:
     """Run the Python blocks of one file, and say of each how it went."""
-    first = [b for b in blocks if b.section == 0]
-    for section in sorted({b.section for b in blocks}):
-        own = [b for b in blocks if b.section == section]
+    for section, tab in sorted({(b.section, b.tab) for b in blocks}):
+        last = next(b for b in reversed(blocks) if (b.section, b.tab) == (section, tab))
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            for block, outcome in _run_section(own if section == 0 else first + own):
-                if block.section == section:
+            for block, outcome in _run_section([b for b in blocks if last.sees(b)]):
+                if (block.section, block.tab) == (section, tab):
                     yield block, outcome
 
 

@@ -94,7 +94,7 @@ of the ratios, one from each round. Each workload has a table. These programs ar
 | --- | --- |
 | torch.autocast | a region of torch |
 | fp32, float32 | no region |
-| by hand | the weights are stored in the lower dtype, and the casts written by hand |
+| by hand | weights and activations cast by hand; norms and the loss in float32 |
 | polymp, autocast | a region of polymp, without a policy in PyTorch |
 | held | polymp with `hold_casts` |
 | frozen | polymp with `freeze` |

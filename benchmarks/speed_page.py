@@ -100,8 +100,8 @@ of the ratios, one from each round. Each workload has a table. These programs ar
 | frozen | polymp with `freeze` |
 | compiled | with `torch.compile` |
 
-A ratio in bold is above a limit that the project set itself; [Limits](#limits) has them all, and why
-some are missed. [Where it was measured](#where-it-was-measured) has the machines and versions.
+A ratio in bold is above a limit that the project set itself; [Limits](#limits) has all limits, and
+why some are missed. [Where it was measured](#where-it-was-measured) has the machines and versions.
 [Fast](fast.md#what-each-feature-costs) has a summary by feature.
 
 `make bench` measures on a CPU, `make gpu` on a GPU, and both write this page from the newest
@@ -186,8 +186,8 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
     text = ["## Where it was measured", "", *_table(head, lines)]
     if not any("cuda" in devices for devices in parts.values()):
         text += [
-            "No GPU has been measured. On a machine that has one, `make gpu` measures for 9 minutes a",
-            "call; [a table](../benchmarks/gpu_steps/plan.py) has its steps.",
+            "No GPU has been measured. On a machine that has one, each `make gpu` measures for 9",
+            "minutes; [a table](../benchmarks/gpu_steps/plan.py) has its steps.",
             "",
         ]
     return text

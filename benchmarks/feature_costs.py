@@ -60,7 +60,7 @@ FEATURES = (
 
 def table(parts: dict[str, Devices]) -> str:
     """The table, as Markdown, with a column for each device."""
-    head = ["feature", "beside", *DEVICES.values()]
+    head = ["feature", "compared with", *DEVICES.values()]
     lines = []
     for feature in FEATURES:
         cells = [
@@ -68,7 +68,7 @@ def table(parts: dict[str, Devices]) -> str:
             for device in DEVICES
         ]
         lines.append([feature.text, feature.beside, *cells])
-    return "\n".join(_table(head, lines, ["beside"])).strip()
+    return "\n".join(_table(head, lines, ["compared with"])).strip()
 
 
 def _range(feature: Feature, record: dict[str, object]) -> str:

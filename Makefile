@@ -72,7 +72,7 @@ dist: $(DIST)
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
 	@missed=0; \
-	for name in torch_overhead policies jax_overhead contraction scaler seeing advice torch_speed jax_speed speed_page; do \
+	for name in torch_overhead policies jax_overhead contraction scaler seeing advice torch_speed jax_speed speed_page feature_costs; do \
 	    .venv-bench/bin/python benchmarks/$$name.py || missed=1; \
 	done; \
 	exit $$missed

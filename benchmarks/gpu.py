@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import feature_costs
 import speed_page
 from gpu_steps.journal import Entry, Journal, Status, save_records
 from gpu_steps.plan import RIVALS, STEPS, Step
@@ -181,6 +182,7 @@ def write_page(journal: Journal, device: str) -> None:
         print(f"saved {path}")
     if real:
         speed_page.write(RESULTS, speed_page.REASONS, speed_page.PAGE, speed_page.README)
+        feature_costs.write()
     else:
         page = journal.path.parent / "speed.md"
         page.write_text(speed_page.page(folder, journal.path.parent / "no reasons"))

@@ -36,17 +36,17 @@ Devices = dict[str, Record]  # by device
 PARTS = {
     "torch-speed": "PyTorch",
     "jax-speed": "JAX",
-    "torch-overhead": "What the torch backend adds to torch.amp",
-    "jax-overhead": "What the rewrite costs in JAX",
-    "contraction": "Forms of the contraction in JAX",
+    "torch-overhead": "The cost of a region in PyTorch, beside torch.amp",
+    "jax-overhead": "The cost of the rewrite in JAX",
+    "contraction": "Ways to write a matrix product in JAX",
     "scaler": "Loss scaling",
-    "seeing": "What it costs to look: explain and audit",
-    "advice": "What polymp doctor predicts",
+    "seeing": "The cost of explain and audit",
+    "advice": "Predictions of polymp doctor",
     "policies": "Policies in compiled programs",
     "gpu-machine": "The machine with the GPU",
     "exactness": "Every op on a GPU",
     "gpu-tests": "Tests on a GPU",
-    "gpu-questions": "What only a GPU can tell",
+    "gpu-questions": "Measured on a GPU only",
     "fp8": "Products of 8-bit operands",
 }
 
@@ -77,16 +77,32 @@ UNSAID = "no reason is recorded."
 
 HEAD = """# How fast it is
 
-`make bench` runs every program of this page on a CPU, `make gpu` on a GPU, and each makes the page
-of the newest records. Programs that are compared take turns in one run. What counts is the ratio of
-their medians, ours / base: below 1 is faster, or less. Beside it stands the middle half of the
-paired ratios, one of each round. A ratio in bold misses its bar.
-
 ![Time of workloads under polymp and in float32](pictures/speed-light.svg#only-light)
 ![Time of workloads under polymp and in float32](pictures/speed-dark.svg#only-dark)
 
-The picture has rows of the tables below, measured on a CPU: polymp's time and float32's, in units
-of what torch.autocast takes, or casts by hand in JAX.
+The picture shows rows of the tables below, measured on a CPU: the times of polymp and of float32,
+divided by the time of torch.autocast in PyTorch, and of casts by hand in JAX.
+
+How to read a table: a row compares two programs that ran in turns. "ours / base" is the ratio of
+their medians, so below 1 is faster, or less memory. "middle half" is the range of the middle half
+of the ratios, one from each round. Each workload has a table. These programs are compared:
+
+| program | is |
+| --- | --- |
+| torch.autocast | a region of torch |
+| fp32, float32 | no region |
+| by hand | weights and activations cast by hand; norms and the loss in float32 |
+| polymp, autocast | a region of polymp, without a policy in PyTorch |
+| held | polymp with `hold_casts` |
+| frozen | polymp with `freeze` |
+| compiled | with `torch.compile` |
+
+A ratio in bold is above a limit that the project set itself; [Limits](#limits) has all limits, and
+why some are missed. [Where it was measured](#where-it-was-measured) has the machines and versions.
+[Fast](fast.md#what-each-feature-costs) has a summary by feature.
+
+`make bench` measures on a CPU, `make gpu` on a GPU, and both write this page from the newest
+records.
 """
 
 
@@ -126,9 +142,10 @@ def page(results: Path, reasons: Path) -> str:
                 if not fits:
                     raise ValueError(f"{reasons.name}: {part}.{device} has no row {name!r}")
                 record["reasons"] = record.get("reasons", {}) | dict.fromkeys(fits, reason)
-    text = [HEAD, *_machines(parts), *_bars(parts)]
+    text = [HEAD]
     for part, records in parts.items():
         text += _part(part, records)
+    text += [*_bars(parts), *_machines(parts)]
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -166,8 +183,8 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
     text = ["## Where it was measured", "", *_table(head, lines)]
     if not any("cuda" in devices for devices in parts.values()):
         text += [
-            "No GPU has been measured. On a machine that has one, `make gpu` fills its column in",
-            "calls of 9 minutes; its steps are in [a table](../benchmarks/gpu_steps/plan.py).",
+            "No GPU has been measured. On a machine that has one, each `make gpu` measures for 9",
+            "minutes; [a table](../benchmarks/gpu_steps/plan.py) has its steps.",
             "",
         ]
     return text
@@ -181,7 +198,7 @@ def _ratio(r: Row | None) -> str:
 
 
 def _bars(parts: dict[str, Devices]) -> list[str]:
-    """Every row with a bar, of all parts, and why those are missed that are."""
+    """Every row with a limit, of all parts, and the reasons of those that are above it."""
     devices = _present(parts)
     lines, notes = [], []
     for part, records in parts.items():
@@ -210,7 +227,7 @@ def _bars(parts: dict[str, Devices]) -> list[str]:
     if not lines:
         return []
     head = ["what", "at most", *(x for d in devices for x in (DEVICES[d], ""))]
-    return ["## Bars", "", *_table(head, lines), *notes, *([""] if notes else [])]
+    return ["## Limits", "", *_table(head, lines), *notes, *([""] if notes else [])]
 
 
 def _verdict(r: Row | None, gone: bool) -> str:
@@ -240,7 +257,7 @@ def _part(part: str, records: Devices) -> Iterator[str]:
         yield from (*(f"- {note}" for note in notes), "")
     for d in devices:
         if waits := {k: v for k, v in records[d].get("host_sync", {}).items() if v}:
-            yield from (f"What waits for the {DEVICES[d]}; the others do not:", "")
+            yield from (f"These wait for the {DEVICES[d]}; the others do not:", "")
             yield from (*(f"- {what}: {why}" for what, why in waits.items()), "")
         if missing := records[d].get("missing", {}):
             yield from (f"Not measured on the {DEVICES[d]}:", "")

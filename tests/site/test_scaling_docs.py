@@ -52,6 +52,6 @@ def test_a_missing_entry_is_seen():
 
 @pytest.mark.parametrize("kind", ["torch", "jax"])
 def test_helpers_are_in_a_block_that_runs(kind):
-    blocks = "\n".join(re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
+    blocks = "\n".join(re.findall(r"^ *```python\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE))
     for name in HELPERS[kind]:
         assert f"polymp.{kind}.{name}" in blocks

@@ -1,7 +1,7 @@
-"""What kills a run of training, and the scalers that have to live through it.
+"""Programs in which a loss scaler can lose a run, and the scalers that are compared in them.
 
-Each program trains the same small regression: good steps, then what would kill the run, then good
-steps again. `SUBJECTS` are the scalers, each used as its own documentation shows. `python -m
+Each program trains the same small regression: good steps, then steps that overflow or have a NaN,
+then good steps. `SUBJECTS` are the scalers, each used as its own documentation shows. `python -m
 tests.support.kills` prints the tables of docs/scaling-rivals.md.
 
 Nothing here imports a framework before it is asked for one of its scalers.
@@ -388,7 +388,7 @@ def page(found: Callable[[str, str], Outcome]) -> str:
             f"## {kill.what[0].upper()}{kill.what[1:]}",
             "",
             f"| scaler | scale before | scale after the {kill.steps} steps | "
-            "parameters at the end | trains on | what it says |",
+            "parameters at the end | still trains | warns |",
             "|---|---|---|---|---|---|",
         ]
         for name in SUBJECTS:
@@ -399,7 +399,7 @@ def page(found: Callable[[str, str], Outcome]) -> str:
                 shown(it.scale),
                 "finite" if it.finite else "**NaN**",
                 "yes" if it.trains else "**no**",
-                "nothing" if not it.said else "once" if len(it.said) == 1 else f"{len(it.said)} x",
+                "never" if not it.said else "once" if len(it.said) == 1 else f"{len(it.said)} x",
             )
             lines.append(f"| {' | '.join(cells)} |")
             for text in it.said:

@@ -1,0 +1,104 @@
+"""Makes the table of costs in docs/fast.md, of the newest records in benchmarks/results.
+
+A row is a feature, and the range of its ratios over the workloads that were measured. `make bench`
+and `make gpu` run this after speed_page.py; a test holds the page to the records.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from pairing import RESULTS
+from speed_page import DEVICES, Devices, _rows, _table, newest
+
+PAGE = Path(__file__).parent.parent / "docs" / "fast.md"
+BEGIN, END = "<!-- costs: made by benchmarks/feature_costs.py -->", "<!-- end of costs -->"
+
+
+class Feature(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        text: the feature, and when it was used.
+        beside: the program that it is compared with.
+        part: of the records.
+        rows: an expression that the names of its rows match as a whole.
+    """
+
+    text: str
+    beside: str
+    part: str
+    rows: str
+
+
+_SERVED = "mlp [0-9]+|decode|convnet"  # no weight changes
+_REPEATED = f"{_SERVED}|accumulate|accumulate short|lora|lora short"
+
+FEATURES = (
+    Feature("`freeze`, inference", "torch.autocast", "torch-speed",
+            f"({_SERVED}): frozen / torch.autocast"),
+    Feature("`freeze`, inference, peak memory", "torch.autocast", "torch-speed",
+            f"peak memory, ({_SERVED}): frozen / torch.autocast"),
+    Feature("`freeze`, a LoRA step on a frozen base", "torch.autocast", "torch-speed",
+            "lora( short)?: frozen / torch.autocast"),
+    Feature("`hold_casts`, inference, accumulation, LoRA", "torch.autocast", "torch-speed",
+            f"({_REPEATED}): held / torch.autocast"),
+    Feature("`hold_casts`, a training step with one region", "torch.autocast", "torch-speed",
+            "(train|train deep|convnet train): held / torch.autocast"),
+    Feature("`freeze` in JAX, decoding", "autocast", "jax-speed", "decode: frozen / autocast"),
+    Feature("`explain`, PyTorch", "the same step", "seeing", "explain, torch, .*: explain / step"),
+    Feature("`explain`, JAX", "`jax.make_jaxpr`", "seeing", "explain, JAX, .*"),
+    Feature("`audit`, PyTorch, a step", "the same step", "seeing",
+            "audit, torch, .*: step / plain step"),
+    Feature("`audit`, JAX, a call", "the same step", "seeing",
+            "audit, JAX, .*: call / plain step"),
+)  # fmt: skip
+
+
+def table(parts: dict[str, Devices]) -> str:
+    """The table, as Markdown, with a column for each device."""
+    head = ["feature", "compared with", *DEVICES.values()]
+    lines = []
+    for feature in FEATURES:
+        cells = [
+            _range(feature, parts.get(feature.part, {}).get(device, {"tables": {}}))
+            for device in DEVICES
+        ]
+        lines.append([feature.text, feature.beside, *cells])
+    return "\n".join(_table(head, lines, ["compared with"])).strip()
+
+
+def _range(feature: Feature, record: dict[str, object]) -> str:
+    ratios = [r.ratio for r in _rows(record) if re.fullmatch(feature.rows, r.what)]
+    if not ratios:
+        return "not measured"
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def with_costs(page: str, parts: dict[str, Devices]) -> str:
+    """docs/fast.md with its table made again.
+
+    Raises:
+        ValueError: it does not have both marks.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"docs/fast.md has to have the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{table(parts)}\n\n{END}{after}"
+
+
+def write() -> int:
+    """Write the page."""
+    text = with_costs(PAGE.read_text(encoding="utf-8"), newest(RESULTS))
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"saved {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(write())

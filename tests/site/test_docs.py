@@ -19,6 +19,7 @@ from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
 from tests.support.blocks import ROOT, Block, Outcome, read, run
 from tests.conftest import FRAMEWORKS, need
+from tests.support import processes
 
 FILES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]
@@ -31,8 +32,7 @@ IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:polymp\.)?(\w+)", re.MULTILINE)
 def outcomes(path: Path, folder: Path) -> tuple[dict[int, Outcome], str]:
     """What became of each block of the file, by line, and what its process said at the end."""
     report = folder / "report"
-    command = [sys.executable, "-m", "tests.support.blocks", str(path), str(report)]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    child = processes.python("-m", "tests.support.blocks", path, report, code=None)
     lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     found = {line: Outcome(*rest) for line, *rest in map(json.loads, lines)}
     return found, f"exit code {child.returncode}\n{child.stderr[-2000:]}"
@@ -81,12 +81,7 @@ def test_a_quickstart_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None
             need(framework)
     script = tmp_path / "page.py"
     script.write_text("\n".join(block.code for block in blocks), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
-    child = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 0, child.stderr[-2000:]
+    processes.python(script, cwd=tmp_path)
 
 
 def prose(path: Path) -> str:

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 
 import polymp.torch
 from polymp.scaling.scale_rule import as_float32
+from tests.support import processes
 from tests.support.torch import programs
 from tests.support.torch.differences import PROGRAMS, after_a_change
 from tests.support.torch.training import ENTRIES
@@ -96,14 +95,7 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
 
 
 def outcomes(package: str) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.torch.differences", package],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    run = processes.python("-m", "tests.support.torch.differences", package, timeout=300)
     found: dict[str, Any] = json.loads(run.stdout)
     return found
 

@@ -1,6 +1,5 @@
 """Every private name of torch that polymp uses does what `compat` says; loud when one changes."""
 
-import subprocess
 import sys
 import threading
 import warnings
@@ -29,9 +28,8 @@ from polymp.backends.torch.compat import (
     optimizers,
     storage,
 )
+from tests.support import processes
 from tests.support.torch.compiled import Count
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_autocast_keys_exist_for_the_devices_that_have_tables():
@@ -357,8 +355,7 @@ def test_no_tensor_is_a_dtensor_before_somebody_imports_them():
         "import torch.distributed.tensor\n"
         "assert dtensor._dtensor() is torch.distributed.tensor.DTensor\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    processes.run(script)
 
 
 def test_local_shares_the_memory_of_a_dtensor(alone):
@@ -844,7 +841,7 @@ for reentrant in (True, False):
     assert calls == ["forward", "again"], calls
     calls.clear()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, check=True)
+    processes.python("-W", "error", "-c", script)
 
 
 def test_a_tensor_of_a_transform_is_told_from_others():

@@ -27,6 +27,7 @@ from polymp import PolicyError
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, checkpoint, scoped
+from tests.support import processes
 from tests.support.torch.compiled import Count
 from tests.support.torch.inside import inside
 from tests.support.torch.scoped_model import HEAD, Model, seeded
@@ -406,9 +407,7 @@ def test_a_pickle_in_a_fresh_process(x: torch.Tensor, tmp_path: Path) -> None:
         "with torch.autocast('cpu', torch.bfloat16): y = model(x)\n"
         "assert y.dtype is torch.float32, y.dtype\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    processes.run(code, tmp_path / "model")
 
 
 class CopiesItself(nn.Linear):

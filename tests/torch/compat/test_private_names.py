@@ -3,7 +3,6 @@
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from polymp.backends.torch.compat import (
 )
 from tests.support import processes
 from tests.support.torch.compiled import Count
+from tests.support.torch.each_op import EachOp
 
 
 def test_autocast_keys_exist_for_the_devices_that_have_tables():
@@ -304,20 +304,6 @@ def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
 # --- what the scaler asks for ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of this process only, and a mesh of one device for it."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_fused_kernel_unscales_the_dtypes_that_are_named(device):
     if device == "cuda" and not torch.cuda.is_available():
@@ -557,15 +543,13 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     below: list[int] = []
     behind: list[int | None] = []
 
-    class Looks(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is not torch.ops.aten.detach.default:
-                below.append(autograd.latest_node())
-                behind.append(autograd.backward_node())
-            return func(*args, **(kwargs or {}))
+    def look(func, *_):
+        if func is not torch.ops.aten.detach.default:
+            below.append(autograd.latest_node())
+            behind.append(autograd.backward_node())
 
     x = torch.ones(2, requires_grad=True)
-    with Looks():
+    with EachOp(look):
         y = x.exp().sin()
     assert behind == [None, None]
     assert below == [y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()]
@@ -577,7 +561,7 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     below.clear()
     behind.clear()
     x.grad, given = torch.ones(2), torch.ones(2)
-    with Looks():
+    with EachOp(look):
         y.backward(given)
     assert set(behind) == {sine, exponential, -1}, "-1 where a gradient is accumulated"
     assert autograd.backward_node() is None
@@ -773,9 +757,9 @@ def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
         assert not torch.equal(mean, torch.zeros(3))
 
 
-def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path: Path) -> None:
+def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(alone) -> None:
     from torch import distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
 
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -785,17 +769,11 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path
             return func(*args, **(kwargs or {}))
 
     seen: list[tuple[torch._ops.OpOverload, list[type]]] = []
-    meeting = (tmp_path / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    try:
-        assert distributed.default_store().add("polymp", 1) == 1
-        mesh = init_device_mesh("cpu", (1,))
-        x = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-        with Seeing():
-            x.add_(1)
-            dist.all_reduce(torch.ones(2))
-    finally:
-        dist.destroy_process_group()
+    assert distributed.default_store().add("polymp", 1) == 1
+    x = DTensor.from_local(torch.ones(2), alone, [Replicate()])
+    with Seeing():
+        x.add_(1)
+        dist.all_reduce(torch.ones(2))
     assert (torch.ops.aten.add_.Tensor, [torch.Tensor]) in seen
     assert not any(DTensor in kinds for _, kinds in seen)
     assert [op.namespace for op, _ in seen if distributed.talks(op)] == ["c10d"]

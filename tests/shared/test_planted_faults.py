@@ -192,7 +192,6 @@ def located(case: Planted, training: Any) -> Any:
 
 
 @cache
-@cache
 def audit_of(case: Planted) -> Any:
     return audited(case, spoiled(case))
 

@@ -23,6 +23,8 @@ from tests.support.torch.outcomes import Outcome, Seen
 from tests.support.torch.run_ops import STAGES, Case, Record
 from tests.support.torch.version_changes import ASK_FOR_DRIVER
 
+pytestmark = pytest.mark.sized  # `run_ops` makes each call with all patterns of dtypes then
+
 DEVICES = ("cpu", "cuda")
 ENGINES = tuple(stage for stage in STAGES if stage not in ("torch", "wrong"))
 OPS = [(device, op) for device in DEVICES for op in run_ops.registered(device) if run_ops.rows(op)]

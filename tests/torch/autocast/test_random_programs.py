@@ -193,12 +193,15 @@ def compare(child: run_programs.Child, examples: int) -> tuple[int, Counter[Any]
     return programs_run, kinds, seen
 
 
+@pytest.mark.sized
 def test_a_thousand_programs(torchs: run_programs.Child) -> None:
-    count, kinds, seen = compare(torchs, 1000)
-    assert count >= 1000
-    assert all(kinds[kind] >= 500 for kind in KINDS), kinds
-    assert all(seen[name] >= 20 for name in programs.OPS), seen
-    assert all(seen[name] >= 300 for name in programs.OPTIMIZERS), seen
+    """Or a third of them in `make test`."""
+    asked = size(340, 1000)
+    count, kinds, seen = compare(torchs, asked)
+    assert count >= asked
+    assert all(kinds[kind] >= asked / 2 for kind in KINDS), kinds
+    assert all(seen[name] >= asked / 50 for name in programs.OPS), seen
+    assert all(seen[name] >= asked * 0.3 for name in programs.OPTIMIZERS), seen
 
 
 @pytest.mark.sized

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import frameworks
+from tests.support.sizes import LONGEST
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
 # Random programs take as long as they take, and are the same ones in every run.
@@ -84,10 +85,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark `long` all but one in n of the parameters of a test that is marked `one_in(n)`.
 
     Where the last of several parameters has n values, it is another one of them each time.
+
+    Then, if there are several processes, put the files first that take longest: a file runs in one
+    process, and what starts last should be short.
     """
     seen = Counter[str]()
     for item in items:
@@ -98,15 +102,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if (at + at // n) % n:
                 item.add_marker("long")
+    if hasattr(config, "workerinput"):
+        order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import every test without looking for garbage: there is none, and that is a fifth of it."""
+    """Import every test without looking for garbage: there is none, and that is a fifth of it.
+
+    Nor is any looked for among what they imported, when the tests run.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

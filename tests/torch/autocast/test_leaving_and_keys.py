@@ -17,6 +17,7 @@ from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row, Rule
 from polymp.torch import GradScaler, autocast
+from tests.support.threads import in_thread
 
 X = torch.ones(1, 4)
 
@@ -68,9 +69,7 @@ def test_the_casts_of_a_thread_that_died_in_a_region_are_not_used() -> None:
         autocast("cpu").__enter__()
         torch.mm(X, w)
 
-    thread = threading.Thread(target=die_inside)
-    thread.start()
-    thread.join()
+    in_thread(die_inside)
     gc.collect()
     with torch.no_grad():
         w.mul_(2)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from polymp.backends.torch.autocast import kernel_registry
 from polymp.torch import autocast
 from tests.support.sizes import size
+from tests.support.threads import in_thread
 from tests.support.torch import programs, run_programs
 from tests.support.torch.programs import (
     Block,
@@ -131,7 +132,7 @@ class Polymp:
         return self.region(spec)(generator)
 
     def thread(self, body: Callable[[], None]) -> None:
-        programs.in_thread(body)
+        in_thread(body)
 
     def wrote(self) -> None:
         pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,41 +11,12 @@ import torch
 from torch import nn
 
 from polymp.torch import autocast
+from tests.support.threads import in_thread, in_threads
+from tests.support.torch.compiled import mm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
-    return torch.mm(x.to(dtype), w.to(dtype))
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """What `function` returns in a thread of its own, or raises."""
-    return in_threads([function])[0]
-
-
-def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
-
-    def work(at: int) -> None:
-        try:
-            results[at] = functions[at]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return [results[at] for at in range(len(functions))]
 
 
 def test_a_thread_starts_outside(x: torch.Tensor, w: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 import polymp.torch
 from polymp.scaling.scale_rule import as_float32
 from tests.support import processes
-from tests.support.torch import programs
+from tests.support.threads import in_thread
 from tests.support.torch.differences import PROGRAMS, after_a_change
 from tests.support.torch.training import ENTRIES
 
@@ -151,7 +151,7 @@ UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "out=": lambda w: torch.mul(w, 2, out=w),
     "op that is not watched": lambda w: w.hypot_(w * 3**0.5),
     "disabled subregion": in_a_disabled_subregion,
-    "thread in no region": lambda w: programs.in_thread(lambda: in_no_region(w)),
+    "thread in no region": lambda w: in_thread(lambda: in_no_region(w)),
 }
 
 

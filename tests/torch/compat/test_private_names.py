@@ -1,7 +1,6 @@
 """Every private name of torch that polymp uses does what `compat` says; loud when one changes."""
 
 import sys
-import threading
 import warnings
 
 import pytest
@@ -28,6 +27,7 @@ from polymp.backends.torch.compat import (
     storage,
 )
 from tests.support import processes
+from tests.support.threads import in_thread
 from tests.support.torch.compiled import Count
 from tests.support.torch.each_op import EachOp
 
@@ -107,18 +107,13 @@ def test_the_front_key_is_where_torch_func_looks_first():
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
     before = [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS]
-    seen = []
     for slot in policy_code.SLOTS:
         with pytest.raises((RuntimeError, NotImplementedError)):
             torch.ones(1, device=slot)
         for dtype in dtype_names.NAMES:
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
-    thread = threading.Thread(
-        target=lambda: seen.extend(torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS)
-    )
-    thread.start()
-    thread.join()
+    seen = in_thread(lambda: [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS])
     assert seen == list(policy_code.NONE), "a new thread starts with no policy"
     for slot, dtype in zip(policy_code.SLOTS, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
@@ -655,14 +650,10 @@ def test_standing_in_for_cuda(monkeypatch) -> None:
     """In the block alone, and in this thread alone; whatever the machine has."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    elsewhere = []
     with accelerators.stand_in("cuda"):
         assert not accelerators.cuda_missing()
         assert not accelerators.cuda_lacks_bfloat16()
-        thread = threading.Thread(target=lambda: elsewhere.append(accelerators.cuda_missing()))
-        thread.start()
-        thread.join()
-    assert elsewhere == [True]
+        assert in_thread(accelerators.cuda_missing)
     assert accelerators.cuda_missing()
     assert accelerators.cuda_lacks_bfloat16()
 
@@ -703,11 +694,7 @@ def test_the_innermost_mode_and_whether_one_sees_this_thread() -> None:
             assert modes.innermost_mode() is inner
             assert modes.sees(outer)
         assert not modes.sees(inner)
-        elsewhere: list[bool] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(modes.sees(outer)))
-        thread.start()
-        thread.join()
-        assert elsewhere == [False]
+        assert not in_thread(lambda: modes.sees(outer))
     assert not modes.sees(outer)
 
 

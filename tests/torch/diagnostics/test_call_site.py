@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
 from polymp.rules import decision_log
 from polymp.torch import autocast, explain
+from tests.support.threads import in_thread
 from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -226,9 +226,7 @@ def test_other_threads_are_not_in_it(x: torch.Tensor, w: torch.Tensor) -> None:
             torch.softmax(x @ w, -1)
 
     with explain() as report:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        in_thread(other)
         torch.exp(x)
     assert [c.op for c in report] == ["exp"]
 

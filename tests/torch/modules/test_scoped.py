@@ -28,10 +28,10 @@ from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, checkpoint, scoped
 from tests.support import processes
+from tests.support.threads import in_threads
 from tests.support.torch.compiled import Count
 from tests.support.torch.inside import inside
 from tests.support.torch.scoped_model import HEAD, Model, seeded
-from tests.torch.autocast.test_threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

@@ -6,7 +6,6 @@ that framework, and so do the blocks that run after it.
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,9 +16,8 @@ import pytest
 
 from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
-from tests.support.blocks import ROOT, Block, Outcome, read, run
 from tests.conftest import FRAMEWORKS, need
-from tests.support import processes
+from tests.support.blocks import ROOT, Block, Outcome, read, run
 
 FILES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from polymp.backends.torch.autocast import region_casts
 from polymp.torch import autocast
 from tests.support.threads import in_thread, in_threads
 from tests.support.torch.compiled import mm
@@ -104,8 +106,10 @@ def test_a_thread_that_ends_inside_a_region_harms_nobody(x: torch.Tensor, w: tor
         torch.mm(x, w)
 
     in_thread(die)
+    gc.collect()
     for dtype in (BF16, FP16):
         with autocast("cpu", dtype=dtype):
+            assert region_casts.mine()
             assert torch.equal(torch.mm(x, w), mm(x, w, dtype))
             with torch.no_grad():
                 w.mul_(2)

@@ -5,8 +5,10 @@ framework cannot pass by lacking it.
 """
 
 import gc
+import importlib
 import importlib.util
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterable
 from importlib.metadata import version
@@ -124,6 +126,15 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_report_header() -> str:
     found = ", ".join(f"{name} {version(name)}" for name in FRAMEWORKS if _has(name)) or "none"
     return f"frameworks: {found}; required: {', '.join(sorted(REQUIRED)) or 'none'}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Read which ops torch has kernels for, before a test puts some of its own beside them."""
+    if "torch" in sys.modules:
+        table = importlib.import_module("polymp.backends.torch.autocast.torch_table")
+        for device in table.DEVICES:
+            table.kernels(device)
 
 
 @pytest.fixture(params=FRAMEWORKS)

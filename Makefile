@@ -32,16 +32,20 @@ DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
-PYTEST := -m pytest -n auto --dist loadfile
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-versions test-oldest test-newest lint types docs dist bench gpu clean
+.PHONY: demo test pytest test-long test-versions test-oldest test-newest lint types docs dist bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
 	$(PY) examples/train_jax.py
 	$(PY) examples/compare.py
 
-test: lint types
+# Types are checked beside the first of the tests: that is one process, and there are cores to spare.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types pytest
+
+pytest: $(READY)
 	POLYMP_REQUIRE=torch,jax $(PY) $(PYTEST) -m "not long"
 
 test-long: $(READY)

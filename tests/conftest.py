@@ -5,8 +5,10 @@ framework cannot pass by lacking it.
 """
 
 import gc
+import importlib
 import importlib.util
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterable
 from importlib.metadata import version
@@ -17,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import frameworks
+from tests.support.sizes import LONGEST
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
 # Random programs take as long as they take, and are the same ones in every run.
@@ -84,10 +87,13 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark `long` all but one in n of the parameters of a test that is marked `one_in(n)`.
 
     Where the last of several parameters has n values, it is another one of them each time.
+
+    Then, if there are several processes, put the files first that take longest: a file runs in one
+    process, and what starts last should be short.
     """
     seen = Counter[str]()
     for item in items:
@@ -98,21 +104,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if (at + at // n) % n:
                 item.add_marker("long")
+    if hasattr(config, "workerinput"):
+        order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import every test without looking for garbage: there is none, and that is a fifth of it."""
+    """Import every test without looking for garbage: there is none, and that is a fifth of it.
+
+    Nor is any looked for among what they imported, when the tests run.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
 def pytest_report_header() -> str:
     found = ", ".join(f"{name} {version(name)}" for name in FRAMEWORKS if _has(name)) or "none"
     return f"frameworks: {found}; required: {', '.join(sorted(REQUIRED)) or 'none'}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Read which ops torch has kernels for, before a test puts some of its own beside them."""
+    if "torch" in sys.modules:
+        table = importlib.import_module("polymp.backends.torch.autocast.torch_table")
+        for device in table.DEVICES:
+            table.kernels(device)
 
 
 @pytest.fixture(params=FRAMEWORKS)

@@ -9,7 +9,6 @@ the vocabulary is put back when the file is done.
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,7 +24,7 @@ from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
-from tests.support import frameworks
+from tests.support import frameworks, processes
 from tests.support.random_policies import vocabulary_put_back
 
 X = np.linspace(-1.7, 1.9, 12).reshape(3, 4)
@@ -807,6 +806,4 @@ print(autocast(run, policy={"rules": {"linear": "lower", "class:custom": "keep"}
 def test_registered_when_policies_were_used_already(name: str) -> None:
     need(name)
     code, wanted = LATE[name]
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == wanted
+    assert processes.run(code).split() == wanted

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +15,7 @@ from polymp.errors import ForbiddenOpError, PolicyWarning
 from polymp.rules import decision_log
 from polymp.rules.row import LOW, Rule
 from tests.conftest import FRAMEWORKS, need
-from tests.support import frameworks
+from tests.support import frameworks, processes
 
 X = np.linspace(0.1, 1.2, 12).reshape(3, 4)
 POLICY = polymp.policy(
@@ -293,12 +291,8 @@ with autocast("cpu"):
 def test_torch_runs_its_own_kernels_again() -> None:
     """In a fresh process, where none of ours is on an op."""
     need("torch")
-    run = subprocess.run(
-        [sys.executable, "-c", NATIVE], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
     again = ["['autocast_kernel.py'] ['mm']", "() []", "True"]
-    assert run.stdout.splitlines() == ["() []", *again, *again]
+    assert processes.run(NATIVE).splitlines() == ["() []", *again, *again]
 
 
 def test_a_policy_first_used_in_a_recording_works_after_it() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -15,7 +13,7 @@ import polymp
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
 from tests.conftest import FRAMEWORKS, need
-from tests.support import examples, frameworks
+from tests.support import examples, frameworks, processes
 
 # Ops that are one op in both frameworks, and the shapes of their arguments.
 OPS: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -203,5 +201,4 @@ def test_a_report_needs_no_door_to_be_imported() -> None:
         "report = polymp.explain(torch.matmul, x, x.detach().T, dtype='bfloat16')\n"
         "print([(call.op, call.casts) for call in report])\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[('matmul', 2)]\n"
+    assert processes.run(code) == "[('matmul', 2)]\n"

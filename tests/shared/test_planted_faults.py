@@ -192,7 +192,6 @@ def located(case: Planted, training: Any) -> Any:
 
 
 @cache
-@cache
 def audit_of(case: Planted) -> Any:
     return audited(case, spoiled(case))
 
@@ -217,16 +216,14 @@ def is_replayed(case: Planted) -> bool:
     return case.framework == "torch" or case.training in ("regression", "pooling", "sparse")
 
 
-def test_the_planted_op_is_named_in_each() -> None:
-    wrong = []
-    for case in PLANTED:
-        found = located(case, spoiled(case)) if is_replayed(case) else None
-        if why := misnamed(case, audit_of(case), found):
-            wrong.append(why)
-    print(f"{len(PLANTED) - len(wrong)} of {len(PLANTED)}")
-    assert not wrong, "\n".join([f"{len(PLANTED) - len(wrong)} of {len(PLANTED)}", *wrong])
+@pytest.mark.one_in(2)
+@each
+def test_the_planted_op_is_named(case: Planted) -> None:
+    found = located(case, spoiled(case)) if is_replayed(case) else None
+    assert misnamed(case, audit_of(case), found) == ""
 
 
+@pytest.mark.one_in(2)
 @each
 def test_what_is_suggested_makes_it_train(case: Planted) -> None:
     training = spoiled(case)
@@ -239,7 +236,7 @@ def test_what_is_suggested_makes_it_train(case: Planted) -> None:
     assert trains(case, losses), f"{suggestion}\n{losses}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @each
 def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
     training = made(case)

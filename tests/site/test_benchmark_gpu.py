@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import need
-from tests.support import gpu_steps
+from tests.support import gpu_steps, processes
 from tests.support.benchmarks import benchmark
 from tests.support.blocks import ROOT
 
@@ -47,8 +47,7 @@ def test_the_dry_run(tmp_path: Path, plan: ModuleType, capsys: pytest.CaptureFix
     """Every step that makes sense on a CPU, at tiny sizes; and the page that is made of them."""
     for name in ("torch", "jax", "flax", "optax", "matplotlib", "rich", "tqdm"):
         need(name)
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = processes.python("benchmarks/gpu.py", "--device", "cpu", "--out", tmp_path, code=None)
     log = (tmp_path / "gpu-cpu.log").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log[-3000:]
     with capsys.disabled():

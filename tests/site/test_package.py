@@ -9,6 +9,7 @@ import pytest
 
 from polymp import backends, errors, versions
 from tests.conftest import need
+from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 def loaded_after(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter has after the statement."""
     code = f"{statement}\nimport sys; print(*{{m.partition('.')[0] for m in sys.modules}})"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    return set(run.stdout.split())
+    return set(processes.run(code).split())
 
 
 HEAVY = {"torch", "jax", "numpy", "ml_dtypes", "matplotlib"}
@@ -59,7 +57,7 @@ def test_importing_changes_nothing_in_torch():
         "after = {k: len(torch._C._dispatch_get_registrations_for_dispatch_key(k)) for k in before}"
         "\nassert before == after, (before, after)\nassert 'torch._dynamo' not in sys.modules"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    processes.run(code)
 
 
 def test_unknown_backend():
@@ -140,10 +138,7 @@ def test_every_way_in_says_what_to_install(name, statement):
         f"try:\n    {statement.format(name)}\n"
         "except polymp.BackendMissingError as error:\n    print(error)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert run.stdout == (
+    assert processes.run(code) == (
         f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'.\n"
     )
 
@@ -181,4 +176,4 @@ def test_all_of_the_api_is_listed():
     )
     need("torch")
     need("jax")
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    processes.run(code)

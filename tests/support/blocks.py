@@ -1,7 +1,9 @@
-"""Runs the code blocks of a Markdown file: `python -m tests.support.blocks FILE REPORT`.
+"""Runs the code blocks of Markdown files: `python -m tests.support.blocks`.
 
-In: a file. Out: one line of JSON for each ```python block, its line, status and text. It is a
-process of its own, for polymp's kernels, once installed, stay; other tests shall not meet them.
+In: a line of JSON for each file, its path and where to report. Out: how the process ended that ran
+it, and in the report one line of JSON for each ```python block, its line, status and text. Every
+file has a process of its own, for polymp's kernels, once installed, stay; it is forked from one
+that has imported the frameworks, which takes longer than most files.
 
 The blocks of a section, from one level 2 heading to the next, share their names and run in order in
 an empty folder, with warnings as errors. The blocks above the first level 2 heading run first in
@@ -16,8 +18,10 @@ A comment on the line before a block says more about it:
 """
 
 import contextlib
+import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import tempfile
@@ -196,12 +200,42 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def main(path: str, report: str) -> None:
+def report_on(path: str, report: str) -> None:
     """Run a file; every line is written as soon as it is known, for a block may end the process."""
     with Path(report).open("w", encoding="utf-8") as out:
         for block, outcome in run(read(Path(path).absolute())):
             print(json.dumps([block.line, *outcome]), file=out, flush=True)
 
 
+def _forked(path: str, report: str) -> int:
+    """The exit code of a process that runs a file; what it prints goes beside the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of jax: nothing of it has run here yet
+        child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        with Path(f"{report}.printed").open("wb", buffering=0) as printed:
+            for stream in (1, 2):
+                os.dup2(printed.fileno(), stream)
+        report_on(path, report)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Run each file that is asked for, in a process of its own."""
+    for name in ("torch", "jax"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        print(_forked(*json.loads(line)), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -16,3 +16,34 @@ LONG = os.environ.get("POLYMP_SIZE") == "long"
 def size(few: int, many: int) -> int:
     """A count: `few` in `make test`, `many` in `make test-long`."""
     return many if LONG else few
+
+
+# What takes longest, longest first. With several processes these files start first, so that none
+# of them is alone at the end; tests of a file run in one process.
+LONGEST = (
+    "jax/autocast/test_corpus.py",
+    "torch/autocast/test_ops.py",
+    "jax/autocast/test_random_programs.py",
+    "shared/test_cases.py",
+    "shared/test_planted_faults.py",
+    "site/test_docs.py",
+    "torch/scaler/test_compile.py",
+    "jax/autocast/test_libraries.py",
+    "jax/autocast/test_random_policies.py",
+    "torch/autocast/test_random_programs.py",
+    "torch/autocast/test_random_policies.py",
+    "jax/autocast/test_solvers.py",
+    "site/test_site.py",
+    "site/test_examples_jax.py",
+    "shared/test_scaler_histories.py",
+    "shared/test_survival.py",
+    "shared/test_custom_ops.py",
+    "torch/autocast/test_models.py",
+    "jax/scaler/test_flax_steps.py",
+    "jax/weights/test_freeze_serving.py",
+    "jax/scaler/test_checkpoint.py",
+    "torch/scaler/test_ranks.py",
+    "torch/weights/test_freeze_models.py",
+    "core/cli/test_cli.py",
+    "site/test_examples_torch.py",
+)

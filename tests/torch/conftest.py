@@ -5,6 +5,7 @@ Torch is imported where it is used, for this file is loaded where torch is missi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,29 @@ def count() -> Iterator[Count]:
     torch._dynamo.reset()
     yield Count()
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A mesh of one device, for a process group of this process only."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def capturable_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows `capturable` on accelerators only, but what it does works on the CPU."""
+    name = "_get_capturable_supported_devices"
+    for module in [m for at, m in sys.modules.items() if at.startswith("torch.optim.")]:
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda *_, **__: ["cpu", "cuda"])
 
 
 @pytest.fixture

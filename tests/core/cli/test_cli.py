@@ -6,7 +6,6 @@ that are made up, and that it sees this one in a process of its own.
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
 from tests.site.test_package import HEAVY, loaded_after
+from tests.support import processes
 from tests.support.blocks import ROOT, read
 
 MINE = """\
@@ -72,14 +72,7 @@ def process(*argv, blocked=(), cwd=ROOT, **env):
     """The command in a process of its own, in which some modules cannot be imported."""
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
     code += f"from polymp.cli import main; sys.exit(main({argv!r}))"
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return processes.python("-c", code, code=None, cwd=cwd, env={"COLUMNS": "80", **env})
 
 
 # policies
@@ -453,19 +446,10 @@ def test_check_refuses_what_the_backends_refuse(polymp, answer, tmp_path):
                 except polymp.PolicyError:
                     print(name, row.of)
     """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(said),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    found = processes.run(code, input=json.dumps(said), cwd=tmp_path)
     scoped = {"aten:mul_.Tensor", "jax:callback"}
     expected = {f"{name} {of}" for name, ofs in REFUSED.items() for of in ofs if of not in scoped}
-    assert set(run.stdout.splitlines()) == expected
+    assert set(found.splitlines()) == expected
 
 
 def test_check_installs_no_kernel(polymp):
@@ -916,14 +900,7 @@ def test_the_script_is_this_function():
 
 
 def test_python_dash_m():
-    run = subprocess.run(
-        [sys.executable, "-m", "polymp", "diff", "amp", "lean", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1
+    run = processes.python("-m", "polymp", "diff", "amp", "lean", "--json", code=1)
     assert json.loads(run.stdout)["policies"] == ["amp", "lean"]
 
 

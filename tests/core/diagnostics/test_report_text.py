@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from polymp import plain_text
 from polymp.diagnostics import report_text
 from polymp.diagnostics.report import Report
-from tests.support import reports
+from tests.support import processes, reports
 
 PRINTED = """\
 Net: 9 call sites, policy amp in bfloat16
@@ -203,7 +201,7 @@ def test_no_package_is_needed_to_print() -> None:
         report = reports.in_torch()
         print(len(report.to_html()) > 1000, bool(report.diff(reports.in_jax())))
     """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ran = processes.python("-c", program)
     assert ran.stderr == ""
     assert ran.stdout == f"{PRINTED}\nTrue True\n"
 

@@ -1,7 +1,5 @@
 """The stack of regions, against a plain model of what restoring means."""
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region, Stack
 from polymp.rules.row import Row, Rule
+from tests.support.threads import in_thread
 
 
 def make(device, low):
@@ -69,11 +68,7 @@ def test_leaving_what_is_not_open():
 def test_every_thread_has_its_own():
     stack: Stack[tuple[Region, str]] = Stack()
     stack.frames.append((A, "x"))
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(list(stack.frames)))
-    thread.start()
-    thread.join()
-    assert seen == [[]]
+    assert in_thread(lambda: list(stack.frames)) == []
 
 
 @given(st.data())

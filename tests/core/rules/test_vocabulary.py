@@ -7,7 +7,6 @@ spoilt, where it finds just that.
 
 import importlib
 import inspect
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -22,7 +21,7 @@ import pytest
 from polymp.backends.jax.autocast import op_facts
 from polymp.rules import vocabulary as rules
 from tests.conftest import need
-from tests.support import cases, frameworks
+from tests.support import cases, frameworks, processes
 
 Vocabulary = dict[str, Any]
 
@@ -215,8 +214,7 @@ def _on_autocast_keys() -> dict[str, frozenset[str]]:
         "    key = 'Autocast' + device.upper()\n"
         "    print(*torch._C._dispatch_get_registrations_for_dispatch_key(key))"
     )
-    command = [sys.executable, "-c", program, *DEVICES]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = processes.run(program, *DEVICES).splitlines()
     return {
         device: frozenset(n.removeprefix("aten::") for n in line.split() if n.startswith("aten::"))
         for device, line in zip(DEVICES, lines, strict=True)

@@ -23,6 +23,15 @@ from polymp.scaling.scale_rule import (
     step,
     to_state_dict,
 )
+from tests.support.scaler_arguments import (
+    CONSTANTS,
+    FIELDS,
+    FIRSTS,
+    SAVED,
+    STATES,
+    TORCHS,
+    spoiled,
+)
 
 INF, NAN = math.inf, math.nan
 THREE = ScaleRule(interval=3)
@@ -139,45 +148,11 @@ def test_products_are_rounded_as_float32_stores_them() -> None:
 
 # --- constants that are checked ------------------------------------------------------------------
 
-COUNT = "{} must be from 0 to 2147483647, got {}."
-RANGE = (
-    "min_scale and max_scale must be from 2**-126 to 2**126, where the scale and its inverse are "
-    "both normal float32 numbers, and min_scale not above max_scale; got min_scale={} and "
-    "max_scale={}."
-)
 
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"growth": 1}, ValueError, "growth_factor must be finite and above 1, got 1."),
-        ({"growth": INF}, ValueError, "growth_factor must be finite and above 1, got inf."),
-        ({"growth": NAN}, ValueError, "growth_factor must be finite and above 1, got nan."),
-        ({"growth": "2"}, TypeError, "growth_factor must be a number, got '2'."),
-        ({"growth": True}, TypeError, "growth_factor must be a number, got True."),
-        ({"backoff": 1.0}, ValueError, "backoff_factor must be between 0 and 1, got 1.0."),
-        ({"backoff": 0}, ValueError, "backoff_factor must be between 0 and 1, got 0."),
-        ({"backoff": NAN}, ValueError, "backoff_factor must be between 0 and 1, got nan."),
-        ({"backoff": [0.5, 0.5]}, TypeError, "backoff_factor must be a number, got [0.5, 0.5]."),
-        ({"interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
-        ({"interval": 2.5}, TypeError, "growth_interval must be a whole number, got 2.5."),
-        ({"interval": INF}, TypeError, "growth_interval must be a whole number, got inf."),
-        ({"interval": None}, TypeError, "growth_interval must be a number, got None."),
-        ({"min_scale": 0.0}, ValueError, RANGE.format(0.0, LARGEST)),
-        ({"min_scale": 2.0**-127}, ValueError, RANGE.format(2.0**-127, LARGEST)),
-        ({"max_scale": 2.0**127}, ValueError, RANGE.format(SMALLEST, 2.0**127)),
-        ({"max_scale": NAN}, ValueError, RANGE.format(SMALLEST, NAN)),
-        ({"min_scale": 2.0, "max_scale": 1.0}, ValueError, RANGE.format(2.0, 1.0)),
-        ({"max_scale": "1"}, TypeError, "max_scale must be a number, got '1'."),
-        ({"hysteresis": -1}, ValueError, COUNT.format("hysteresis", -1)),
-        ({"hysteresis": 2**31}, ValueError, COUNT.format("hysteresis", 2**31)),
-        ({"hysteresis": 0.5}, TypeError, "hysteresis must be a whole number, got 0.5."),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "error", "message"), CONSTANTS, ids=str)
 def test_a_constant_out_of_range(change: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
-        checked(ScaleRule()._replace(**change))
+        checked(ScaleRule()._replace(**{FIELDS.get(key, key): x for key, x in change.items()}))
     assert raised.value.args == (message,)
 
 
@@ -205,14 +180,12 @@ def test_a_scale_out_of_the_bounds(value: Any, error: type[Exception], message: 
     assert raised.value.args == (message,)
 
 
-FIRST = "first must be a positive number that float32 holds, such as 2.0**16; got {!r}."
-
-
-@pytest.mark.parametrize("value", [0, 0.0, -8.0, 1e-46, 3.5e38, INF, NAN])
-@pytest.mark.parametrize("rule", [ScaleRule(), NARROW])
-def test_a_first_scale_that_is_none(value: float, rule: ScaleRule) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(FIRST.format(value))}$"):
-        checked_first_scale("first", value, rule)
+@pytest.mark.parametrize(("arguments", "error", "message"), FIRSTS, ids=str)
+def test_a_first_scale_that_is_none(arguments: Any, error: type[Exception], message: str) -> None:
+    bounds = {key: value for key, value in arguments.items() if key != "init_scale"}
+    with pytest.raises(error) as raised:
+        checked_first_scale("init_scale", arguments["init_scale"], ScaleRule(**bounds))
+    assert raised.value.args == (message,)
 
 
 @pytest.mark.parametrize("value", [1e38, 3.4e38, 2.0**127, 2.0**-149, 1e-40, 8, 2.0**126])
@@ -240,21 +213,7 @@ def test_a_scale_between_the_bounds(value: float) -> None:
 
 # --- states that are saved and loaded ------------------------------------------------------------
 
-SAVED = {
-    "scale": 12.0,
-    "growth_factor": 3.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 7,
-    "_growth_tracker": 4,
-    "min_scale": 1.0,
-    "max_scale": 64.0,
-    "hysteresis": 2,
-    "skips": 5,
-    "spoiled": 3,
-    "skipped": 9,
-}
 RULE, STATE = ScaleRule(3.0, 0.25, 7, 1.0, 64.0, 2), ScaleState(12.0, 4, 5, 3, 9)
-TORCHS = {key: SAVED[key] for key in list(SAVED)[:5]}
 
 
 def test_a_state_comes_back_as_it_was() -> None:
@@ -293,42 +252,10 @@ def test_a_positive_scale_is_brought_between_the_bounds(scale: float, after: flo
     assert type(state.scale) is float
 
 
-LOST_SCALE = (
-    "scale must be positive and finite, got {}: the run that saved it had lost its scale. Start "
-    "again from another one, such as 2.0**16."
-)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        *(
-            ({key: None}, KeyError, f"a scaler's state needs the entry {key!r}; it has "
-             + ", ".join(repr(k) for k in SAVED if k != key))
-            for key in TORCHS
-        ),
-        ({"scale": "big"}, TypeError, "scale must be a number, got 'big'."),
-        ({"scale": 0.0}, ValueError, LOST_SCALE.format("0.0")),
-        ({"scale": -1.0}, ValueError, LOST_SCALE.format("-1.0")),
-        ({"scale": INF}, ValueError, LOST_SCALE.format("inf")),
-        ({"scale": NAN}, ValueError, LOST_SCALE.format("nan")),
-        ({"growth_factor": 1.0}, ValueError, "growth_factor must be finite and above 1, got 1.0."),
-        ({"backoff_factor": 2}, ValueError, "backoff_factor must be between 0 and 1, got 2."),
-        ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
-        ({"_growth_tracker": 1.5}, TypeError, "_growth_tracker must be a whole number, got 1.5."),
-        ({"_growth_tracker": -1}, ValueError, COUNT.format("_growth_tracker", -1)),
-        ({"min_scale": 65.0}, ValueError, RANGE.format(65.0, 64.0)),
-        ({"hysteresis": "2"}, TypeError, "hysteresis must be a number, got '2'."),
-        ({"skips": -3}, ValueError, COUNT.format("skips", -3)),
-        ({"spoiled": NAN}, TypeError, "spoiled must be a whole number, got nan."),
-        ({"skipped": 2**31}, ValueError, COUNT.format("skipped", 2**31)),
-    ],
-    ids=lambda value: str(value)[:30],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "error", "message"), STATES, ids=lambda v: str(v)[:30])
 def test_a_bad_state_dict(change: Any, error: type[Exception], message: str) -> None:
-    saved = {k: v for k, v in (SAVED | change).items() if v is not None}
     with pytest.raises(error) as raised:
-        from_state_dict(saved)
+        from_state_dict(spoiled(change))
     assert raised.value.args == (message,)
 
 

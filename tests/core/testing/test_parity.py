@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from polymp.testing import (
 from polymp.testing import fw as fw
 from polymp.testing.align import first_parted, strictly_parted
 from tests.conftest import FRAMEWORKS, need
+from tests.support import processes
 
 X = np.random.default_rng(0).standard_normal((5, 8))
 W = np.random.default_rng(1).standard_normal((8, 8))
@@ -371,6 +371,6 @@ def test_importing_imports_no_framework_and_no_pytest() -> None:
         "import sys, polymp.testing as t; "
         "assert not {'torch', 'jax', 'numpy', 'pytest'} & {*sys.modules}; assert 'fw' in dir(t)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    processes.run(code)
     with pytest.raises(AttributeError, match="no attribute 'fx'"):
         testing.fx  # noqa: B018

@@ -5,8 +5,6 @@ imported. Its bits must be those of the jitted function here.
 """
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from jax import export
 
 from polymp.jax import autocast
+from tests.support import processes
 from tests.support.jax.corpus_runs import QUICK
 
 OWN = {
@@ -118,10 +117,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list
     for case in CASES:
         vjps = 1 if case.way == WAYS[2] else 0
         (folder / f"{case}.artifact").write_bytes(case.exported("cpu").serialize(vjp_order=vjps))
-    run = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(folder)], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    processes.run(ELSEWHERE, folder)
 
     def found(case: Case) -> list[np.ndarray]:
         with np.load(Path(folder) / f"{case}.npz") as arrays:

@@ -321,6 +321,7 @@ def some() -> list[Program]:
     return some_programs(len(SOME))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", SOME)
 def test_with_the_checks_of_jax_on(some, at):
     it = some[at]
@@ -344,6 +345,7 @@ def test_checking_leaks_finds_a_leak():
         jax.jit(lambda x: kept.append(x) or x)(1.0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", SOME)
 def test_with_jit_off(some, at):
     """Then loops are unrolled as they are traced, and what they carry has no dtype of its own.

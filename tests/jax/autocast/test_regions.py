@@ -2,7 +2,6 @@
 
 import gc
 import re
-import threading
 from collections import deque
 from functools import cache, partial
 
@@ -15,6 +14,7 @@ from jax import lax
 import polymp
 from polymp.errors import EscapedValueError
 from polymp.jax import autocast
+from tests.support.threads import in_thread
 
 X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
 half = partial(autocast, dtype=jnp.float16)
@@ -182,9 +182,7 @@ def test_another_thread_is_in_no_region():
     seen = []
 
     def f(x):
-        thread = threading.Thread(target=lambda: seen.append(name(autocast(lambda x: x @ x)(X))))
-        thread.start()
-        thread.join()
+        seen.append(in_thread(lambda: name(autocast(lambda x: x @ x)(X))))
         return x @ x
 
     assert name(half(f)(X)) == "float16"

@@ -99,7 +99,8 @@ def test_binders_and_constants_of_a_closed_jaxpr():
 def test_an_open_jaxpr_can_be_closed():
     (eqn,) = traced(jax.checkpoint(jnp.sin), X).eqns
     closed = compat.close(eqn.params["jaxpr"])
-    assert compat.close(closed) is closed
+    assert compat.close(closed) is compat.close(eqn.params["jaxpr"]) is closed
+    assert not compat.opened(closed)[1]
     assert np.array_equal(core.jaxpr_as_fun(closed)(X)[0], jnp.sin(X))
 
 
@@ -485,14 +486,6 @@ def test_values_of_a_trace():
         r"float32\[2,2\] from .*test_private_names\.py:\d+:\d+ \(.*fn\)", compat.where_made(cos)
     )
     assert compat.where_made(x) == "float32[2,2]"
-
-
-def test_close():
-    inner = jax.make_jaxpr(jax.checkpoint(jnp.sin))(X).eqns[0].params["jaxpr"]
-    closed = compat.close(inner)
-    assert compat.close(inner) is closed
-    assert not compat.opened(closed)[1]
-    assert compat.close(closed) is closed
 
 
 def test_jvp_and_pulled_keep_symbolic_zeros():

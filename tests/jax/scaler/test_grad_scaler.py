@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,79 +35,6 @@ def test_defaults_are_torchs():
         "spoiled": 0,
         "skipped": 0,
     }
-
-
-BOUNDS = (
-    "min_scale and max_scale must be from 2**-126 to 2**126, where the scale and its inverse are "
-    "both normal float32 numbers, and min_scale not above max_scale; got "
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (
-            {"growth_factor": 1.0},
-            ValueError,
-            "growth_factor must be finite and above 1, got 1.0.",
-        ),
-        (
-            {"growth_factor": float("nan")},
-            ValueError,
-            "growth_factor must be finite and above 1, got nan.",
-        ),
-        (
-            {"backoff_factor": 1.5},
-            ValueError,
-            "backoff_factor must be between 0 and 1, got 1.5.",
-        ),
-        (
-            {"backoff_factor": 0.0},
-            ValueError,
-            "backoff_factor must be between 0 and 1, got 0.0.",
-        ),
-        ({"growth_interval": 0}, ValueError, "growth_interval must be at least 1, got 0."),
-        (
-            {"growth_interval": 2.5},
-            TypeError,
-            "growth_interval must be a whole number, got 2.5.",
-        ),
-        ({"init_scale": "cuda"}, TypeError, "init_scale must be a number, got 'cuda'."),
-        ({"init_scale": True}, TypeError, "init_scale must be a number, got True."),
-        (
-            {"init_scale": 0.0},
-            ValueError,
-            "init_scale must be a positive number that float32 holds, such as 2.0**16; got 0.0.",
-        ),
-        (
-            {"init_scale": 8.0, "max_scale": 4.0},
-            ValueError,
-            f"init_scale must be from min_scale to max_scale, {SMALLEST!r} to 4.0; got 8.0.",
-        ),
-        (
-            {"min_scale": 2.0**-127},
-            ValueError,
-            f"{BOUNDS}min_scale={2.0**-127!r} and max_scale={LARGEST!r}.",
-        ),
-        (
-            {"max_scale": 2.0**127},
-            ValueError,
-            f"{BOUNDS}min_scale={SMALLEST!r} and max_scale={2.0**127!r}.",
-        ),
-        (
-            {"min_scale": 4.0, "max_scale": 2.0},
-            ValueError,
-            f"{BOUNDS}min_scale=4.0 and max_scale=2.0.",
-        ),
-        ({"hysteresis": -1}, ValueError, "hysteresis must be from 0 to 2147483647, got -1."),
-        ({"hysteresis": 1.5}, TypeError, "hysteresis must be a whole number, got 1.5."),
-    ],
-)
-def test_arguments_are_checked_unless_disabled(arguments, error, message):
-    with pytest.raises(error) as raised:
-        GradScaler(**arguments)
-    assert raised.value.args[0] == message
-    assert not GradScaler(**arguments, enabled=False).enabled
 
 
 def test_an_interval_that_no_run_reaches_is_the_longest():
@@ -245,50 +171,6 @@ def test_bounds_and_hysteresis_are_kept_where_torch_has_saved_none():
     loaded = ODD.load_state_dict(saved)
     assert loaded.rule == ScaleRule(2.0, 0.5, 2000, 0.5, 64.0, 1)
     assert values(loaded) == (64.0, 0)  # the nearer bound
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"scale": None}, KeyError, "a scaler's state needs the entry 'scale'; it has"),
-        ({"scale": "big"}, TypeError, "scale must be a number, got 'big'."),
-        (
-            {"scale": float("inf")},
-            ValueError,
-            "scale must be positive and finite, got inf: the run that saved it had lost its scale."
-            " Start again from another one, such as 2.0**16.",
-        ),
-        ({"scale": 0.0}, ValueError, "scale must be positive and finite, got 0.0: the run that"),
-        (
-            {"_growth_tracker": -1},
-            ValueError,
-            "_growth_tracker must be from 0 to 2147483647, got -1.",
-        ),
-        ({"skips": 0.5}, TypeError, "skips must be a whole number, got 0.5."),
-        (
-            {"growth_factor": 0.5},
-            ValueError,
-            "growth_factor must be finite and above 1, got 0.5.",
-        ),
-        (
-            dict.fromkeys(GradScaler().state_dict()),
-            RuntimeError,
-            "The source state dict is empty, possibly because it was saved "
-            "from a disabled instance of GradScaler.",
-        ),
-    ],
-)
-def test_a_bad_state_dict(change, error, message):
-    saved: dict[str, Any] = GradScaler().state_dict() | change
-    saved = {k: v for k, v in saved.items() if v is not None}
-    with pytest.raises(error) as raised:
-        GradScaler().load_state_dict(saved)
-    assert raised.value.args[0].startswith(message)
-
-
-def test_a_state_that_is_no_dictionary():
-    with pytest.raises(TypeError, match=r"^a scaler's state must be a dictionary, got 7\.$"):
-        GradScaler().load_state_dict(7)  # type: ignore[arg-type]
 
 
 @given(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ import optax
 import pytest
 
 from polymp.jax import GradScaler, ScaledState, autocast, scaled
+from tests.support import processes
 from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import bits, numbers
 
@@ -290,8 +289,7 @@ def test_neither_optax_nor_flax_is_imported_before_it_is_used():
         "import sys, polymp.jax as p; p.GradScaler().value_and_grad(lambda w: w)(1.0); "
         "print(sorted({'optax', 'flax'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert processes.run(code) == "[]\n"
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA on CPU makes of it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 
 import jax
@@ -12,6 +11,7 @@ import pytest
 from polymp.errors import ScalerWarning
 from polymp.jax import GradScaler, autocast
 from polymp.scaling.gradient_report import NO_EFFECT
+from tests.support.threads import in_thread
 
 W, X = jnp.ones((3, 3)), jnp.ones((2, 3))
 
@@ -24,19 +24,16 @@ half = autocast(loss, dtype=jnp.float16)
 brain = autocast(loss, dtype=jnp.bfloat16)
 
 
-def in_thread(fn):
+def warned(fn):
     """Run in a thread of its own, where nothing has been said or called yet; the warnings."""
 
     def run():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fn()
-        seen.extend(w for w in caught if w.category is ScalerWarning)
+        return [w for w in caught if w.category is ScalerWarning]
 
-    seen: list[warnings.WarningMessage] = []
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    seen = in_thread(run)
     assert all(str(w.message) == NO_EFFECT for w in seen)
     return seen
 
@@ -52,13 +49,13 @@ def step(cost, scaler=None, jit=True, **options):
 
 @pytest.mark.parametrize("jit", [True, False])
 def test_bfloat16_is_warned_of_and_float16_is_not(jit):
-    assert len(in_thread(step(brain, jit=jit))) == 1
-    assert in_thread(step(half, jit=jit)) == []
-    assert in_thread(step(loss, jit=jit)) == []
+    assert len(warned(step(brain, jit=jit))) == 1
+    assert warned(step(half, jit=jit)) == []
+    assert warned(step(loss, jit=jit)) == []
 
 
 def test_the_warning_points_at_the_line_that_scales():
-    (warning,) = in_thread(step(brain))
+    (warning,) = warned(step(brain))
     assert warning.filename == __file__
     assert warning.lineno == step.__code__.co_firstlineno + 4
 
@@ -69,17 +66,17 @@ def test_once_for_scalers_of_one_rule():
             step(brain, init_scale=scale, jit=False)()
         step(brain, growth_interval=3)()
 
-    assert len(in_thread(run)) == 2
+    assert len(warned(run)) == 2
 
 
 def test_inside_of_the_region():
     def run(cost):
         return lambda: jax.grad(autocast(lambda w: GradScaler().scale(cost(w, X))))(W)
 
-    assert len(in_thread(run(loss))) == 1
-    assert len(in_thread(run(half))) == 1, "the region around decides"
+    assert len(warned(run(loss))) == 1
+    assert len(warned(run(half))) == 1, "the region around decides"
     off = autocast(lambda w: GradScaler().scale(loss(w, X)), enabled=False)
-    assert in_thread(lambda: jax.grad(off)(W)) == []
+    assert warned(lambda: jax.grad(off)(W)) == []
 
 
 def test_the_latest_call_decides():
@@ -89,8 +86,8 @@ def test_the_latest_call_decides():
 
         return step(cost)
 
-    assert in_thread(both(brain, half)) == []
-    assert len(in_thread(both(half, brain))) == 1
+    assert warned(both(brain, half)) == []
+    assert len(warned(both(half, brain))) == 1
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -105,7 +102,7 @@ def test_an_evaluation_in_bfloat16_says_nothing_of_a_step_in_float16(jit):
         step(cached, jit=jit)()  # traced again, but for what is cached
         step(half, jit=jit)()
 
-    assert in_thread(run) == []
+    assert warned(run) == []
 
 
 @pytest.mark.parametrize(
@@ -119,8 +116,8 @@ def test_an_evaluation_in_bfloat16_says_nothing_of_a_step_in_float16(jit):
     ids=["jit", "remat", "vmap", "scan"],
 )
 def test_a_region_deep_in_the_loss_is_found(around):
-    assert len(in_thread(step(around(autocast(loss, dtype=jnp.bfloat16))))) == 1
-    assert in_thread(step(around(autocast(loss, dtype=jnp.float16)))) == []
+    assert len(warned(step(around(autocast(loss, dtype=jnp.bfloat16))))) == 1
+    assert warned(step(around(autocast(loss, dtype=jnp.float16)))) == []
 
 
 def test_vjp_with_a_scaled_cotangent():
@@ -128,30 +125,30 @@ def test_vjp_with_a_scaled_cotangent():
         value, vjp = jax.vjp(lambda w: brain(w, x).astype(jnp.float32), w)
         return vjp(scaler.scale(jnp.ones_like(value)))
 
-    assert len(in_thread(lambda: jax.jit(run)(GradScaler(), W, X))) == 1
+    assert len(warned(lambda: jax.jit(run)(GradScaler(), W, X))) == 1
 
 
 def test_a_disabled_scaler_is_silent_as_the_message_says():
-    assert in_thread(step(brain, enabled=False)) == []
-    assert in_thread(step(brain, dtype=jnp.bfloat16)) == []
-    assert in_thread(step(half, dtype=jnp.float16)) == []
+    assert warned(step(brain, enabled=False)) == []
+    assert warned(step(brain, dtype=jnp.bfloat16)) == []
+    assert warned(step(half, dtype=jnp.float16)) == []
 
 
 def test_values_that_are_not_traced_have_no_gradient():
-    assert in_thread(lambda: GradScaler().scale(brain(W, X))) == []
+    assert warned(lambda: GradScaler().scale(brain(W, X))) == []
 
 
 def test_calls_in_another_thread_say_nothing_here():
     def run():
-        assert len(in_thread(step(brain))) == 1
+        assert len(warned(step(brain))) == 1
         step(loss)()
 
-    assert in_thread(run) == []
+    assert warned(run) == []
 
 
 def test_value_and_grad_warns_too():
-    assert len(in_thread(lambda: GradScaler().value_and_grad(brain)(W, X))) == 1
-    assert in_thread(lambda: GradScaler().value_and_grad(half)(W, X)) == []
+    assert len(warned(lambda: GradScaler().value_and_grad(brain)(W, X))) == 1
+    assert warned(lambda: GradScaler().value_and_grad(half)(W, X)) == []
 
 
 def test_the_mark_changes_no_number():

@@ -51,6 +51,16 @@ class Decorated(Net):
         return super().forward(x)
 
 
+def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
+    return torch.mm(x.to(dtype), w.to(dtype))
+
+
+def short(arguments: dict[str, Any]) -> str:
+    dtype = str(arguments.get("dtype", "inherit")).removeprefix("torch.")
+    return dtype if arguments.get("enabled", True) else f"off({dtype})"
+
+
 def one_region(net: nn.Module, x: torch.Tensor) -> Any:
     with autocast("cpu", dtype=torch.float16):
         y = net(x)

@@ -9,7 +9,6 @@ polymp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -224,12 +223,6 @@ class Library(Protocol):
 
 class Stop(Exception):
     """What a program raises."""
-
-
-def in_thread(body: Callable[[], None]) -> None:
-    """Run `body` in a thread of its own, wait for it and raise what it raised."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(body).result()
 
 
 def count_up() -> None:

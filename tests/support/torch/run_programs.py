@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from tests import STRICT
+from tests.support.threads import in_thread
 from tests.support.torch import programs
 from tests.support.torch.programs import Program, Spec
 
@@ -95,7 +96,7 @@ class Correct:
             body()
             torch.autocast_decrement_nesting()
 
-        programs.in_thread(body if self.holder is None else beside_a_holder)
+        in_thread(body if self.holder is None else beside_a_holder)
 
     def wrote(self) -> None:
         torch.clear_autocast_cache()
@@ -132,7 +133,7 @@ class Threads(Correct):
     """Used wrongly: a second thread clears the first one's casts."""
 
     def thread(self, body: Callable[[], None]) -> None:
-        programs.in_thread(body)
+        in_thread(body)
 
 
 class NoGeneratorRegion(Correct):

@@ -6,15 +6,11 @@ The processes meet in a file and talk gloo over the loopback interface.
 from __future__ import annotations
 
 import functools
-import pickle
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import polymp
@@ -61,15 +57,8 @@ def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], rank: int) -
     return notes
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=(folder / "meeting").as_uri(),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=100),
-    )
+def main(rank: int, ranks: int, folder: Path) -> list[Any]:
+    """What a rank notes."""
     ddp = nn.parallel.DistributedDataParallel
     model, before, by_hand = (seeded(functools.partial(Model, b)) for b in (False, False, True))
     scoped(model, HEAD)
@@ -80,10 +69,4 @@ def run_rank(rank: int, folder: Path) -> None:
         return wrapped
 
     notes = [train(model, ddp, rank), train(before, scoped_after, rank)]
-    notes.append(train(by_hand, ddp, rank))
-    (folder / f"notes{rank}").write_bytes(pickle.dumps(notes))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    return [*notes, train(by_hand, ddp, rank)]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +17,8 @@ from torch import nn
 
 from polymp.torch import autocast
 from tests import STRICT
-from tests.support.examples import ROOT, TINY, modules
+from tests.support import processes
+from tests.support.examples import TINY, modules
 from tests.support.torch import saved_dtypes
 
 LOW = ("bfloat16", "float16")
@@ -32,14 +31,7 @@ LIMITS = {"written_out": 0.75, "fused": 0.85}
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, list[saved_dtypes.Saved]]:
     """What is saved on CUDA, by what, attention, dtype and policy."""
-    child = subprocess.run(
-        [sys.executable, *STRICT, "-m", "tests.support.torch.saved_dtypes"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert child.returncode == 0, child.stderr
+    child = processes.python(*STRICT, "-m", "tests.support.torch.saved_dtypes")
     return {
         key: [saved_dtypes.Saved(*one) for one in found]
         for key, found in json.loads(child.stdout).items()

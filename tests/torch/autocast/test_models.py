@@ -7,26 +7,21 @@ not know polymp.
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import processes
 from tests.support.torch.models import LOW, MODELS, STAGES, WAYS, WITH_GRADIENTS, Outcomes
 
-ROOT = Path(__file__).parents[3]
 ENGINES = tuple(stage for stage in STAGES if stage != "torch")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
     path = tmp_path_factory.mktemp("models") / "outcomes"
-    command = [sys.executable, "-m", "tests.support.torch.models", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    processes.python("-m", "tests.support.torch.models", path)
     loaded: dict[str, Outcomes] = pickle.loads(path.read_bytes())
     return loaded
 

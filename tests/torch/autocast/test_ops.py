@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support import processes
 from tests.support.torch import ops, run_ops, torch_lists
 from tests.support.torch.outcomes import Outcome, Seen
 from tests.support.torch.run_ops import STAGES, Case, Record
 from tests.support.torch.version_changes import ASK_FOR_DRIVER
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.sized  # `run_ops` makes each call with all patterns of dtypes then
+
 DEVICES = ("cpu", "cuda")
 ENGINES = tuple(stage for stage in STAGES if stage not in ("torch", "wrong"))
 OPS = [(device, op) for device in DEVICES for op in run_ops.registered(device) if run_ops.rows(op)]
@@ -71,9 +70,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
 
     def run(device: str) -> Run:
         path = where / device
-        command = [sys.executable, "-m", "tests.support.torch.run_ops", device, str(path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
+        processes.python("-m", "tests.support.torch.run_ops", device, path)
         registered, records = pickle.loads(path.read_bytes())
         stages: dict[str, dict[str, Record]] = {stage: defaultdict(dict) for stage in STAGES}
         for stage, record in records.items():

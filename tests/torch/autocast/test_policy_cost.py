@@ -6,11 +6,9 @@ that do differ cost is measured by benchmarks/policies.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.support import processes
 from tests.support.torch.version_changes import VERSION
 
 # Regions are entered and ops run under the policy `mine`; a CUDA region has fake tensors.
@@ -81,14 +79,8 @@ def test_a_policy_that_says_what_torch_does_installs_no_kernel(device, tmp_path)
     if device == "cuda" and VERSION < (2, 12):
         pytest.skip("torch 2.11 does not register rms_norm, for which torch-cuda has a row")
     same = [part + "assert use(mine) == (), kernel_registry.installed(device)\n" for part in OWN]
-    run = subprocess.run(
-        [sys.executable, "-c", "".join([_head(device), USE, *same, AS_FILE, DIFFERS, WIDENS])],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert run.returncode == 0, run.stderr
+    program = "".join([_head(device), USE, *same, AS_FILE, DIFFERS, WIDENS])
+    processes.run(program, cwd=tmp_path)
 
 
 def _head(device: str) -> str:

@@ -7,14 +7,12 @@ runs them: `run_random_policies`. Each call is judged bit for bit against casts 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import processes
 from tests.support.random_policies import WRONG
 from tests.support.sizes import size
 
@@ -27,11 +25,7 @@ pytestmark = pytest.mark.sized
 
 @cache
 def ran(what: str, count: int) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.torch.run_random_policies", what, str(count)],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = processes.python("-m", "tests.support.torch.run_random_policies", what, count)
     found: dict[str, Any] = json.loads(run.stdout)
     print(f"\n{what}: { {key: value for key, value in found.items() if key not in ('wrong',)} }")
     return found

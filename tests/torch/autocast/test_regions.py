@@ -16,17 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polymp import policy
 from polymp.torch import autocast
+from tests.support.torch.compiled import mm, short
 from tests.support.torch.inside import inside
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = (BF16, FP16)
-
-
-def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
-    return torch.mm(x.to(dtype), w.to(dtype))
 
 
 # --- nested and disabled --------------------------------------------------------------------------
@@ -65,7 +61,7 @@ def walk(
     return seen
 
 
-@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(_short(a) for a in n))
+@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(short(a) for a in n))
 def test_every_depth_runs_in_its_own_region(
     nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
 ) -> None:
@@ -75,7 +71,7 @@ def test_every_depth_runs_in_its_own_region(
     assert walk(autocast, nest, x, w) == walk(uncached, nest, x, w)
 
 
-@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(_short(a) for a in n))
+@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(short(a) for a in n))
 def test_a_walk_through_wrong_regions_is_seen(
     nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
 ) -> None:
@@ -89,11 +85,6 @@ def test_a_walk_through_wrong_regions_is_seen(
     dtypes = {arguments.get("dtype") for arguments in nest}
     assert (walk(always_on, nest, x, w) != right) == any("enabled" in a for a in nest)
     assert (walk(one_dtype, nest, x, w) != right) == (FP16 in dtypes)
-
-
-def _short(arguments: dict[str, Any]) -> str:
-    dtype = str(arguments.get("dtype", "inherit")).removeprefix("torch.")
-    return dtype if arguments.get("enabled", True) else f"off({dtype})"
 
 
 def test_depths_by_hand(x: torch.Tensor, w: torch.Tensor) -> None:

@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from polymp.backends.torch.autocast import region_casts
 from polymp.torch import autocast
+from tests.support.threads import in_thread, in_threads
+from tests.support.torch.compiled import mm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
-    return torch.mm(x.to(dtype), w.to(dtype))
-
-
-def in_thread(function: Callable[[], Any]) -> Any:
-    """What `function` returns in a thread of its own, or raises."""
-    return in_threads([function])[0]
-
-
-def in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
-
-    def work(at: int) -> None:
-        try:
-            results[at] = functions[at]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(at,)) for at in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return [results[at] for at in range(len(functions))]
 
 
 def test_a_thread_starts_outside(x: torch.Tensor, w: torch.Tensor) -> None:
@@ -134,8 +106,10 @@ def test_a_thread_that_ends_inside_a_region_harms_nobody(x: torch.Tensor, w: tor
         torch.mm(x, w)
 
     in_thread(die)
+    gc.collect()
     for dtype in (BF16, FP16):
         with autocast("cpu", dtype=dtype):
+            assert region_casts.mine()
             assert torch.equal(torch.mm(x, w), mm(x, w, dtype))
             with torch.no_grad():
                 w.mul_(2)

@@ -14,23 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp.torch
 from polymp.torch import autocast
-from tests.torch.autocast.test_threads import in_thread
+from tests.support.threads import in_thread
+from tests.support.torch.compiled import mm, short
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = (BF16, FP16)
 OFF: dict[str, Any] = {"enabled": False}
-
-
-def _short(arguments: dict[str, Any]) -> str:
-    dtype = str(arguments.get("dtype", "inherit")).removeprefix("torch.")
-    return dtype if arguments.get("enabled", True) else f"off({dtype})"
-
-
-def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
-    return torch.mm(x.to(dtype), w.to(dtype))
 
 
 # --- torch.utils.checkpoint -----------------------------------------------------------------------
@@ -79,7 +70,7 @@ PLACES = ("in", "outside", "another", "thread")
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("arguments", [{"dtype": BF16}, {"dtype": FP16}, OFF], ids=_short)
+@pytest.mark.parametrize("arguments", [{"dtype": BF16}, {"dtype": FP16}, OFF], ids=short)
 def test_checkpoint_recomputes_in_the_region(
     arguments: dict[str, Any], reentrant: bool, where: str
 ) -> None:
@@ -163,7 +154,7 @@ def test_functions_under_vmap_are_recomputed_as_they_ran(reentrant: bool) -> Non
 
 
 @pytest.mark.parametrize("outer", [autocast, torch.autocast], ids=["ours outside", "torch outside"])
-@pytest.mark.parametrize("given", [{"dtype": BF16}, {"dtype": FP16}, {}, OFF], ids=_short)
+@pytest.mark.parametrize("given", [{"dtype": BF16}, {"dtype": FP16}, {}, OFF], ids=short)
 def test_regions_of_ours_and_of_torch_nest(
     outer: Any, given: dict[str, Any], x: torch.Tensor, w: torch.Tensor
 ) -> None:

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import torch
 
 import polymp.torch
 from polymp.scaling.scale_rule import as_float32
-from tests.support.torch import programs
+from tests.support import processes
+from tests.support.threads import in_thread
 from tests.support.torch.differences import PROGRAMS, after_a_change
 from tests.support.torch.training import ENTRIES
 
@@ -96,14 +95,7 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
 
 
 def outcomes(package: str) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.torch.differences", package],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    run = processes.python("-m", "tests.support.torch.differences", package, timeout=300)
     found: dict[str, Any] = json.loads(run.stdout)
     return found
 
@@ -159,7 +151,7 @@ UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "out=": lambda w: torch.mul(w, 2, out=w),
     "op that is not watched": lambda w: w.hypot_(w * 3**0.5),
     "disabled subregion": in_a_disabled_subregion,
-    "thread in no region": lambda w: programs.in_thread(lambda: in_no_region(w)),
+    "thread in no region": lambda w: in_thread(lambda: in_no_region(w)),
 }
 
 

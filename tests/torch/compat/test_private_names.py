@@ -1,10 +1,7 @@
 """Every private name of torch that polymp uses does what `compat` says; loud when one changes."""
 
-import subprocess
 import sys
-import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +26,10 @@ from polymp.backends.torch.compat import (
     optimizers,
     storage,
 )
+from tests.support import processes
+from tests.support.threads import in_thread
 from tests.support.torch.compiled import Count
-
-ROOT = Path(__file__).parents[3]
+from tests.support.torch.each_op import EachOp
 
 
 def test_autocast_keys_exist_for_the_devices_that_have_tables():
@@ -109,18 +107,13 @@ def test_the_front_key_is_where_torch_func_looks_first():
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
     before = [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS]
-    seen = []
     for slot in policy_code.SLOTS:
         with pytest.raises((RuntimeError, NotImplementedError)):
             torch.ones(1, device=slot)
         for dtype in dtype_names.NAMES:
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
-    thread = threading.Thread(
-        target=lambda: seen.extend(torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS)
-    )
-    thread.start()
-    thread.join()
+    seen = in_thread(lambda: [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS])
     assert seen == list(policy_code.NONE), "a new thread starts with no policy"
     for slot, dtype in zip(policy_code.SLOTS, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
@@ -306,20 +299,6 @@ def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
 # --- what the scaler asks for ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of this process only, and a mesh of one device for it."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_fused_kernel_unscales_the_dtypes_that_are_named(device):
     if device == "cuda" and not torch.cuda.is_available():
@@ -357,8 +336,7 @@ def test_no_tensor_is_a_dtensor_before_somebody_imports_them():
         "import torch.distributed.tensor\n"
         "assert dtensor._dtensor() is torch.distributed.tensor.DTensor\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    processes.run(script)
 
 
 def test_local_shares_the_memory_of_a_dtensor(alone):
@@ -560,15 +538,13 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     below: list[int] = []
     behind: list[int | None] = []
 
-    class Looks(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is not torch.ops.aten.detach.default:
-                below.append(autograd.latest_node())
-                behind.append(autograd.backward_node())
-            return func(*args, **(kwargs or {}))
+    def look(func, *_):
+        if func is not torch.ops.aten.detach.default:
+            below.append(autograd.latest_node())
+            behind.append(autograd.backward_node())
 
     x = torch.ones(2, requires_grad=True)
-    with Looks():
+    with EachOp(look):
         y = x.exp().sin()
     assert behind == [None, None]
     assert below == [y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()]
@@ -580,7 +556,7 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     below.clear()
     behind.clear()
     x.grad, given = torch.ones(2), torch.ones(2)
-    with Looks():
+    with EachOp(look):
         y.backward(given)
     assert set(behind) == {sine, exponential, -1}, "-1 where a gradient is accumulated"
     assert autograd.backward_node() is None
@@ -674,14 +650,10 @@ def test_standing_in_for_cuda(monkeypatch) -> None:
     """In the block alone, and in this thread alone; whatever the machine has."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    elsewhere = []
     with accelerators.stand_in("cuda"):
         assert not accelerators.cuda_missing()
         assert not accelerators.cuda_lacks_bfloat16()
-        thread = threading.Thread(target=lambda: elsewhere.append(accelerators.cuda_missing()))
-        thread.start()
-        thread.join()
-    assert elsewhere == [True]
+        assert in_thread(accelerators.cuda_missing)
     assert accelerators.cuda_missing()
     assert accelerators.cuda_lacks_bfloat16()
 
@@ -722,11 +694,7 @@ def test_the_innermost_mode_and_whether_one_sees_this_thread() -> None:
             assert modes.innermost_mode() is inner
             assert modes.sees(outer)
         assert not modes.sees(inner)
-        elsewhere: list[bool] = []
-        thread = threading.Thread(target=lambda: elsewhere.append(modes.sees(outer)))
-        thread.start()
-        thread.join()
-        assert elsewhere == [False]
+        assert not in_thread(lambda: modes.sees(outer))
     assert not modes.sees(outer)
 
 
@@ -776,9 +744,9 @@ def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
         assert not torch.equal(mean, torch.zeros(3))
 
 
-def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path: Path) -> None:
+def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(alone) -> None:
     from torch import distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
 
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -788,17 +756,11 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(tmp_path
             return func(*args, **(kwargs or {}))
 
     seen: list[tuple[torch._ops.OpOverload, list[type]]] = []
-    meeting = (tmp_path / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    try:
-        assert distributed.default_store().add("polymp", 1) == 1
-        mesh = init_device_mesh("cpu", (1,))
-        x = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-        with Seeing():
-            x.add_(1)
-            dist.all_reduce(torch.ones(2))
-    finally:
-        dist.destroy_process_group()
+    assert distributed.default_store().add("polymp", 1) == 1
+    x = DTensor.from_local(torch.ones(2), alone, [Replicate()])
+    with Seeing():
+        x.add_(1)
+        dist.all_reduce(torch.ones(2))
     assert (torch.ops.aten.add_.Tensor, [torch.Tensor]) in seen
     assert not any(DTensor in kinds for _, kinds in seen)
     assert [op.namespace for op, _ in seen if distributed.talks(op)] == ["c10d"]
@@ -844,7 +806,7 @@ for reentrant in (True, False):
     assert calls == ["forward", "again"], calls
     calls.clear()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, check=True)
+    processes.python("-W", "error", "-c", script)
 
 
 def test_a_tensor_of_a_transform_is_told_from_others():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import processes
 from tests.support.torch import upstream, upstream_child, upstream_standins
 from tests.support.torch.upstream import STOCK, Run, Selection
 
@@ -148,7 +148,7 @@ def test_every_place_of_torchs_classes_is_replaced() -> None:
         "print(*{f'{m.__name__}.{k}' for m in modules for k, v in list(vars(m).items())\n"
         "        if id(v) in own})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = processes.python("-c", script, code=None)
     found = set(done.stdout.split())
     assert len(found) >= 10, done.stderr
     assert found <= set(upstream_child.NAMES)
@@ -263,7 +263,6 @@ def test_stand_ins_fill_gaps_only() -> None:
     ],
 )
 def test_bad_arguments_get_one_line(arguments: list[str], problem: str, tmp_path: Path) -> None:
-    command = [sys.executable, upstream.__file__, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = processes.python(upstream.__file__, *arguments, code=2, cwd=tmp_path)
+    assert done.stdout == ""
     assert done.stderr == f"upstream.py: {problem}\n"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import polymp.torch
 from polymp.backends.torch.diagnostics import audit as module
@@ -22,6 +21,7 @@ from polymp.backends.torch.diagnostics import measure
 from polymp.torch import autocast
 from tests.support.audits import magnitudes
 from tests.support.torch.audit_trainings import DTYPES, OPTIMIZERS, Training, same
+from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 audit = polymp.torch.audit
@@ -438,27 +438,22 @@ def test_tensors_of_the_run_are_let_go() -> None:
     assert inside() is None
 
 
-class Waits(TorchDispatchMode):
+class Waits(EachOp):
     """Notes what the host reads: the op for it, and the methods that lead there."""
 
+    OPS = ("_local_scalar_dense", "nonzero", "equal", "bincount")
     METHODS = ("item", "tolist", "__bool__", "__float__", "numpy", "cpu")
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.read: list[str] = []
+        super().__init__(lambda op, *_: str(op) if op.overloadpacket.__name__ in self.OPS else None)
         self.patch = patch
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "bincount"):
-            self.read.append(str(op))
-        return op(*args, **(kwargs or {}))
 
     def watch(self) -> None:
         for name in self.METHODS:
             given = getattr(torch.Tensor, name)
 
             def noted(t: Any, *args: Any, name: str = name, given: Any = given) -> Any:
-                self.read.append(name)
+                self.seen.append(name)
                 return given(t, *args)
 
             self.patch.setattr(torch.Tensor, name, noted)
@@ -475,11 +470,11 @@ def test_nothing_is_read_before_the_block_ends(dtype: str, monkeypatch: pytest.M
             training.step()
             training.step()
             monkeypatch.undo()
-            during = [*waits.read]
+            during = [*waits.seen]
         assert during == []
         waits.watch()
         assert float(torch.ones(1)) == 1.0
-    assert {"__float__", "aten._local_scalar_dense.default"} <= {*waits.read}, "it can tell"
+    assert {"__float__", "aten._local_scalar_dense.default"} <= {*waits.seen}, "it can tell"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polymp
@@ -20,6 +18,8 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
 from polymp.rules import decision_log
 from polymp.torch import autocast, explain
+from tests.support.threads import in_thread
+from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -226,9 +226,7 @@ def test_other_threads_are_not_in_it(x: torch.Tensor, w: torch.Tensor) -> None:
             torch.softmax(x @ w, -1)
 
     with explain() as report:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
+        in_thread(other)
         torch.exp(x)
     assert [c.op for c in report] == ["exp"]
 
@@ -319,22 +317,11 @@ def test_transforms_of_torch_func_run_and_have_their_rows(model: Net, x: torch.T
                 transformed()  # the user's hooks are refused as ever
 
 
-class Prints(TorchDispatchMode):
-    """Has run what it was shown."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_user_s_own_modes_still_see_what_runs(x: torch.Tensor) -> None:
-    with Prints() as outside, explain() as report, Prints() as inside:
+    outside, inside = (EachOp(lambda op, *_: op.overloadpacket.__name__) for _ in range(2))
+    with outside, explain() as report, inside:
         torch.exp(x).sum()
-    assert outside.names == inside.names == ["exp", "sum"]
+    assert outside.seen == inside.seen == ["exp", "sum"]
     assert [c.op for c in report] == ["exp", "sum"]
 
 

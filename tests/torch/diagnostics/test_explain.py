@@ -24,6 +24,7 @@ from polymp.rules.row import LOW, Rule
 from polymp.torch import autocast, explain, scoped
 from tests.support import examples
 from tests.support import random_policies as programs
+from tests.support.torch.each_op import EachOp
 from tests.support.torch.models import MODELS, seen
 from tests.support.torch.run_random_policies import MINE, Place, arguments, mine, ran
 
@@ -297,18 +298,11 @@ def test_results_are_bit_identical(title: str, low: torch.dtype) -> None:
     report = explain()
     explained, plain = outcome(report), outcome(nullcontext())
     assert (explained == plain) == (title not in OTHER_STEPS)
-    assert explained == outcome(Nothing())
+    assert explained == outcome(EachOp())
 
 
 # Of these, torch takes other steps wherever a dispatch mode is, whatever that does.
 OTHER_STEPS = {"solver"}
-
-
-class Nothing(TorchDispatchMode):
-    """Does nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_frozen_model_and_held_casts_spare_casts() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,17 +24,18 @@ from polymp import PolicyError
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, checkpoint, scoped
+from tests.support import processes
+from tests.support.threads import in_threads
 from tests.support.torch.compiled import Count
 from tests.support.torch.inside import inside
+from tests.support.torch.ranks import launch
 from tests.support.torch.scoped_model import HEAD, Model, seeded
-from tests.torch.autocast.test_threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 # The policy has paths that a part of its model, or another model, does not have.
 A_PART = pytest.mark.filterwarnings("ignore::polymp.errors.PolicyWarning")
 
-ROOT = Path(__file__).parents[3]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAST = polymp.policy("torch-cpu").override(name="last", scopes={"blocks.1": {"linear": "fp32"}})
 
@@ -406,9 +404,7 @@ def test_a_pickle_in_a_fresh_process(x: torch.Tensor, tmp_path: Path) -> None:
         "with torch.autocast('cpu', torch.bfloat16): y = model(x)\n"
         "assert y.dtype is torch.float32, y.dtype\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    processes.run(code, tmp_path / "model")
 
 
 class CopiesItself(nn.Linear):
@@ -688,26 +684,7 @@ def test_export_is_refused(x: torch.Tensor) -> None:
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.torch.scoped_model"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path)],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)[-3000:]
-    notes = [pickle.loads((tmp_path / f"notes{rank}").read_bytes()) for rank in range(2)]
+    notes = launch("tests.support.torch.scoped_model", 2, tmp_path)
     assert notes[0] == notes[1]
     scoped_first, scoped_after, by_hand = notes[0]
     assert scoped_first == scoped_after == by_hand

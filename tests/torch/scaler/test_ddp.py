@@ -1,19 +1,13 @@
 """Data-parallel training in two processes: regions, scaler, and an overflow on one rank only.
 
-Run as a program, this file is one rank: it trains with polymp's classes, then the same with
-torch's, and writes what it saw. The tests compare the ranks' notes. The processes meet in a file
-and talk gloo over the loopback interface.
+`main` is run on each rank: it trains with polymp's classes, then the same with torch's, and returns
+what it saw. The tests compare the ranks' notes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import pickle
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).parents[3]
-RANKS = 2
-LIMIT = 240  # seconds; a rank that waits for a dead one gives up before
+from tests.support.torch.ranks import launch
+
 STEPS = 6
 # The iteration in which the data of one rank is spoiled, and that rank.
 SPOILED, BY = 2, 1
@@ -111,17 +104,10 @@ DTYPES = (torch.float16, torch.bfloat16)
 KINDS = ("plain", "fused", "clipped", "accumulated")
 
 
-def run_rank(rank: int, folder: Path) -> None:
+def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
+    """What a rank notes."""
     from polymp.torch import GradScaler, autocast  # here, for the tests import this file's names
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=(folder / "meeting").as_uri(),
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=LIMIT / 2),
-    )
     amps = {
         "polymp": Amp(autocast, GradScaler),
         "torch": Amp(torch.autocast, torch.amp.GradScaler),
@@ -138,34 +124,13 @@ def run_rank(rank: int, folder: Path) -> None:
         ("telling", "", kind): train(telling, rank, torch.float16, kind)
         for kind in ("plain", "fused", "clipped")
     }
-    (folder / f"notes{rank}").write_bytes(pickle.dumps(notes))
-    dist.destroy_process_group()
+    return notes
 
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank noted."""
-    folder = tmp_path_factory.mktemp("ddp")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.torch.scaler.test_ddp"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(errors)[-3000:]
-    return [pickle.loads((folder / f"notes{rank}").read_bytes()) for rank in range(RANKS)]
+    return launch("tests.torch.scaler.test_ddp", 2, tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,7 +201,3 @@ def test_torch_s_sharded_scaler_on_our_base(notes: Any) -> None:
     weights = [weight[0] for _, weight in notes[0]["polymp", "sharded", ""]]
     assert scales == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
     assert weights == [0.75, 0.5, 0.5, 0.25, 0.0, -0.25]
-
-
-if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import optim
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.scaler import device_skip
 from polymp.torch import GradScaler
+from tests.support.torch.each_op import EachOp
 
 # torch's SparseAdam and Adagrad make sparse tensors without saying whether they are to be checked.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+    pytest.mark.usefixtures("capturable_here"),
+]
 
 NEVER, ELSEWHERE, ALWAYS = "never", "unless found on the CPU", "always"
 Make = Callable[[Any], optim.Optimizer]
@@ -51,16 +52,6 @@ for kind in CAPTURABLE:
         partial(kind, capturable=True, foreach=True), NEVER,
     )  # fmt: skip
 every = pytest.mark.parametrize("name", OPTIMIZERS)
-
-
-@pytest.fixture(autouse=True)
-def capturable_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch allows `capturable` on accelerators only, but what it does works on the CPU."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
-            monkeypatch.setattr(
-                module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda"]
-            )
 
 
 def weights(name: str) -> list[torch.Tensor]:
@@ -173,22 +164,11 @@ def test_a_wrong_step_is_seen(name: str, step: Any) -> None:
 # --- who waits -----------------------------------------------------------------------------------
 
 
-class Reads(TorchDispatchMode):
-    """Counts values that the host reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += op is torch.ops.aten._local_scalar_dense.default
-        return op(*args, **(kwargs or {}))
-
-
 def reads(step: Callable[[], Any]) -> int:
-    with Reads() as mode:
+    """How many values the host reads."""
+    with EachOp(lambda op, *_: op is torch.ops.aten._local_scalar_dense.default) as mode:
         step()
-    return mode.count
+    return sum(mode.seen)
 
 
 @every
@@ -245,31 +225,26 @@ def test_a_finding_goes_to_the_cpu_only_by_waiting() -> None:
     """A copy to the CPU that nobody waits for would be read before it is there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    seen: list[tuple[str, bool]] = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            if op is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
-                seen.append((str(kwargs["device"]), kwargs.get("non_blocking", False)))
-            return op(*args, **kwargs)
+    def copies(op: Any, args: Any, kwargs: Any) -> tuple[str, bool] | None:
+        if op is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            return str(kwargs["device"]), kwargs.get("non_blocking", False)
+        return None
 
     class Counts(optim.Optimizer):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for p in self.param_groups[0]["params"]:
                 self.state[p]["step"].add_(1)
 
+    mode = EachOp(copies)
     with FakeTensorMode():
         w = torch.ones(2, device="cuda:0", requires_grad=True)
         w.grad = torch.ones_like(w)
         optimizer = Counts([w], {})
         for device in ("cuda:0", "cpu"):
             optimizer.state[w]["step"] = torch.zeros((), device=device)
-            with Copies():
+            with mode:
                 device_skip.step(optimizer, torch.zeros((), device="cuda:0"))
-    assert seen == [("cpu", False)]
+    assert mode.seen == [("cpu", False)]
 
 
 # --- what is not torch's own ---------------------------------------------------------------------
@@ -327,17 +302,10 @@ def test_a_state_that_says_none_is_put_back() -> None:
 
 def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
     """What it costs: nothing is copied of a parameter without a gradient."""
-    copied = 0
-    copying = torch.ops.aten._foreach_mul.Tensor
 
-    class Clones(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal copied
-            copied += sum(t.numel() for t in args[0]) if op is copying else 0
-            assert op is not torch.ops.aten.clone.default
-            return op(*args, **(kwargs or {}))
+    def copied(op: Any, args: Any, _: Any) -> int:
+        assert op is not torch.ops.aten.clone.default
+        return sum(t.numel() for t in args[0]) if op is torch.ops.aten._foreach_mul.Tensor else 0
 
     params = [torch.ones(7, requires_grad=True), torch.ones(100, requires_grad=True)]
     optimizer = optim.Adam(params, foreach=False)
@@ -345,23 +313,15 @@ def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     params[1].grad = None
-    with Clones():
+    with EachOp(copied) as mode:
         device_skip.step(optimizer, torch.ones(()))
-    assert copied == 3 * 7 + 1  # the parameter, two moments, the count of steps
+    assert sum(mode.seen) == 3 * 7 + 1  # the parameter, two moments, the count of steps
 
 
 @pytest.mark.parametrize("count", [4, 300])
 def test_a_few_launches_take_and_put_back_all_tensors(count: int) -> None:
-    ops: list[str] = []
-
-    class Ops(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            name = str(op)
-            if not any(free in name for free in ("view", "detach", "record", "profiler")):
-                ops.append(name)
-            return op(*args, **(kwargs or {}))
+    def launched(op: Any, *_: Any) -> bool | None:
+        return not any(free in str(op) for free in ("view", "detach", "record", "profiler")) or None
 
     params = [torch.ones(3, requires_grad=True) for _ in range(count)]
     params += [torch.ones(3, dtype=torch.float16, requires_grad=True)]
@@ -369,15 +329,13 @@ def test_a_few_launches_take_and_put_back_all_tensors(count: int) -> None:
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    with Ops():
+    with EachOp(launched) as plain:
         optimizer.step()
-    plain = len(ops)
-    ops.clear()
     found = torch.ones(())
-    with Ops():
+    with EachOp(launched) as ours:
         device_skip.step(optimizer, found)
     # What was found, and not; for each of two dtypes both of them, copies, and two to put back.
-    assert len(ops) - plain == 2 + 2 * 5
+    assert len(ours.seen) - len(plain.seen) == 2 + 2 * 5
     assert all(p.tolist() == [-0.25] * 3 for p in params)
 
 
@@ -408,14 +366,6 @@ def test_every_bit_is_put_back_or_kept(dtype: torch.dtype, found: float) -> None
     optimizer.state[w]["kept"] = old.clone()
     device_skip.step(optimizer, torch.tensor(found))
     assert same(optimizer.state[w]["kept"], old if found else new)
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    """A process group of this process only, and its mesh."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, about its functions

@@ -8,27 +8,21 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.scaler.grad_scaler import _refresh_per_optimizer_state
 from polymp.torch import GradScaler
+from tests.support.torch.each_op import EachOp
 from tests.support.torch.training import entries
 from tests.torch.scaler.test_torch_amp_interface import BOTH, ready, sgd, weight
 
 
-class Unscalings(TorchDispatchMode):
-    """Notes devices and dtypes of the gradients that are unscaled in one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[list[tuple[str, torch.dtype]]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            gradients, found, inverse = args
-            assert {t.device for t in gradients} == {found.device} == {inverse.device}
-            self.calls.append([(str(t.device), t.dtype) for t in gradients])
-        return op(*args, **(kwargs or {}))
+def unscaled(op: Any, args: Any, _: Any) -> list[tuple[str, torch.dtype]] | None:
+    """Devices and dtypes of the gradients that are unscaled in one call."""
+    if op is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return None
+    gradients, found, inverse = args
+    assert {t.device for t in gradients} == {found.device} == {inverse.device}
+    return [(str(t.device), t.dtype) for t in gradients]
 
 
 class Fused(torch.optim.Optimizer):
@@ -62,9 +56,9 @@ def test_gradients_of_several_devices_are_unscaled_where_they_are(kind: Any) -> 
         for w in weights:
             w.grad = torch.ones_like(w)
         optimizer, other = Fused(weights, {}), Fused(weights[1:2], {})
-        with Unscalings() as unscalings:
+        with EachOp(unscaled) as unscalings:
             scaler.unscale_(optimizer)
-        assert sorted(unscalings.calls, key=str) == [
+        assert sorted(unscalings.seen, key=str) == [
             [("cpu", torch.float32)],
             [("cuda:0", torch.float32)],
             [("cuda:0", torch.float64)],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from polymp.backends.torch.autocast import regions
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.torch import GradScaler, LossScalers, autocast, expect_scaler
-from tests.support.examples import ROOT
+from tests.support import processes
 
 LOW = torch.float16
 
@@ -348,5 +346,4 @@ def test_nothing_is_hooked_unless_asked_for() -> None:
         "assert len(o._global_optimizer_pre_hooks) == before == 0\n"
         "expect_scaler(); assert len(o._global_optimizer_pre_hooks) == 1"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True)
-    assert run.returncode == 0, run.stderr.decode()
+    processes.run(code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,20 +15,14 @@ from torch import nn
 
 from polymp.scaling.gradient_report import Gradient
 from polymp.torch import GradScaler
+from tests.torch.scaler.test_safety import DECIDERS, everywhere
 
 INF, NAN = float("inf"), float("nan")
 pytestmark = pytest.mark.filterwarnings("ignore:.*invariant checks:UserWarning")
 
-MAKES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
-    "host": ({}, lambda p: torch.optim.SGD(p, lr=0.5)),
-    "fused": ({}, lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
-    "undone": ({"skip_on": "device"}, lambda p: torch.optim.SGD(p, lr=0.5)),
-}
-everywhere = pytest.mark.parametrize("by", MAKES)
-
 
 def start(by: str, **options: Any) -> tuple[torch.Tensor, torch.optim.Optimizer, GradScaler]:
-    asked, make = MAKES[by]
+    asked, make = DECIDERS[by]
     w = torch.ones(3, requires_grad=True)
     return w, make([w]), GradScaler("cpu", **{"init_scale": 8.0} | asked | options)
 
@@ -153,7 +146,7 @@ def given_gradients(
     values: list[list[float]], dtype: torch.dtype, by: str
 ) -> tuple[list[np.ndarray[Any, Any]], GradScaler, list[torch.Tensor]]:
     """True gradients, and a scaler of scale 8 that has looked at the scaled ones."""
-    asked, make = MAKES[by]
+    asked, make = DECIDERS[by]
     params, true = [], []
     for row in values:
         t = torch.tensor(row, dtype=torch.float64).to(dtype)

@@ -6,7 +6,6 @@ things.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,6 +22,9 @@ from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
+from tests.support.torch.each_op import EachOp
+
+pytestmark = pytest.mark.usefixtures("capturable_here")
 
 STEPS = 64
 BAD = (0, 7, 8, 9, 30, 63)  # iterations with Inf,
@@ -46,26 +48,16 @@ FREE: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def capturable_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch allows `capturable` on accelerators only, but what it does works on the CPU."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
-            monkeypatch.setattr(
-                module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda"]
-            )
-
-
-class Reads(TorchDispatchMode):
+class Reads(EachOp):
     """Counts values that the host reads: calls of `item` and its like, and the op that they are."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.items = self.ops = 0
+        super().__init__(lambda op, *_: op is torch.ops.aten._local_scalar_dense.default)
+        self.items = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += op is torch.ops.aten._local_scalar_dense.default
-        return op(*args, **(kwargs or {}))
+    @property
+    def ops(self) -> int:
+        return sum(self.seen)
 
     def __enter__(self) -> Any:
         self.patch = pytest.MonkeyPatch()
@@ -169,21 +161,14 @@ class NeverThere:
         return False
 
 
-class Waiting(TorchDispatchMode):
-    """Notes what would wait on a GPU: values read, and copies to the CPU that block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if op is torch.ops.aten._local_scalar_dense.default:
-            self.seen.append("read")
-        to_cpu = str(kwargs.get("device", "")) == "cpu"
-        if op is torch.ops.aten._to_copy.default and to_cpu and args[0].device.type == "cuda":
-            self.seen.append("late" if kwargs.get("non_blocking") else "copy")
-        return op(*args, **kwargs)
+def waits(op: Any, args: Any, kwargs: Any) -> str | None:
+    """What would wait on a GPU: values read, and copies to the CPU that block."""
+    if op is torch.ops.aten._local_scalar_dense.default:
+        return "read"
+    to_cpu = str(kwargs.get("device", "")) == "cpu"
+    if op is torch.ops.aten._to_copy.default and to_cpu and args[0].device.type == "cuda":
+        return "late" if kwargs.get("non_blocking") else "copy"
+    return None
 
 
 @pytest.mark.parametrize("name", ["SGD, on device", "Adam, capturable", "Muon, on device"])
@@ -200,7 +185,7 @@ def test_on_a_fake_gpu_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch)
             w.grad = torch.ones_like(w)
         optimizer.step()  # makes the state
         scaler = GradScaler("cuda", growth_interval=5, **options)
-        with Waiting() as waiting:
+        with EachOp(waits) as waiting:
             for _ in range(12):
                 scaler.scale(torch.ones((), device="cuda"))  # autograd needs a true GPU
                 scaler.unscale_(optimizer)
@@ -210,7 +195,7 @@ def test_on_a_fake_gpu_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_fake_gpu_notices_a_wait() -> None:
-    with FakeTensorMode(), Waiting() as waiting:
+    with FakeTensorMode(), EachOp(waits) as waiting:
         t = torch.ones((), device="cuda")
         t.cpu()
         unscale.moved(t, torch.device("cpu"))
@@ -255,22 +240,13 @@ def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
         assert knows()
 
 
-class Copies(TorchDispatchMode):
-    """Notes tensors that are made of numbers or brought over from the host: none can be captured.
+def copies(op: Any, args: Any, kwargs: Any) -> str | None:
+    """Tensors that are made of numbers or brought over from the host: none can be captured.
 
     `torch.tensor(1.0, device="cuda")` makes one on the CPU and copies it.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = op(*args, **(kwargs or {}))
-        inputs = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-        if any(t.device.type == "cpu" for t in inputs):
-            self.seen.append(str(op))
-        return made
+    inputs = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    return str(op) if any(t.device.type == "cpu" for t in inputs) else None
 
 
 @pytest.mark.parametrize("name", ["SGD, on device", "Adam, capturable", "Muon, on device"])
@@ -289,19 +265,19 @@ def test_nothing_comes_over_from_the_host_in_a_capture(
         optimizer.step()
         scaler = GradScaler("cuda", growth_interval=5, **options)
         scaler._state.first = ScaleState(2.0**16, 0, 3, 1, 7)  # as a state that was loaded before
-        with Copies() as copies:
+        with EachOp(copies) as seen:
             for _ in range(6):
                 scaler.scale(torch.ones((), device="cuda"))
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
-    assert copies.seen == []
+    assert seen.seen == []
 
 
 def test_a_copy_from_the_host_is_seen() -> None:
-    with FakeTensorMode(), Copies() as copies:
+    with FakeTensorMode(), EachOp(copies) as seen:
         torch.tensor(1.0, device="cuda")
-    assert "aten._to_copy.default" in copies.seen
+    assert "aten._to_copy.default" in seen.seen
 
 
 # --- replayed ------------------------------------------------------------------------------------
@@ -427,17 +403,9 @@ FREE_OF_CHARGE = (
 )
 
 
-class Launches(TorchDispatchMode):
-    """Counts ops that start something on a device; lists of tensors count as one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(op)
-        self.count += not any(free in name for free in FREE_OF_CHARGE)
-        return op(*args, **(kwargs or {}))
+def launched(op: Any, *_: Any) -> bool:
+    """True for what starts something on a device; a list of tensors is one."""
+    return not any(free in str(op) for free in FREE_OF_CHARGE)
 
 
 def launches(kind: Any, count: int, steps: int = 24, **options: Any) -> list[tuple[int, ...]]:
@@ -448,7 +416,7 @@ def launches(kind: Any, count: int, steps: int = 24, **options: Any) -> list[tup
     for _ in range(steps):
         optimizer.zero_grad()
         loss = sum(w.sum() for w in weights)
-        parts = [Launches() for _ in range(3)]
+        parts = [EachOp(launched) for _ in range(3)]
         with parts[0]:
             scaled = scaler.scale(loss)
         scaled.backward()
@@ -456,7 +424,7 @@ def launches(kind: Any, count: int, steps: int = 24, **options: Any) -> list[tup
             scaler.step(optimizer)
         with parts[2]:
             scaler.update()
-        seen.append(tuple(part.count for part in parts))
+        seen.append(tuple(sum(part.seen) for part in parts))
     return seen
 
 

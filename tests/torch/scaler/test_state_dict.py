@@ -170,6 +170,7 @@ def test_a_run_goes_on_bit_for_bit(way, kind, options, history, after) -> None:
     before = first.scaler.state_dict()
     second = Run(WAYS[way](first.scaler), kind)
     assert second.scaler.state_dict() == before
+    assert second.scaler._scale is None
     second.take_over(first)
     assert log + second.play(after) == wanted
     assert first.scaler.state_dict() == before, "the copy shares something with the first"
@@ -200,22 +201,11 @@ def test_a_copy_keeps_what_was_asked_for() -> None:
     assert copy.copy(polymps(on_stuck=told.append))._options.on_stuck == told.append
 
 
-def test_pickling_in_mid_iteration_is_refused() -> None:
-    run = Run(polymps())
-    run.scaler.scale(run.w.sum()).backward()
-    run.scaler.unscale_(run.optimizer)
-    for way in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(AssertionError, match="only be pickled at the beginning"):
-            way(run.scaler)
-
-
 def test_a_disabled_scaler_has_no_state_and_none_is_loaded_into_it() -> None:
     scaler = GradScaler("cpu", enabled=False)
     assert scaler.state_dict() == {}
     scaler.load_state_dict({"scale": "nonsense"})
     assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
-    with pytest.raises(RuntimeError, match="The source state dict is empty"):
-        polymps().load_state_dict({})
 
 
 # --- bad states -----------------------------------------------------------------------------------
@@ -255,21 +245,6 @@ def test_one_spoiled_entry_is_named_and_changes_nothing(made, key, wrong) -> Non
     assert key in str(raised.value)
     assert wrong == "absent" or repr(wrong) in str(raised.value)
     assert (run.scaler.state_dict(), [vars(part) for part in parts]) == before
-
-
-@pytest.mark.parametrize("state", [None, 3, [1.0], "scale"])
-def test_what_is_no_state_at_all(state) -> None:
-    scaler = polymps()
-    before = scaler.state_dict()
-    with pytest.raises(TypeError, match="a scaler's state must be a dictionary, got"):
-        scaler.load_state_dict(state)
-    assert scaler.state_dict() == before
-
-
-def test_the_state_of_a_run_that_torch_lost_is_refused_with_a_way_out() -> None:
-    state = torchs().state_dict() | {"scale": 0.0}
-    with pytest.raises(ValueError, match=r"scale must be positive and finite, got 0\.0: the run"):
-        polymps().load_state_dict(state)
 
 
 def test_a_state_beyond_float32_is_rounded_into_it() -> None:

@@ -10,17 +10,9 @@ import torch
 
 from polymp.torch import GradScaler, autocast
 from tests.support.torch.training import (
-    ENTRIES,
     PROGRAMS,
     Amp,
     Log,
-    entries,
-    net,
-    new_scaler,
-    resumed,
-    several,
-    sgd,
-    spoiled,
 )
 
 # torch's Adagrad makes sparse tensors without saying whether they are to be checked.
@@ -110,49 +102,3 @@ def test_a_wrong_scaler_is_seen(mutant: type[GradScaler]) -> None:
         if same:
             missed.add(program)
     assert missed == set()
-
-
-# --- what the programs are worth -----------------------------------------------------------------
-
-
-def test_an_interrupted_run_goes_on_bit_for_bit() -> None:
-    straight = resumed(POLYMP, at=-1)
-    for at in (0, 1, 4, 8):
-        assert resumed(POLYMP, at=at) == straight
-        assert resumed(POLYMP, at=at, before_first=True) == straight
-
-
-def test_states_of_either_scaler_load_into_the_other() -> None:
-    def states(first: Any, second: Any) -> Any:
-        one, other = new_scaler(first, growth_interval=5), new_scaler(second)
-        model = net()
-        optimizer = sgd(model.parameters())
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = spoiled(model(torch.ones(1, 4)).sum(), float("inf") if step == 0 else 1.0)
-            one.scale(loss).backward()
-            one.step(optimizer)
-            one.update()
-        other.load_state_dict(one.state_dict())
-        return one.state_dict(), other.state_dict()
-
-    (ours, into_torch), (theirs, into_polymp) = states(POLYMP, TORCH), states(TORCH, POLYMP)
-    assert tuple(theirs) == tuple(into_torch) == tuple(ours)[:5] == ENTRIES
-    assert theirs == into_torch == entries(ours) == entries(into_polymp)
-    assert [type(v) for v in entries(ours).values()] == [type(v) for v in theirs.values()]
-    assert (ours["scale"], ours["_growth_tracker"]) == (4.0, 2)
-    assert [ours[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 1]
-    assert [into_polymp[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 0]
-
-
-def test_each_optimizer_skips_for_itself_and_the_scale_backs_off_once() -> None:
-    log = several(POLYMP)
-    returned = [entry for entry in log if isinstance(entry, list)]
-    scales = [
-        entry[0]
-        for entry in log
-        if isinstance(entry, tuple) and len(entry) == 3 and isinstance(entry[2], dict)
-    ]
-    assert len(returned) == len(scales) == 8
-    # Iteration 2 spoils the first loss, 4 and 5 the second; growth every two good iterations.
-    assert scales == [8.0, 16.0, 8.0, 8.0, 4.0, 2.0, 2.0, 4.0]

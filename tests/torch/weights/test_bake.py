@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import polymp
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.torch import autocast, bake, checkpoint, custom_bwd, custom_fwd, scoped
+from tests.support import processes
 from tests.support.torch.models import MODELS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -470,9 +469,7 @@ def test_a_saved_program_runs_without_polymp(tmp_path: Path):
         _, inputs, _, program = baked(title, region)
         torch.export.save(program, tmp_path / f"{at}.pt2")
         torch.save(inputs, tmp_path / f"{at}.inputs")
-    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    processes.run(ELSEWHERE, tmp_path)
     found = torch.load(tmp_path / "found")
     for at, case in enumerate(asked):
         for way in ("run", "compiled", "decomposed"):

@@ -20,8 +20,8 @@ import polymp
 from polymp.backends.torch.autocast import held_casts, kernel_registry, lent_kernels
 from polymp.errors import StaleCastError
 from polymp.torch import autocast, hold_casts
+from tests.support.threads import in_threads
 from tests.support.torch.held_models import Net, loss_of
-from tests.torch.autocast.test_threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("left_as_found", "nodes")
 BF16 = torch.bfloat16

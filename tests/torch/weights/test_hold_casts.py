@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch import nn
 from polymp.backends.torch.autocast import held_casts
 from polymp.torch import autocast, bake, hold_casts, pin, scoped
 from tests import STRICT
+from tests.support import processes
 from tests.support.torch.held_models import Net, loss_of
 from tests.support.torch.held_ranks import CUTS
 from tests.support.torch.ranks import launch
@@ -272,11 +271,7 @@ def test_torch_s_regions_alone(tmp_path: Path) -> None:
         "assert kernel_registry.installed('cpu') == (), kernel_registry.installed('cpu')\n"
         "assert not torch.equal(*seen)\n"
     )
-    command = [sys.executable, *STRICT, str(program)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    processes.python(*STRICT, program)
 
 
 def test_models_that_torch_cuts_up(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support.jax import corpus_runs, walker  # noqa: E402
 from tests.support.jax.corpus import PROGRAMS, corpus  # noqa: E402
 
-FORMATS = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16")
 LOOPS = ("scan", "while", "cond")
 RAN = {"eager": "runs eagerly", "jit": "runs under jit", "gradient": "its gradient runs"}
 STALL = 300  # seconds without a finished program, after which a process is given up
@@ -71,7 +71,7 @@ def polymp(it: corpus_runs.Problem, fmt: str) -> Adapted:
 
 
 def jmp(it: corpus_runs.Problem, fmt: str) -> Adapted:
-    """A policy: arguments cast to the low format, results to float32."""
+    """A policy: arguments cast to the low dtype, results to float32."""
     import jmp
 
     policy = jmp.Policy(jnp.float32, jnp.dtype(fmt), jnp.float32)
@@ -210,7 +210,7 @@ LIBRARIES = {
 
 
 def work(
-    library: str, formats: Iterable[str], reference: Path, out: Path, done: set[str], eager: bool
+    library: str, dtypes: Iterable[str], reference: Path, out: Path, done: set[str], eager: bool
 ) -> None:
     """Write one line for each program; what is in `done` is left out."""
     with out.open("a") as file, contextlib.redirect_stdout(io.StringIO()):
@@ -228,10 +228,10 @@ def work(
                 say(program=program.name, missing=program.needs)
                 continue
             if library == "float32" and program.name not in exact:
-                exact[program.name] = _reference(program.name, formats)
+                exact[program.name] = _reference(program.name, dtypes)
                 reference.write_bytes(pickle.dumps(exact))
             rows = {
-                fmt: _row(library, program.name, fmt, exact[program.name], eager) for fmt in formats
+                fmt: _row(library, program.name, fmt, exact[program.name], eager) for fmt in dtypes
             }
             say(program=program.name, rows=rows)
         if LIBRARIES[library].scaler and "scaler" not in done:
@@ -239,13 +239,13 @@ def work(
             say(scaler=_scaling(library))
 
 
-def _reference(name: str, formats: Iterable[str]) -> dict[str, Any]:
+def _reference(name: str, dtypes: Iterable[str]) -> dict[str, Any]:
     """float32's results and gradients, and how far others may be from them."""
     ran = corpus_runs.reference(name)
     return {
         "out": [_plain(x) for x in ran.out],
         "grads": [_plain(x) for x in ran.grads],
-        "bounds": {fmt: corpus_runs.bounds(name, fmt) for fmt in formats},
+        "bounds": {fmt: corpus_runs.bounds(name, fmt) for fmt in dtypes},
     }
 
 
@@ -365,10 +365,10 @@ def versions(library: str) -> dict[str, str]:
 
 
 def column(
-    library: str, python: str, formats: list[str], reference: Path, eager: bool
+    library: str, python: str, dtypes: list[str], reference: Path, eager: bool
 ) -> dict[str, Any]:
     """A library in an interpreter, all programs; one that ends its process is stepped over."""
-    call = [python, __file__, "--worker", library, "--formats", *formats]
+    call = [python, __file__, "--worker", library, "--dtypes", *dtypes]
     call += ["--reference", str(reference), *(["--eager"] if eager else [])]
     asked = subprocess.run([*call, "--versions"], capture_output=True, text=True, check=False)
     if asked.returncode:
@@ -406,7 +406,7 @@ def column(
                 return found | {"programs": programs}
             if started is None:
                 return found | {"programs": programs, "missing": end}
-            programs[started] = {fmt: {"errors": {"process": end}} for fmt in formats}
+            programs[started] = {fmt: {"errors": {"process": end}} for fmt in dtypes}
             done.append(started)
 
 
@@ -456,7 +456,7 @@ def summary(one: dict[str, Any], fmt: str, shared: set[str]) -> dict[str, str]:
             cells[f"{name} {how}"] = f"{sum(r[f'{part} {word}'] for r in ran)} of {len(ran)}"
     ran = [r for r in programs.values() if "gradients as parameters" in r]
     good = sum(r["gradients as parameters"] for r in ran)
-    cells["gradients in the parameters' formats"] = f"{good} of {len(ran)}"
+    cells["gradients in the parameters' dtypes"] = f"{good} of {len(ran)}"
     traced = [r for r in programs.values() if "products" in r]
     where = {
         "top": "products low, plain in the trace",
@@ -547,7 +547,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    tables = [table(record, fmt) for fmt in record["formats"]] + [scalers(record)]
+    tables = [table(record, fmt) for fmt in record["dtypes"]] + [scalers(record)]
     for rows in tables:
         drawn = Table(*rows[0])
         for row in rows[1:]:
@@ -572,7 +572,7 @@ def main() -> int:
     )
     parser.add_argument("--libraries", nargs="*", default=list(LIBRARIES), choices=LIBRARIES)
     parser.add_argument("--also", nargs="*", default=[], metavar="LIBRARY=PYTHON")
-    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--eager", action="store_true", help="run every program eagerly, too")
     parser.add_argument("--add", action="store_true", help="keep the columns that the file has")
     parser.add_argument("--show", type=Path, help="print the tables of a record, run nothing")
@@ -587,7 +587,7 @@ def main() -> int:
         return 0
     if args.worker:
         warnings.simplefilter("ignore")
-        work(args.worker, args.formats, args.reference, args.out, set(args.done), args.eager)
+        work(args.worker, args.dtypes, args.reference, args.out, set(args.done), args.eager)
         return 0
     if args.show:
         show(json.loads(args.show.read_text()))
@@ -599,7 +599,7 @@ def main() -> int:
         "machine": f"CPU, {platform.machine()}",
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "formats": args.formats,
+        "dtypes": args.dtypes,
         "left out": [p.name for p in corpus() if "region" in p.tags],
         "columns": json.loads(path.read_text())["columns"] if args.add else [],
     }
@@ -612,7 +612,7 @@ def main() -> int:
         reference = args.reference or Path(folder, "reference")
         for name, python in asked:
             print(f"{name}, {python}", file=sys.stderr, flush=True)
-            record["columns"].append(column(name, python, args.formats, reference, args.eager))
+            record["columns"].append(column(name, python, args.dtypes, reference, args.eager))
             path.write_text(json.dumps(record, indent=1) + "\n")
     show(record)
     return 0

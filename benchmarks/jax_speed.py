@@ -137,7 +137,7 @@ NOTES = (
     "A step is gradient descent; Adam with the scalers, whose programs are float32 otherwise.",
     "Decoding has batch 1 and a cache of keys and values; what is decoded by hand has its "
     "parameters stored in bfloat16.",
-    "Casts are those between float formats in optimised HLO, fused ones too. Kept: what the "
+    "Casts are those between float dtypes in optimised HLO, fused ones too. Kept: what the "
     "forward pass leaves to the backward pass beside its arguments.",
 )
 
@@ -160,9 +160,9 @@ class Facts:
     """What is known of a compiled program without running it; -1 where it is not told.
 
     Attributes:
-        casts: between float formats, in the optimised HLO.
+        casts: between float dtypes, in the optimised HLO.
         fusions: in the same.
-        contractions: by formats, such as "bfloat16 x bfloat16 -> float32".
+        contractions: by dtypes, such as "bfloat16 x bfloat16 -> float32".
         kept: bytes left to the backward pass.
         arguments: bytes of them.
         temporary: bytes in use while it runs, beside arguments and results.

@@ -36,7 +36,7 @@ import train_torch
 BAR = 2.0  # explain in JAX, against make_jaxpr
 AUDIT_BAR = 3.0
 STEPS = 4  # in a block
-FORMATS = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "bf16", "fp16")
 ALPHABET = 100
 
 Program = Callable[[], Any]
@@ -155,12 +155,12 @@ def audited_in_jax(name: str) -> dict[str, Timed]:
 
 
 def audits(rounds: int) -> Iterator[Row]:
-    """Audited steps beside plain ones, in each format."""
-    for name in FORMATS:
+    """Audited steps beside plain ones, in each dtype."""
+    for name in DTYPES:
         base, inside, whole = measure(audited_in_torch(name), rounds).values()
         yield row(f"audit, torch, {name}: step / plain step", base, inside, AUDIT_BAR)
         yield row(f"audit, torch, {name}: {STEPS} steps, entered and read / plain", base, whole)
-    for name in FORMATS:
+    for name in DTYPES:
         base, inside = measure(audited_in_jax(name), rounds).values()
         yield row(f"audit, JAX, {name}: call / plain step", base, inside, AUDIT_BAR)
 

@@ -74,7 +74,7 @@ def value_and_grad(way: str, loss: Fn) -> Fn:
     return graded
 
 
-# --- the same models in flax, whose layers take the format as an argument -------------------------
+# --- the same models in flax, whose layers take the dtype as an argument -------------------------
 
 
 def flax_mlp(features: int, layers: int) -> Any:

@@ -1,7 +1,7 @@
 """Ways to run a torch model in low precision, each as its own documentation has it.
 
 A way takes a float32 model, on its device, and gives it back as `Run` has it: what to call, under
-what region, how to go backward and how to step. The low format is bfloat16 unless the name says
+what region, how to go backward and how to step. The low dtype is bfloat16 unless the name says
 float16. A way that cannot be had raises, and the text of the error says why.
 """
 
@@ -82,7 +82,7 @@ def fp32(job: Job) -> Run:
 
 
 class Float32Norm(nn.Module):
-    """A LayerNorm computed in float32, whatever comes in; in the format of what came in."""
+    """A LayerNorm computed in float32, whatever comes in; in the dtype of what came in."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def polymp_held(job: Job) -> Run:
 
 
 def polymp_frozen(job: Job) -> Run:
-    """Weights that are not trained, stored in the format that they are used in."""
+    """Weights that are not trained, stored in the dtype that they are used in."""
     import polymp.torch
 
     if job.optimizer is None:
@@ -290,7 +290,7 @@ def run(way: str, job: Job) -> Run:
 
 
 def cross_entropy(scores: Tensor, wanted: Tensor) -> Tensor:
-    """The mean loss, as the formats of the scores and the region have it; float32 by hand."""
+    """The mean loss, as the dtypes of the scores and the region have it; float32 by hand."""
     if scores.dtype is not torch.float32 and not torch.is_autocast_enabled(scores.device.type):
         scores = scores.float()
     return F.cross_entropy(scores, wanted)

@@ -252,7 +252,7 @@ def lora(way: str, size: Size, device: str, length: int) -> Program:
 
 
 def decoding(way: str, size: Size, device: str) -> Program:
-    """Greedy, token by token, with a cache of keys and values in the way's format."""
+    """Greedy, token by token, with a cache of keys and values in the way's dtype."""
     model = Decoder(transformer(size)).to(device).eval()
     shape = (2 * size.layers, 1, size.heads, size.prompt, size.width // size.heads)
     numbers = torch.randn(shape).to(device)

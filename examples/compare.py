@@ -90,13 +90,13 @@ def check_same_job(torch: Figures, jax: Figures) -> None:
 
 
 def table(torch: Figures, jax: Figures) -> Table:
-    """Both frameworks side by side, in every format."""
+    """Both frameworks side by side, in every dtype."""
     grid = Table("")
     columns = []
     for pair in zip(torch.runs, jax.runs, strict=True):
         for name, figures, run in zip(NAMES, (torch, jax), pair, strict=True):
-            base = next((one for one in figures.runs if one.format == "fp32"), None)
-            grid.add_column(f"{run.format}\n{name}", justify="right")
+            base = next((one for one in figures.runs if one.dtype == "fp32"), None)
+            grid.add_column(f"{run.dtype}\n{name}", justify="right")
             columns.append(
                 (
                     f"{run.held_out[0][1]:.5f}",
@@ -132,27 +132,27 @@ def introduce(torch: Figures, jax: Figures) -> str:
 
 
 def draw(path: Path, torch: Figures, jax: Figures) -> None:
-    """Save the picture: every format's losses, how far the two lie apart, and the loss scales."""
+    """Save the picture: every dtype's losses, how far the two lie apart, and the loss scales."""
     pairs = list(zip(torch.runs, jax.runs, strict=True))
-    formats = [run.format for run in torch.runs]
+    dtypes = [run.dtype for run in torch.runs]
     scaled = [pair for pair in pairs if pair[0].scale]
     below = ["gap", "scale"] if scaled else ["gap"]
-    rows = [[name for name in names for _ in range(6 // len(names))] for names in (formats, below)]
+    rows = [[name for name in names for _ in range(6 // len(names))] for names in (dtypes, below)]
     figure = Figure(figsize=(12, 8.4), dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12, rect=(0, 0, 1, 0.91))
     panels = figure.subplot_mosaic(rows, height_ratios=[1.4, 1])
     seen: list[float] = []
     for pair in pairs:
-        seen += _losses(panels[pair[0].format], *pair)
-    for name in formats:
+        seen += _losses(panels[pair[0].dtype], *pair)
+    for name in dtypes:
         picture.loss_limits(panels[name], seen)
-    panels[formats[0]].set_ylabel("loss, nats per byte", color=picture.SOFT)
+    panels[dtypes[0]].set_ylabel("loss, nats per byte", color=picture.SOFT)
     _gaps(panels["gap"], pairs)
     for pair in scaled:
         _scales(panels["scale"], pair)
     for panel in panels.values():
         picture.finish(panel, len(torch.runs[0].train_loss))
-    heading = f"One language model, trained by torch and JAX in {picture.listed(formats)}"
+    heading = f"One language model, trained by torch and JAX in {picture.listed(dtypes)}"
     heads = {"color": picture.INK, "fontsize": 15, "fontweight": "bold"}
     figure.text(0.0175, 0.955, heading, **heads)
     about = introduce(torch, jax)
@@ -161,7 +161,7 @@ def draw(path: Path, torch: Figures, jax: Figures) -> None:
 
 
 def _losses(axes: Axes, torch: Run, jax: Run) -> list[float]:
-    looks = UNDER, OVER[torch.format]
+    looks = UNDER, OVER[torch.dtype]
     seen = picture.losses(axes, torch, looks[0]) + picture.losses(axes, jax, looks[1])
     axes.legend(
         list(map(picture.handle, looks)),
@@ -170,15 +170,15 @@ def _losses(axes: Axes, torch: Run, jax: Run) -> list[float]:
         labelcolor=picture.INK,
     )
     about = "lines: training; dots, figures: held-out text"
-    picture.title(axes, torch.format + ", with a scaler" * bool(torch.scale), about)
+    picture.title(axes, torch.dtype + ", with a scaler" * bool(torch.scale), about)
     return seen
 
 
 def _gaps(axes: Axes, pairs: Sequence[tuple[Run, Run]]) -> None:
     picture.gaps(axes, [(jax, torch) for torch, jax in pairs])
     axes.legend(
-        [picture.handle(picture.LOOKS[run.format]) for run, _ in pairs],
-        [run.format for run, _ in pairs],
+        [picture.handle(picture.LOOKS[run.dtype]) for run, _ in pairs],
+        [run.dtype for run, _ in pairs],
         ncols=len(pairs),
         frameon=False,
         labelcolor=picture.INK,
@@ -187,7 +187,7 @@ def _gaps(axes: Axes, pairs: Sequence[tuple[Run, Run]]) -> None:
 
 
 def _scales(axes: Axes, pair: tuple[Run, Run]) -> None:
-    looks, marks = (UNDER, OVER[pair[0].format]), (picture.SOFT, picture.INK)
+    looks, marks = (UNDER, OVER[pair[0].dtype]), (picture.SOFT, picture.INK)
     picture.scales(axes, pair, looks, marks)
     handles = [
         Line2D([], [], **look | {"marker": "x", "markersize": 7}, markeredgecolor=mark)
@@ -200,7 +200,7 @@ def _scales(axes: Axes, pair: tuple[Run, Run]) -> None:
         frameon=False,
         labelcolor=picture.INK,
     )
-    picture.title(axes, f"Loss scale of {pair[0].format}", "skipped steps are marked x")
+    picture.title(axes, f"Loss scale of {pair[0].dtype}", "skipped steps are marked x")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

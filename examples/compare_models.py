@@ -1,4 +1,4 @@
-"""Holds one transformer in torch and in flax to each other: formats, values, gradients, ten steps.
+"""Holds one transformer in torch and in flax to each other: dtypes, values, gradients, ten steps.
 
     python examples/compare_models.py                    # on the CPU, in half a minute
 
@@ -109,7 +109,7 @@ def jax_steps(loss: Callable[..., Any], dtype: str | None) -> Callable[..., Any]
 
 
 def compare(name: str, text: job.Text, args: argparse.Namespace) -> tuple[Parity, Parity]:
-    """The parity of the loss and its gradients, and of the losses of ten steps, in one format.
+    """The parity of the loss and its gradients, and of the losses of ten steps, in one dtype.
 
     Raises:
         ParityError: the models are not the same.
@@ -125,16 +125,16 @@ def compare(name: str, text: job.Text, args: argparse.Namespace) -> tuple[Parity
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare in every format that was asked for, and print how far the models are apart."""
+    """Compare in every dtype that was asked for, and print how far the models are apart."""
     flags = job.Parser("compare_models.py", allow_abbrev=False, description=__doc__.splitlines()[0])
-    flags.add_argument("--formats", default="fp32,bf16,fp16", help="what to compare in")
+    flags.add_argument("--dtypes", default="fp32,bf16,fp16", help="what to compare in")
     for size, default in (("batch", 2), ("context", 8), ("width", 16), ("layers", 1), ("heads", 2)):
         flags.add_argument(f"--{size}", type=job.whole(1), default=default)
     args = flags.parse_args(argv)
     args.seed, args.steps, args.lr = 0, STEPS, RATE
-    names = args.formats.split(",")
+    names = args.dtypes.split(",")
     if not {*names} <= {*DTYPES} or args.width % args.heads:
-        flags.error("--formats are some of fp32,bf16,fp16, and --heads divide --width")
+        flags.error("--dtypes are some of fp32,bf16,fp16, and --heads divide --width")
     text = job.read(None, args.context)
     for name in names:
         start = time.perf_counter()
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ParityError as error:
             flags.exit(1, f"{name}: {error}\n")
         worst = min(once.gaps, key=lambda gap: gap.margin)
-        print(f"{name}: {once.calls[0]} and {once.calls[1]} calls in the same formats")
+        print(f"{name}: {once.calls[0]} and {once.calls[1]} calls in the same dtypes")
         print(f"  {len(once.gaps)} arrays; the nearest to its tolerance: {worst}")
         print(f"  losses of {STEPS} steps, {trained.gaps[0]}")
         print(f"  {time.perf_counter() - start:.1f} s")

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-FORMATS = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "bf16", "fp16")
 
 
 class BadArgument(ValueError):
@@ -47,8 +47,8 @@ def parser(prog: str, about: str) -> Parser:
     add = flags.add_argument
     add("--text", type=Path, metavar="FILE", help="learn this text, not Python's documentation")
     add("--device", default="cpu", help="where to train")
-    add("--formats", type=_formats, default=",".join(FORMATS), help="what to train in, in order")
-    add("--steps", type=whole(1), default=1000, help="optimizer steps for each format")
+    add("--dtypes", type=_dtypes, default=",".join(DTYPES), help="what to train in, in order")
+    add("--steps", type=whole(1), default=1000, help="optimizer steps for each dtype")
     add("--batch", type=whole(1), default=12, help="sequences in a step")
     add("--context", type=whole(1), default=32, help="bytes in a sequence")
     add("--width", type=whole(1), default=48, help="features of the model")
@@ -252,11 +252,11 @@ def _positive(given: str) -> float:
     return value
 
 
-def _formats(given: str) -> tuple[str, ...]:
+def _dtypes(given: str) -> tuple[str, ...]:
     names = tuple(given.split(","))
-    if not set(names) <= set(FORMATS) or len(set(names)) < len(names):
+    if not set(names) <= set(DTYPES) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(
-            f"got '{given}', give one or more of {','.join(FORMATS)}, each once, "
+            f"got '{given}', give one or more of {','.join(DTYPES)}, each once, "
             "with commas and no spaces"
         )
     return names

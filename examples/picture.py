@@ -1,6 +1,6 @@
 """The picture of the training: losses, how far they lie from fp32's, and the scaler's scale.
 
-Runs in, one for each format; a PNG out. Nothing here knows torch or jax.
+Runs in, one for each dtype; a PNG out. Nothing here knows torch or jax.
 """
 
 import math
@@ -17,7 +17,7 @@ from report import Run, percent_above
 
 Look = dict[str, Any]
 INK, SOFT, GRID = "#222222", "#6f7680", "#e8eaed"
-# Formats that agree draw the same line, so each is narrower than the one that it lies on.
+# Dtypes that agree draw the same line, so each is narrower than the one that it lies on.
 LOOKS: dict[str, Look] = {
     "fp32": {"color": "#b4bac2", "linewidth": 6.0, "markersize": 13},
     "bf16": {"color": "#0072b2", "linewidth": 2.8, "markersize": 8.5},
@@ -34,7 +34,7 @@ def draw(path: Path, runs: Sequence[Run], text: Text, where: str) -> None:
         text: what was learnt.
         where: framework and device.
     """
-    base = next((run for run in runs if run.format == "fp32"), None)
+    base = next((run for run in runs if run.dtype == "fp32"), None)
     below = ["gap"] * bool(base and len(runs) > 1) + ["scale"] * any(run.scale for run in runs)
     rows = [["loss"] * max(1, len(below)), *([below] if below else [])]
     figure = Figure(figsize=(10, 7.6 if below else 5), dpi=150, layout="constrained")
@@ -101,8 +101,8 @@ def gaps(axes: Axes, pairs: Sequence[tuple[Run, Run]]) -> None:
             (step, percent_above(loss, other))
             for (step, loss), (_, other) in zip(run.held_out, base.held_out, strict=True)
         ]
-        line(axes, smoothed, LOOKS[run.format])
-        points(axes, dots, LOOKS[run.format])
+        line(axes, smoothed, LOOKS[run.dtype])
+        points(axes, dots, LOOKS[run.dtype])
         seen += [abs(gap) for gap in (*smoothed, *(gap for _, gap in dots)) if math.isfinite(gap)]
     axes.set_ylim(-1.15 * max(seen), 1.15 * max(seen))
 
@@ -167,7 +167,7 @@ def _losses(axes: Axes, runs: Sequence[Run], text: Text, where: str) -> None:
     chance = text.chance
     seen = [chance]
     for run in runs:
-        seen += losses(axes, run, LOOKS[run.format])
+        seen += losses(axes, run, LOOKS[run.dtype])
     loss_limits(axes, seen)
     axes.axhline(chance, color=SOFT, linewidth=1, linestyle=(0, (5, 3)))
     axes.annotate(
@@ -181,8 +181,8 @@ def _losses(axes: Axes, runs: Sequence[Run], text: Text, where: str) -> None:
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
     axes.legend(
-        [handle(LOOKS[run.format]) for run in runs],
-        [f"{run.format}  {run.loss:.4f}" for run in runs],
+        [handle(LOOKS[run.dtype]) for run in runs],
+        [f"{run.dtype}  {run.loss:.4f}" for run in runs],
         ncols=len(runs),
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -203,7 +203,7 @@ def _losses(axes: Axes, runs: Sequence[Run], text: Text, where: str) -> None:
     axes.set_ylabel("loss, nats per byte", color=SOFT)
     title(
         axes,
-        f"One language model, trained in {listed([run.format for run in runs])}",
+        f"One language model, trained in {listed([run.dtype for run in runs])}",
         f"{runs[0].parameters:,} parameters, {text.name[:40]}, {where}",
         size=15,
         lift=22,
@@ -218,7 +218,7 @@ def _gaps(axes: Axes, runs: Sequence[Run], base: Run) -> None:
 
 def _scales(axes: Axes, runs: Sequence[Run]) -> None:
     (run,) = (run for run in runs if run.scale)
-    scales(axes, [run], [LOOKS[run.format] | {"linewidth": 2}], [INK])
+    scales(axes, [run], [LOOKS[run.dtype] | {"linewidth": 2}], [INK])
     count = len(run.skipped)
     skipped = f"{count} skipped step{'s' * (count != 1)}{', marked x' * bool(count)}"
-    title(axes, f"Loss scale of {run.format}", skipped)
+    title(axes, f"Loss scale of {run.dtype}", skipped)

@@ -1,6 +1,6 @@
 """What came of the training: a run's figures, the table of all runs, the file of all figures.
 
-Runs in, one for each format; text and JSON out, and the JSON in again. Nothing here knows torch or
+Runs in, one for each dtype; text and JSON out, and the JSON in again. Nothing here knows torch or
 jax.
 """
 
@@ -29,9 +29,9 @@ SPEED = "tokens/s: in the median step, so a first step that compiles does not co
 
 @dataclass
 class Run:
-    """The training in one format. `scale` stays empty where there is no scaler."""
+    """The training in one dtype. `scale` stays empty where there is no scaler."""
 
-    format: str
+    dtype: str
     parameters: int
     train_loss: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)  # steps done, loss
@@ -70,7 +70,7 @@ def percent_above(value: float, base: float) -> float:
 
 def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str) -> None:
     """Print the table; `memory` says what its column counts."""
-    base = next((run for run in runs if run.format == "fp32"), None)
+    base = next((run for run in runs if run.dtype == "fp32"), None)
     console = Console(markup=False, emoji=False)
     console.print(
         f"{runs[0].parameters:,} parameters learn {text.name}, {args.steps:,} times "
@@ -78,12 +78,12 @@ def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str)
         f"each byte comes gives {text.chance:.3f}.",
         highlight=False,
     )
-    table = Table("format", caption=f"peak memory: {memory}\n{SPEED}", caption_justify="left")
+    table = Table("dtype", caption=f"peak memory: {memory}\n{SPEED}", caption_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for run in runs:
         table.add_row(
-            run.format,
+            run.dtype,
             f"{run.loss:.4f}",
             percent(run, base),
             f"{run.tokens_per_second(args):,.0f}",

@@ -4,7 +4,7 @@
     python examples/train_jax.py --device gpu --width 512 --heads 8 --layers 6 --batch 64
 
 The same job as in train_torch.py, with flax's nnx and optax. The step in `train` is the usual one;
-only `autocast` and `scaler` are polymp's. Every format starts from the same weights and sees the
+only `autocast` and `scaler` are polymp's. Every dtype starts from the same weights and sees the
 same batches.
 """
 
@@ -109,7 +109,7 @@ def optimizer(rate: Any) -> optax.GradientTransformation:
 
 
 def train(name: str, text: job.Text, args: argparse.Namespace, device: jax.Device) -> report.Run:
-    """Train in one format."""
+    """Train in one dtype."""
     graph, params = nnx.split(first_model(text, args))
     # The usual 2,000 good steps before the scale doubles are more than this run has.
     interval = max(1, args.steps // 10)
@@ -223,8 +223,8 @@ def find_device(name: str) -> jax.Device:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train in every format that was asked for, then print and save what came of it."""
-    about = "Train a small language model in several float formats and compare them."
+    """Train in every dtype that was asked for, then print and save what came of it."""
+    about = "Train a small language model in several float dtypes and compare them."
     flags = job.parser("train_jax.py", about)
     try:
         args = job.arguments(flags, argv)
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except job.BadArgument as bad:
         flags.error(str(bad))
 
-    runs = [train(name, text, args, device) for name in args.formats]
+    runs = [train(name, text, args, device) for name in args.dtypes]
     memory = MEMORY[device.platform]
     report.show(runs, text, args, memory)
     kind = device.device_kind if device.platform == "gpu" else "CPU"

@@ -3,7 +3,7 @@
     python examples/train_torch.py                       # on the CPU, in about a minute
     python examples/train_torch.py --device cuda --width 512 --heads 8 --layers 6 --batch 64
 
-The loop in `train` is the one for torch.amp; only the import is polymp's. Every format starts
+The loop in `train` is the one for torch.amp; only the import is polymp's. Every dtype starts
 from the same weights and sees the same batches.
 """
 
@@ -97,7 +97,7 @@ def loss_on(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def train(name: str, text: job.Text, args: argparse.Namespace, device: torch.device) -> report.Run:
-    """Train in one format."""
+    """Train in one dtype."""
     model = first_model(text, args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     # The usual 2,000 good steps before the scale doubles are more than this run has.
@@ -174,11 +174,11 @@ def bytes_held(optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) 
     return sum(held.values())
 
 
-def find_device(name: str, formats: Sequence[str]) -> torch.device:
+def find_device(name: str, dtypes: Sequence[str]) -> torch.device:
     """The device of that name.
 
     Raises:
-        BadArgument: there is no such device, or not here, or it cannot compute in a format.
+        BadArgument: there is no such device, or not here, or it cannot compute in a dtype.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise job.BadArgument(f"--device '{name}' is not known. Use cpu, cuda or cuda:N.")
@@ -195,21 +195,21 @@ def find_device(name: str, formats: Sequence[str]) -> torch.device:
                 f"--device '{name}' is not here: torch finds cuda:0 to cuda:{count - 1}. "
                 "Use one of these."
             )
-        if "bf16" in formats and not torch.cuda.is_bf16_supported():
+        if "bf16" in dtypes and not torch.cuda.is_bf16_supported():
             raise job.BadArgument(
-                f"--formats '{','.join(formats)}': this GPU has no bfloat16. Leave bf16 out."
+                f"--dtypes '{','.join(dtypes)}': this GPU has no bfloat16. Leave bf16 out."
             )
     return device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train in every format that was asked for, then print and save what came of it."""
-    about = "Train a small language model in several float formats and compare them."
+    """Train in every dtype that was asked for, then print and save what came of it."""
+    about = "Train a small language model in several float dtypes and compare them."
     flags = job.parser("train_torch.py", about)
     flags.add_argument("--threads", type=job.whole(1), default=1, help="CPU threads of an op")
     try:
         args = job.arguments(flags, argv)
-        device = find_device(args.device, args.formats)
+        device = find_device(args.device, args.dtypes)
         text = job.read(args.text, args.context)
         job.check_outputs(args)
     except job.BadArgument as bad:
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # More threads would mostly wait for one another: the default model's products are small.
     torch.set_num_threads(args.threads)
-    runs = [train(name, text, args, device) for name in args.formats]
+    runs = [train(name, text, args, device) for name in args.dtypes]
     memory = MEMORY[device.type]
     report.show(runs, text, args, memory)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -2,7 +2,7 @@
 
 This module imports neither framework. The users' entry points are `polymp.torch` and
 `polymp.jax`. `polymp.policy` reads a policy from wherever it is, `polymp.register_op` makes an op
-of the user's own follow policies, `polymp.explain` says which op ran in which format, and why.
+of the user's own follow policies, `polymp.explain` says which op ran in which dtype, and why.
 """
 
 from polymp import dtypes

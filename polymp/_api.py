@@ -16,7 +16,7 @@ from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 
 def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
-    """What runs in which format, and why: a report with a row for each op call site.
+    """What runs in which dtype, and why: a report with a row for each op call site.
 
         report = polymp.explain(model, x, dtype="bfloat16")
         print(report)
@@ -93,7 +93,7 @@ def register_op(
         register_op("my_norm", "fp32", torch="mylib::my_norm", jax=my_norm)
 
     In an enabled region its inputs are cast as the rule says and what it is made of is not asked
-    again; backward runs in the formats of forward. A policy may give it another rule by its name,
+    again; backward runs in the dtypes of forward. A policy may give it another rule by its name,
     or by that of its class. There is no way back: an op stays for the life of the process. What
     torch.compile or jax.jit compiled before is not compiled again: register first.
 

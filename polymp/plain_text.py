@@ -111,13 +111,13 @@ def folded(text: str, width: int = WIDTH) -> list[str]:
     return [part for line in text.splitlines() for part in _broken(line, width)]
 
 
-def short(format: str) -> str:
-    """The abbreviation of a format: "bf16"."""
-    return _SHORT.get(format, format)
+def short(dtype: str) -> str:
+    """The abbreviation of a dtype: "bf16"."""
+    return _SHORT.get(dtype, dtype)
 
 
-def formats(inputs: Sequence[str], run: str, outputs: Sequence[str]) -> str:
-    """What came in, what came out and, where that is another format, what it ran in.
+def dtypes(inputs: Sequence[str], run: str, outputs: Sequence[str]) -> str:
+    """What came in, what came out and, where that is another dtype, what it ran in.
 
     "fp32, bf16 x2 -> bf16 (in fp32)"
     """

@@ -1,4 +1,4 @@
-"""The jax backend: casts are planned on the traced program, which is then run in those formats."""
+"""The jax backend: casts are planned on the traced program, which is then run in those dtypes."""
 
 from polymp.backends import require
 

@@ -3,7 +3,7 @@
     inside(eqn)         the programs that an equation holds, each with what it takes and hands on
     interpreted(...)    a program, equation by equation, with values of any kind
 
-Facts about JAX's primitives; nothing here knows of formats.
+Facts about JAX's primitives; nothing here knows of dtypes.
 """
 
 from collections.abc import Callable, Sequence

@@ -69,7 +69,7 @@ def outcomes(chosen: list[str], device: str, enter: Enter) -> Outcomes:
         for op in chosen:
             for at, row in enumerate(run_ops.rows(op)):
                 for name in run_ops.FEW:
-                    pattern = ops.formats(ops.PATTERNS[name], low)
+                    pattern = ops.dtypes(ops.PATTERNS[name], low)
                     case = Case(op, at, name, str(low).removeprefix("torch."))
                     found[case] = outcome(row, pattern, device, partial(enter, low))
     return found
@@ -125,7 +125,7 @@ def fake_against(chosen: list[str], real: Outcomes) -> dict[str, list[dict[str, 
     logging.disable(logging.CRITICAL)  # torch logs every fake call that fails at length
     for case, outcome in real.items():
         row = run_ops.rows(case.op)[case.row]
-        pattern = ops.formats(ops.PATTERNS[case.way], getattr(torch, case.low))
+        pattern = ops.dtypes(ops.PATTERNS[case.way], getattr(torch, case.low))
         enter = partial(run_ops.torch_cuda, getattr(torch, case.low))
         fake = run_ops.run_cuda(row, pattern, "plain", enter)
         wanted = [f"{s.dtype} {s.shape}" for s in outcome.outputs if isinstance(s, Seen)]

@@ -31,17 +31,17 @@ OPTIONAL = ("seeing.md", "testing.md", "api/testing.md")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 MEANS = {
-    Rule.LOWER: "computed in the region's format",
+    Rule.LOWER: "computed in the region's dtype",
     Rule.FP32: "computed in float32, and the result stays float32",
-    Rule.FP32_KEEP: "computed in float32; the result goes back to the widest input format",
-    Rule.WIDEST: "computed in the widest of the inputs' formats and the region's",
-    Rule.KEEP: "computed in the formats that come in",
+    Rule.FP32_KEEP: "computed in float32; the result goes back to the widest input dtype",
+    Rule.WIDEST: "computed in the widest of the inputs' dtypes and the region's",
+    Rule.KEEP: "computed in the dtypes that come in",
     Rule.FORBID: "an error that names another op",
     Rule.PARTS: "what the op is made of follows its own rules",
 }
 
 UNRULED = (
-    "Ops that are not here have no rule: they run in the formats of their inputs, and what they "
+    "Ops that are not here have no rule: they run in the dtypes of their inputs, and what they "
     "are made of follows its own rules. Names are those of [the vocabulary](vocabulary.md); "
     "[Policies](../policies.md) says which row wins."
 )
@@ -106,18 +106,18 @@ def policy_page(name: str) -> str:
     policy, content = policy_files.load(name), policy_files.text(name)
     text = [f"# {name}", "", policy_files.summary(name), ""]
     found: dict[tuple[Rule, tuple[str, ...]], dict[tuple[str, str], list[str]]] = {}
-    for op, format, row in rows(policy):
+    for op, dtype, row in rows(policy):
         kind = vocabulary().ops[op].kind
-        found.setdefault((row.rule, format), {}).setdefault((kind, row.source), []).append(op)
+        found.setdefault((row.rule, dtype), {}).setdefault((kind, row.source), []).append(op)
     counts = [
-        [f"[`{rule}`](#{_anchor(rule, formats)})", MEANS[rule], str(sum(map(len, ops.values())))]
-        for (rule, formats), ops in sorted(found.items(), key=_order)
+        [f"[`{rule}`](#{_anchor(rule, dtypes)})", MEANS[rule], str(sum(map(len, ops.values())))]
+        for (rule, dtypes), ops in sorted(found.items(), key=_order)
     ]
     text += [*_table(["rule", "the op is", "ops"], counts)]
     text += [UNRULED, ""]
-    for (rule, formats), ops in sorted(found.items(), key=_order):
+    for (rule, dtypes), ops in sorted(found.items(), key=_order):
         means = f"{MEANS[rule][0].upper()}{MEANS[rule][1:]}."
-        text += [f"## {_title(rule, formats)}", "", means, ""]
+        text += [f"## {_title(rule, dtypes)}", "", means, ""]
         lines = [
             [kind, _code(sorted(names)), _page(source)] for (kind, source), names in ops.items()
         ]
@@ -126,36 +126,36 @@ def policy_page(name: str) -> str:
             text += [*_instead(policy, ops), ""]
     if single := [row for row in policy.rows if re.match("aten:|jax:", row.of)]:
         text += ["## Single spellings", "", SINGLE]
-        lines = [[f"`{r.of}`", f"`{r.rule}`", r.format or "any", _page(r.source)] for r in single]
-        text += ["", *_table(["spelling", "rule", "format", "row in"], lines)]
+        lines = [[f"`{r.of}`", f"`{r.rule}`", r.dtype or "any", _page(r.source)] for r in single]
+        text += ["", *_table(["spelling", "rule", "dtype", "row in"], lines)]
     about = f"`policies/{name}.toml`, with the reason for each group of rows:"
     text += ["## The file", "", about, ""]
     return "\n".join([*text, "```toml", content.rstrip(), "```", ""])
 
 
 def rows(policy: Policy) -> Iterator[tuple[str, tuple[str, ...], Row]]:
-    """Op, formats and row, for all ops of the vocabulary that a row speaks of."""
+    """Op, dtypes and row, for all ops of the vocabulary that a row speaks of."""
     for op in vocabulary().ops:
         by: dict[Row, list[str]] = {}
-        for format in LOW:
-            row = policy.why(op, format).row
+        for dtype in LOW:
+            row = policy.why(op, dtype).row
             if row is not None and row.rule is not Rule.PARTS:
-                by.setdefault(row, []).append(format)
-        for row, formats in by.items():
-            yield op, tuple(formats) if len(formats) < len(LOW) else (), row
+                by.setdefault(row, []).append(dtype)
+        for row, dtypes in by.items():
+            yield op, tuple(dtypes) if len(dtypes) < len(LOW) else (), row
 
 
 def _order(item: tuple[tuple[Rule, tuple[str, ...]], object]) -> tuple[int, tuple[str, ...]]:
-    rule, formats = item[0]
-    return list(Rule).index(rule), formats
+    rule, dtypes = item[0]
+    return list(Rule).index(rule), dtypes
 
 
-def _title(rule: Rule, formats: tuple[str, ...]) -> str:
-    return " ".join([rule, *(["in", " and ".join(formats)] if formats else [])])
+def _title(rule: Rule, dtypes: tuple[str, ...]) -> str:
+    return " ".join([rule, *(["in", " and ".join(dtypes)] if dtypes else [])])
 
 
-def _anchor(rule: Rule, formats: tuple[str, ...]) -> str:
-    return _title(rule, formats).lower().replace(" ", "-")
+def _anchor(rule: Rule, dtypes: tuple[str, ...]) -> str:
+    return _title(rule, dtypes).lower().replace(" ", "-")
 
 
 def _page(source: str) -> str:

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--op", default="", help="only this op, class (class:NAME) or spelling (aten:NAME)"
     )
-    show.add_argument("--format", choices=LOW, help="only in regions of this format")
+    show.add_argument("--dtype", choices=LOW, help="only in regions of this dtype")
     show.add_argument(
         "--scope", default="", metavar="PATH", help="in the module at this path, as blocks.0.attn"
     )
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
     examine = command(
         "doctor",
-        "say what this machine, its torch and its jax can do, and which format to use",
+        "say what this machine, its torch and its jax can do, and which dtype to use",
         _doctor,
         lambda d: not d["ok"],
     )

@@ -56,7 +56,7 @@ def _no_kernel(row: Row, policy: Policy) -> str:
 
     if row.rule not in (Rule.LOWER, Rule.WIDEST):
         return ""
-    for low in (row.format,) if row.format else LOW:
+    for low in (row.dtype,) if row.dtype else LOW:
         said = []
         for device in torch_table.DEVICES:
             try:

@@ -1,4 +1,4 @@
-"""What this machine, its torch and its jax can do, and which format to use on it.
+"""What this machine, its torch and its jax can do, and which dtype to use on it.
 
     gather() -> Facts -> diagnose(facts) -> plain data
 
@@ -46,7 +46,7 @@ class Framework(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a framework runs on, and the formats that it multiplies faster than float32.
+    """What a framework runs on, and the dtypes that it multiplies faster than float32.
 
     Attributes:
         framework: "torch" or "jax".
@@ -108,7 +108,7 @@ def cpu(framework: str, name: str, features: frozenset[str] | None) -> Device:
     if features is None:
         return Device(framework, "cpu", name, None, None, "this system does not tell")
     told = [feature for feature in _TOLD if feature in features]
-    low = {format: not features.isdisjoint(names) for format, names in _FAST.items()}
+    low = {dtype: not features.isdisjoint(names) for dtype, names in _FAST.items()}
     by = ", ".join(told) or "no bf16 or fp16 instructions"
     return Device(framework, "cpu", name, low["bfloat16"], low["float16"], by)
 
@@ -125,14 +125,14 @@ def gpu(framework: str, name: str, capability: tuple[int, int]) -> Device:
 
 
 def advice(device: Device) -> tuple[str, str]:
-    """The format to use on a device, "" for none, and the reason."""
+    """The dtype to use on a device, "" for none, and the reason."""
     if device.bfloat16:
         return "bfloat16", "fast here, with float32's range: no gradient scaler"
     if device.float16:
         return "float16", "fast here, and bfloat16 is not; ends at 65504: use a GradScaler"
     if device.bfloat16 is None:
         return "bfloat16", "speed unknown; it has float32's range: no gradient scaler"
-    return "", "no low format is fast here: stay in float32, or use bfloat16 to save memory"
+    return "", "no low dtype is fast here: stay in float32, or use bfloat16 to save memory"
 
 
 def diagnose(facts: Facts) -> dict[str, Any]:

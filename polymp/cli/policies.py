@@ -56,14 +56,14 @@ def shown(args: argparse.Namespace) -> Data:
     ops = _selected(args.op, policy)
     if args.scope:
         scopes.check(args.scope, "--scope")
-    formats = [args.format] if args.format else list(LOW)
-    data: Data = {"policy": policy.name, "scope": args.scope, "formats": formats}
+    dtypes = [args.dtype] if args.dtype else list(LOW)
+    data: Data = {"policy": policy.name, "scope": args.scope, "dtypes": dtypes}
     if args.device:
-        return data | _against(policy.at(args.scope), args.device, args.op, ops, formats)
+        return data | _against(policy.at(args.scope), args.device, args.op, ops, dtypes)
     if args.op and not args.op.startswith("class:"):
-        return data | _one(policy, args.op, args.scope, formats)
+        return data | _one(policy, args.op, args.scope, dtypes)
     entries = [
-        {"op": op.name, "class": op.kind} | _ruled(policy, op.name, args.scope, formats)
+        {"op": op.name, "class": op.kind} | _ruled(policy, op.name, args.scope, dtypes)
         for op in ops
     ]
     waiting = [] if args.scope else list(policy.scopes)
@@ -87,22 +87,22 @@ def _selected(selector: str, policy: Policy) -> list[Op]:
     return [op for k in sorted(words.kinds) if kind in ("", k) for op in words.members(k)]
 
 
-def _ruled(policy: Policy, op: str, scope: str, formats: Sequence[str]) -> Data:
-    whys = {low: policy.why(op, low, scope) for low in formats}
+def _ruled(policy: Policy, op: str, scope: str, dtypes: Sequence[str]) -> Data:
+    whys = {low: policy.why(op, low, scope) for low in dtypes}
     return {
         "rules": {low: why.rule for low, why in whys.items()},
         "rows": {low: row_data(why.row) for low, why in whys.items()},
     }
 
 
-def _one(policy: Policy, selector: str, scope: str, formats: Sequence[str]) -> Data:
+def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Data:
     op = vocabulary().op_of(selector)
     return {
         "op": selector,
         "class": op.kind if op else "",
         "about": vocabulary().kinds[op.kind] if op else "Not in the vocabulary.",
-        **_ruled(policy, selector, scope, formats),
-        "why": {low: str(policy.why(selector, low, scope)) for low in formats},
+        **_ruled(policy, selector, scope, dtypes),
+        "why": {low: str(policy.why(selector, low, scope)) for low in dtypes},
         "aten": list(op.aten) if op else [],
         "jax": list(op.jax) if op else [],
         "functions": list(op.functions) if op else [],
@@ -112,7 +112,7 @@ def _one(policy: Policy, selector: str, scope: str, formats: Sequence[str]) -> D
 
 
 def _against(
-    policy: Policy, device: str, selector: str, ops: Sequence[Op], formats: Sequence[str]
+    policy: Policy, device: str, selector: str, ops: Sequence[Op], dtypes: Sequence[str]
 ) -> Data:
     """The overloads in which a policy differs from what torch has compiled in for a device."""
     backends.get("torch")
@@ -121,14 +121,14 @@ def _against(
     theirs, names = torch_table.policy(device), {op.name for op in ops}
     entries = []
     for overload in sorted(kernel_registry.differing(policy, device)):
-        if all(torch_table.agrees(device, policy, overload, low) for low in formats):
+        if all(torch_table.agrees(device, policy, overload, low) for low in dtypes):
             continue
         name = vocabulary().of_aten(overload)
         one = selector.startswith("aten:")
         if selector and (selector != f"aten:{overload}" if one else name not in names):
             continue
         entry: Data = {"aten": overload, "op": name, "torch": {}, "policy": {}, "rows": {}}
-        for low in formats:
+        for low in dtypes:
             own = torch_table.table(policy, low).get(overload)
             entry["torch"][low] = _answer(torch_table.row(device, overload, low), theirs)
             entry["policy"][low] = _answer(own, policy)
@@ -162,7 +162,7 @@ def compared(args: argparse.Namespace) -> Data:
         else:
             known = outside[of, low]
         if answers[0] != answers[1] and answers != known:
-            entry = {"op": of, "format": low, "scope": pattern}
+            entry = {"op": of, "dtype": low, "scope": pattern}
             entries.append(entry | {"rules": answers, "rows": [row_data(row) for row in rows]})
     return {"policies": list(args.policies), "same": not entries, "differences": entries}
 

@@ -57,9 +57,9 @@ def _by(row: Data | None, op: str, known: str = "") -> str:
     return by(Row(**row), op, known) if row else "no row"
 
 
-def _merged(by_format: Mapping[str, Any]) -> str:
-    """One text for all formats, if they agree, or one for each."""
-    texts = {low: str(value) for low, value in by_format.items()}
+def _merged(by_dtype: Mapping[str, Any]) -> str:
+    """One text for all dtypes, if they agree, or one for each."""
+    texts = {low: str(value) for low, value in by_dtype.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return "\n".join(f"{low}: {text}" for low, text in texts.items())
@@ -67,7 +67,7 @@ def _merged(by_format: Mapping[str, Any]) -> str:
 
 def _show(data: Data) -> Iterator[RenderableType]:
     at = f" in {data['scope']}" if data["scope"] else ""
-    title = f"policy {data['policy']}{at}, {' and '.join(data['formats'])}"
+    title = f"policy {data['policy']}{at}, {' and '.join(data['dtypes'])}"
     if "device" in data:
         yield from _device(data, title)
     elif "op" in data:
@@ -131,8 +131,8 @@ def _device(data: Data, title: str) -> Iterator[RenderableType]:
     for entry in data["differ"]:
         one, other = entry["torch"], entry["policy"]
         own = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
-        left = {low: _told(one[low], other[low]) for low in data["formats"]}
-        right = {low: _told(other[low], one[low]) for low in data["formats"]}
+        left = {low: _told(one[low], other[low]) for low in data["dtypes"]}
+        right = {low: _told(other[low], one[low]) for low in data["dtypes"]}
         rows.append((entry["aten"], _merged(left), _merged(right), _merged(own)))
     yield _table(("aten op", "torch", data["policy"], "from"), rows)
     if any("(widen)" in row[1] + row[2] for row in rows):
@@ -150,12 +150,12 @@ def _diff(data: Data) -> Iterator[RenderableType]:
         left = _told(rules[0], rules[1]), _by(rows[0], entry["op"], one)
         right = _told(rules[1], rules[0]), _by(rows[1], entry["op"], other)
         key = entry["scope"], entry["op"], *(", ".join(filter(None, s)) for s in (left, right))
-        lines.setdefault(key, []).append(entry["format"])
+        lines.setdefault(key, []).append(entry["dtype"])
     yield f"{one} and {other}, ops that differ: {len({key[:2] for key in lines})}\n"
     scoped = any(scope for scope, *_ in lines)
     table = []
-    for (scope, op, *sides), formats in lines.items():
-        label = op if len(formats) == len(LOW) else f"{op} ({', '.join(formats)})"
+    for (scope, op, *sides), dtypes in lines.items():
+        label = op if len(dtypes) == len(LOW) else f"{op} ({', '.join(dtypes)})"
         table.append((label, *sides, *([scope] if scoped else [])))
     yield _table(("op", one, other, *(["scope"] if scoped else [])), table)
     if any("(widen)" in cell for row in table for cell in row):
@@ -188,7 +188,7 @@ def _facts(data: Data) -> Iterator[RenderableType]:
     if data["devices"]:
         yield ""
         yield _table(
-            ("device", "fast formats", "use"),
+            ("device", "fast dtypes", "use"),
             (
                 (
                     f"{d['framework']} {d['kind']}\n{d['name']}",
@@ -219,6 +219,6 @@ def _facts(data: Data) -> Iterator[RenderableType]:
 
 
 def _fast(device: Data) -> str:
-    low = [format for format in ("bfloat16", "float16") if device[format]]
+    low = [dtype for dtype in ("bfloat16", "float16") if device[dtype]]
     unknown = device["bfloat16"] is None
     return " and ".join(low) or ("unknown" if unknown else "none")

@@ -30,7 +30,7 @@ class Audit(AuditRecord):
     """
 
     def suggest(self, base: Source = "amp") -> Suggestion:
-        """What to change so that what was audited trains: rows, another format, or a loss scale.
+        """What to change so that what was audited trains: rows, another dtype, or a loss scale.
 
         What lies behind the first Inf is not seen: where a step still breaks, audit it again.
 
@@ -49,10 +49,10 @@ class Audit(AuditRecord):
     def plot(
         self,
         path: str | PathLike[str] | None = None,
-        format: str | None = None,
+        dtype: str | None = None,
         dark: bool = False,
     ) -> "Figure":
-        """A picture of the magnitudes, layer by layer, against the ranges of the formats.
+        """A picture of the magnitudes, layer by layer, against the ranges of the dtypes.
 
         A row for every module, with its results in the panel at the left and its gradients at the
         right: a band from the 5 % to the 95 % quantile of what is not zero, a tick at the largest.
@@ -60,15 +60,15 @@ class Audit(AuditRecord):
 
         Args:
             path: file to write it to as well: ".png", ".svg" or ".pdf".
-            format: the one whose range to show, by full name; None for float16, bfloat16,
+            dtype: the one whose range to show, by full name; None for float16, bfloat16,
                 float8_e4m3fn and float8_e5m2.
             dark: True for light marks on a dark page.
 
         Raises:
-            ValueError: nothing was measured, or there is no such format or suffix.
+            ValueError: nothing was measured, or there is no such dtype or suffix.
             ImportError: matplotlib is not installed.
         """
-        return audit_plot.audit_figure(self, path, format, dark)
+        return audit_plot.audit_figure(self, path, dtype, dark)
 
     def __str__(self) -> str:
         return audit_text.audit_table(self)

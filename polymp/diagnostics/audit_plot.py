@@ -1,9 +1,9 @@
-"""An audit as a picture: how large the values are, layer by layer, against the formats' ranges.
+"""An audit as a picture: how large the values are, layer by layer, against the dtypes' ranges.
 
     AuditRecord -> a row for each module -> two panels, forward and gradient, with one log2 axis
 
 A row is a band from the 5 % to the 95 % quantile of the magnitudes that are not zero, and a tick at
-the largest. Above the rows is a ruler: a bar for each format, hatched where it is subnormal, whose
+the largest. Above the rows is a ruler: a bar for each dtype, hatched where it is subnormal, whose
 range goes on through the rows as a shade. matplotlib is imported here only.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SUFFIXES = (".png", ".svg", ".pdf")
 _QUANTILES = (0.05, 0.95)
 
-# Inches: of a row, a format's bar, the panels, what stands right of a row, and the margins.
+# Inches: of a row, a dtype's bar, the panels, what stands right of a row, and the margins.
 _ROW, _BAR, _PANEL, _GUTTER = 0.2, 0.22, 4.3, 0.75
 _TOP, _BOTTOM, _EDGE, _GAP, _KEY = 0.62, 0.55, 0.15, 0.06, 0.5
 _LONGEST = 40  # letters of a row's name
@@ -34,7 +34,7 @@ _POINTS = 8.5  # of the font
 
 
 class Look(NamedTuple):
-    """Colours; those of the formats are told apart with any kind of colour vision.
+    """Colours; those of the dtypes are told apart with any kind of colour vision.
 
     Source:
         Okabe and Ito, "Color universal design", 2008.
@@ -47,7 +47,7 @@ class Look(NamedTuple):
     band: str
     alarm: str
     inside: str
-    formats: dict[str, str]
+    dtypes: dict[str, str]
 
 
 _LIGHT = Look(
@@ -103,12 +103,12 @@ def _module(gradient: Measured, known: set[str]) -> str:
 def audit_figure(
     audit: AuditRecord,
     path: "str | PathLike[str] | None" = None,
-    format: str | None = None,
+    dtype: str | None = None,
     dark: bool = False,
 ) -> "Figure":
     """The picture; see `Audit.plot`."""
-    if format is not None and format not in NARROW:
-        raise ValueError(f"format={format!r} is not one of {', '.join(NARROW)}.")
+    if dtype is not None and dtype not in NARROW:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(NARROW)}.")
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
     rows = layers(audit)
@@ -119,7 +119,7 @@ def audit_figure(
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("Audit.plot needs matplotlib: pip install matplotlib") from None
-    formats = NARROW if format is None else (format,)
+    dtypes = NARROW if dtype is None else (dtype,)
     look = _DARK if dark else _LIGHT
     style: dict[str, Any] = {
         "font.family": "sans-serif",
@@ -131,7 +131,7 @@ def audit_figure(
         "svg.hashsalt": "polymp",
     }
     with rc_context(cast(Any, style)):
-        figure = _figure(Figure, audit, rows, formats, look)
+        figure = _figure(Figure, audit, rows, dtypes, look)
         if path is not None:
             undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
             figure.savefig(path, dpi=150, facecolor=look.page, metadata=undated)
@@ -142,12 +142,12 @@ def _figure(
     make: "type[Figure]",
     audit: AuditRecord,
     rows: list[Layer],
-    formats: tuple[str, ...],
+    dtypes: tuple[str, ...],
     look: Look,
 ) -> "Figure":
     names = [_label(row.module) for row in rows]
     left = _EDGE + max(1.2, _widest(names)) + 0.15
-    ruler, body = _BAR * len(formats), _ROW * len(rows)
+    ruler, body = _BAR * len(dtypes), _ROW * len(rows)
     wide = left + 2 * (_PANEL + _GUTTER)
     high = _TOP + ruler + _GAP + body + _BOTTOM
     figure = make(figsize=(wide, high), facecolor=look.page)
@@ -167,8 +167,8 @@ def _figure(
         above = place(x, _BOTTOM + body + _GAP, _PANEL, ruler)
         main = place(x, _BOTTOM, _PANEL, body)
         above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
-        _ruler(above, formats, span, look)
-        _shade(main, formats, look)
+        _ruler(above, dtypes, span, look)
+        _shade(main, dtypes, look)
         _bands(main, found, look)
         _frame(main, span, len(rows), look)
         main.set_yticks(range(len(rows)), names if at == 0 else [""] * len(rows), color=look.ink)
@@ -211,18 +211,18 @@ def _ends(found: Magnitudes) -> tuple[float, float]:
     return low, high
 
 
-def _ranges(format: str) -> tuple[float, float, float]:
-    """Where a format begins, becomes normal and ends, as powers of two."""
-    f = FORMATS[format]
+def _ranges(dtype: str) -> tuple[float, float, float]:
+    """Where a dtype begins, becomes normal and ends, as powers of two."""
+    f = FORMATS[dtype]
     return math.log2(f.smallest_subnormal), math.log2(f.smallest_normal), math.log2(f.max)
 
 
-def _ruler(axes: "Axes", formats: tuple[str, ...], span: tuple[float, float], look: Look) -> None:
-    """A bar for each format, with its name on it."""
+def _ruler(axes: "Axes", dtypes: tuple[str, ...], span: tuple[float, float], look: Look) -> None:
+    """A bar for each dtype, with its name on it."""
     inch = _PANEL / (span[1] - span[0])
-    for y, format in enumerate(formats):
-        low, normal, top = _ranges(format)
-        color = look.formats[format]
+    for y, dtype in enumerate(dtypes):
+        low, normal, top = _ranges(dtype)
+        color = look.dtypes[dtype]
         axes.barh(y, top - normal, left=normal, height=0.8, color=color)
         axes.barh(
             y, normal - low, left=low, height=0.8, facecolor=look.page, edgecolor=color,
@@ -230,22 +230,22 @@ def _ruler(axes: "Axes", formats: tuple[str, ...], span: tuple[float, float], lo
         )  # fmt: skip
         seen = max(normal, span[0]), min(top, span[1])
         text: dict[str, Any] = {"va": "center", "fontsize": 7.5}
-        if (seen[1] - seen[0]) * inch > 0.062 * len(format) + 0.1:
-            axes.text(sum(seen) / 2, y, format, ha="center", color=look.inside, **text)
+        if (seen[1] - seen[0]) * inch > 0.062 * len(dtype) + 0.1:
+            axes.text(sum(seen) / 2, y, dtype, ha="center", color=look.inside, **text)
         else:
-            axes.text(seen[1] + 0.06 / inch, y, format, ha="left", color=color, **text)
+            axes.text(seen[1] + 0.06 / inch, y, dtype, ha="left", color=color, **text)
         if low > span[0] + 0.75 / inch:
             axes.text(low - 0.05 / inch, y, "subnormal", ha="right", color=color, **text)
-    axes.set(xlim=span, ylim=(len(formats) - 0.5, -0.5))
+    axes.set(xlim=span, ylim=(len(dtypes) - 0.5, -0.5))
     axes.axis("off")
 
 
-def _shade(axes: "Axes", formats: tuple[str, ...], look: Look) -> None:
-    """The ranges, behind the rows: where more formats hold a number, the shade is deeper."""
-    strength = 2 if len(formats) == 1 else 1
-    for format in formats:
-        low, normal, top = _ranges(format)
-        color = look.formats[format]
+def _shade(axes: "Axes", dtypes: tuple[str, ...], look: Look) -> None:
+    """The ranges, behind the rows: where more dtypes hold a number, the shade is deeper."""
+    strength = 2 if len(dtypes) == 1 else 1
+    for dtype in dtypes:
+        low, normal, top = _ranges(dtype)
+        color = look.dtypes[dtype]
         axes.axvspan(normal, top, color=color, alpha=0.075 * strength, linewidth=0, zorder=0)
         axes.axvspan(low, normal, color=color, alpha=0.03 * strength, linewidth=0, zorder=0)
         axes.axvline(top, color=color, linewidth=0.9, alpha=0.8, zorder=1)

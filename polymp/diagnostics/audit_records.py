@@ -1,6 +1,6 @@
 """What the numbers of a run were: the magnitudes of every op's result and of every gradient.
 
-The backends measure, on the device, and make these records; `magnitudes` knows what a format would
+The backends measure, on the device, and make these records; `magnitudes` knows what a dtype would
 make of the numbers. Nothing here knows a framework.
 """
 
@@ -22,11 +22,11 @@ class Measured(NamedTuple):
         module: path of the module it was called in; of a gradient, the parameter's name.
         source: file and line of the user's code: "train.py:12".
         direction: "forward", "backward" or "recompute".
-        region: the low format of the region it ran in, "" outside.
+        region: the low dtype of the region it ran in, "" outside.
         row: of the policy, that decided; None if none spoke of the op.
-        run: format of the results.
+        run: dtype of the results.
         magnitudes: of the results; of scaled gradients, divided by the scale.
-        numbers: numbers of the program that its format made zero: (1e-12,) for `x + 1e-12`.
+        numbers: numbers of the program that its dtype made zero: (1e-12,) for `x + 1e-12`.
     """
 
     op: str
@@ -41,9 +41,9 @@ class Measured(NamedTuple):
     numbers: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Its numbers, with the shares in each format, as plain data."""
+        """Its numbers, with the shares in each dtype, as plain data."""
         m = self.magnitudes
-        shares = {format: m.shares(format)._asdict() for format in NARROW}
+        shares = {dtype: m.shares(dtype)._asdict() for dtype in NARROW}
         data = self._asdict() | {"row": str(self.row) if self.row else None}
         data["numbers"] = list(self.numbers)
         del data["magnitudes"]
@@ -52,10 +52,10 @@ class Measured(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What an op was given. An audit knows format, shape and largest magnitude alone; `locate` all.
+    """What an op was given. An audit knows dtype, shape and largest magnitude alone; `locate` all.
 
     Attributes:
-        format: its format.
+        dtype: its dtype.
         shape: its dimensions.
         smallest: the smallest magnitude that is not zero; 0 if there is none.
         largest: the largest finite magnitude.
@@ -65,7 +65,7 @@ class Operand(NamedTuple):
         name: of a parameter or an argument, if it is one; "" for what the program made.
     """
 
-    format: str
+    dtype: str
     shape: tuple[int, ...]
     smallest: float
     largest: float
@@ -75,7 +75,7 @@ class Operand(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
-        parts = [f"{self.format}{list(self.shape)}"]
+        parts = [f"{self.dtype}{list(self.shape)}"]
         if self.largest:
             start = f"from {self.smallest:.3g} " if self.smallest else "up "
             parts.append(f"|x| {start}to {self.largest:.3g}")
@@ -93,16 +93,16 @@ class Fault(NamedTuple):
         module: path of the module it was called in.
         source: file and line of the user's code.
         direction: "forward", "backward" or "recompute".
-        kind: "overflow" (its format made Inf of what float32 holds), "underflow" (zero of what
-            float32 holds), "number" (its format made a number of the program zero), "input" (an
+        kind: "overflow" (its dtype made Inf of what float32 holds), "underflow" (zero of what
+            float32 holds), "number" (its dtype made a number of the program zero), "input" (an
             argument or parameter was not finite) or "operation" (its result is not finite in
             float32 either).
-        run: the format that it ran in.
+        run: the dtype that it ran in.
         row: of the policy, that decided; None if none spoke of the op.
         inputs: what it was given.
         found: "Inf" or "NaN", what first became of it, and the op where it did if it is another.
         why: a sentence.
-        region: the low format of the region it ran in, "" outside.
+        region: the low dtype of the region it ran in, "" outside.
     """
 
     op: str
@@ -145,29 +145,29 @@ class AuditRecord:
         made = [m for m in self.results if m.direction == "backward"]
         return [*self.gradients, *made]
 
-    def fitting_scale(self, format: str = "float16") -> float | None:
-        """The largest loss scale at which no gradient overflows a format, with a factor 2 to spare.
+    def fitting_scale(self, dtype: str = "float16") -> float | None:
+        """The largest loss scale at which no gradient overflows a dtype, with a factor 2 to spare.
 
-        Counted are the gradients that ops made in that format; where there are none other than
+        Counted are the gradients that ops made in that dtype; where there are none other than
         zero, those made in bfloat16, and then all.
 
         Args:
-            format: by full name.
+            dtype: by full name.
 
         Returns:
             A power of two; None if there were no finite gradients other than zero.
         """
         largest = 0.0
-        for run in (format, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+        for run in (dtype, "bfloat16", ""):  # what float32 holds need not fit, if others are there
             made = (m.magnitudes.largest for m in self.backward if run in (m.run, ""))
             largest = largest or max(made, default=0.0)
         if largest == 0 or not math.isfinite(largest):
             return None
-        return float(2.0 ** math.floor(math.log2(FORMATS[format].max / 2 / largest)))
+        return float(2.0 ** math.floor(math.log2(FORMATS[dtype].max / 2 / largest)))
 
-    def lost_gradients(self, format: str = "float16", scale: float = 1.0) -> float:
-        """The share of gradient values that a format makes zero at a loss scale, from 0 to 1."""
+    def lost_gradients(self, dtype: str = "float16", scale: float = 1.0) -> float:
+        """The share of gradient values that a dtype makes zero at a loss scale, from 0 to 1."""
         rows = self.backward
         if not rows:
             return 0.0
-        return joined(m.magnitudes for m in rows).shares(format, scale).underflow
+        return joined(m.magnitudes for m in rows).shares(dtype, scale).underflow

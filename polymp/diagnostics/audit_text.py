@@ -94,7 +94,7 @@ def _by_module(found: Iterable[tuple[str, str, Measured]]) -> Iterator[str | tup
 
 def _cells(measured: Measured, name: str) -> tuple[str, ...]:
     m = measured.magnitudes
-    others = (tuple(map(_percent, m.shares(format))) for format in _OTHERS)
+    others = (tuple(map(_percent, m.shares(dtype))) for dtype in _OTHERS)
     return (
         name,
         measured.source,

@@ -35,11 +35,11 @@ class Node(NamedTuple):
     Attributes:
         inputs: places, in the run, of the nodes that made what it read; before it, all.
         bad: "Inf", "NaN" or "", of its result.
-        run: the format of its result.
+        run: the dtype of its result.
         burst: True if float16 made Inf there of what float32, given the same inputs, holds.
         vanished: share of its results that float16 made zero, of the same inputs.
         zeros: True if there are zeros in its result.
-        numbers: numbers of the program that its format made zero.
+        numbers: numbers of the program that its dtype made zero.
         spoiled: name of an input that no op made and that is not finite; "" if there is none.
         given: True if a number of the program that it was given is not finite: a mask's -inf.
         value: False if its result is no float: a test, a comparison.
@@ -94,7 +94,7 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     readers = _readers(nodes)
     reaches = _reaching(nodes, readers)
     for at, node in enumerate(nodes):
-        # What a format made Inf is a fault also where a later op makes a number of it: x / Inf is
+        # What a dtype made Inf is a fault also where a later op makes a number of it: x / Inf is
         # 0. A softmax, though, or a clamp, makes the same of Inf and of the number that it was.
         hidden = node.burst and not node.cast
         hidden = hidden and not all(nodes[r].op in _TAKES_UP for r in readers[at])
@@ -164,12 +164,12 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             return Blame(cause, at, "number", why)
         why = f"{found.vanished:.0%} of its results are zero in {found.run} and are not in float32"
         return Blame(cause, at, "underflow", why)
-    why = f"its inputs are finite and its result is not, in {node.run or 'its format'} or wider"
+    why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
     return Blame(at, at, "operation", why)
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:
-    """The node before `at` whose format lost something, along values with zeros in them.
+    """The node before `at` whose dtype lost something, along values with zeros in them.
 
     The nearest that lost most of its values or a number; else the one that lost the most.
     """

@@ -1,7 +1,7 @@
 """What ran in a program, op call by op call: the records that reports are made of.
 
 A `Call` is a place in the user's code where an op is called, with the row that ruled it, the
-formats that it met and made, and what its casts cost. The backends make calls; a `CallList` adds
+dtypes that it met and made, and what its casts cost. The backends make calls; a `CallList` adds
 them up. Nothing here knows a framework, or how calls are shown.
 """
 
@@ -26,11 +26,11 @@ class Call(NamedTuple):
         module: path of the module it was called in, names joined by dots; "" outside of all.
         source: file and line of the user's code that called it: "train.py:12"; "" if not known.
         direction: "forward", "backward" or "recompute".
-        region: the low format of the region, "" outside of enabled regions.
+        region: the low dtype of the region, "" outside of enabled regions.
         row: of the policy, that decided; None if none spoke of the op.
-        inputs: formats of its float inputs as they came, before any cast.
-        run: the format that it computed in; "" if it computed no float.
-        outputs: formats of its float results.
+        inputs: dtypes of its float inputs as they came, before any cast.
+        run: the dtype that it computed in; "" if it computed no float.
+        outputs: dtypes of its float results.
         casts: how many arrays were cast for it, there and back.
         cast_bytes: that these casts read and wrote.
         saved: casts that were spared, by reason: "cached", "held", "shared", "cancelled", ...
@@ -98,7 +98,7 @@ class CallList:
             calls: that ran, one for each run; or a function that makes them when they are asked
                 for first.
             title: what was explained.
-            low: the low format of the regions.
+            low: the low dtype of the regions.
             policy: name of the policy.
         """
         self._calls = calls
@@ -113,7 +113,7 @@ class CallList:
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of products, convolutions and attention, by the format that they ran in."""
+        """FLOPs of products, convolutions and attention, by the dtype that they ran in."""
         return _sums((call.run, call.flops) for call in self.calls)
 
     @property

@@ -1,9 +1,9 @@
-"""How large the values of a tensor are, and what a format would make of them.
+"""How large the values of a tensor are, and what a dtype would make of them.
 
     bins of |x| -> Magnitudes -> shares that overflow, vanish, become subnormal; quantiles
 
 The bins are those of float32's own bits: the exponent and the first four digits after the point,
-which is where every format of `polymp.dtypes` ends but for the last 1/4096 of float16's range.
+which is where every dtype of `polymp.dtypes` ends but for the last 1/4096 of float16's range.
 The backends count, on the device; here counts become shares.
 """
 
@@ -17,7 +17,7 @@ from polymp.dtypes import FORMATS
 SHIFT = 19
 BINS = 4096
 
-# The formats whose ranges an audit speaks of.
+# The dtypes whose ranges an audit speaks of.
 NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 # The bin of Inf; those of finite numbers are before it, those of NaN after it.
@@ -36,12 +36,12 @@ _EDGES = tuple(lower_edge(bin) for bin in range(INF))
 
 
 class Shares(NamedTuple):
-    """What rounding to a format would do; shares of all values, from 0 to 1.
+    """What rounding to a dtype would do; shares of all values, from 0 to 1.
 
     Attributes:
-        overflow: become Inf, or NaN in a format without Inf; what is not finite already counts.
+        overflow: become Inf, or NaN in a dtype without Inf; what is not finite already counts.
         underflow: become zero and were not.
-        subnormal: keep fewer digits than the format has, and are not zero.
+        subnormal: keep fewer digits than the dtype has, and are not zero.
     """
 
     overflow: float
@@ -78,10 +78,10 @@ class Magnitudes(NamedTuple):
         """The share of zeros, and of what float32 itself holds as subnormal in its first bin."""
         return self.bins[0] / self.counted if self.counted else 0.0
 
-    def shares(self, format: str, scale: float = 1.0) -> Shares:
-        """What a format would make of the values, multiplied by `scale`.
+    def shares(self, dtype: str, scale: float = 1.0) -> Shares:
+        """What a dtype would make of the values, multiplied by `scale`.
 
-        Bins are sixteenths of a power of two, and formats end where bins do; so these are exact
+        Bins are sixteenths of a power of two, and dtypes end where bins do; so these are exact
         counts of what was counted, but for four kinds of values. In float16, those from 65520 to
         65536 become Inf, and count as finite; so do those from 3.39e38 in bfloat16. Those of just
         448 + 16 stay finite in float8_e4m3fn and count as overflow; those of just half the smallest
@@ -89,10 +89,10 @@ class Magnitudes(NamedTuple):
         from zero.
 
         Args:
-            format: by full name, one of `dtypes.FORMATS`.
+            dtype: by full name, one of `dtypes.FORMATS`.
             scale: a power of two.
         """
-        target = FORMATS[format]
+        target = FORMATS[dtype]
         # Half a step beyond the largest number rounds up; half of the smallest rounds to zero.
         top = target.max + math.ldexp(1.0, math.frexp(target.max)[1] - 2 - target.mantissa)
         bottom = target.smallest_subnormal / 2

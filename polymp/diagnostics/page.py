@@ -115,7 +115,7 @@ def _file(name: str) -> str:
 def _figure(head: str, bars: Sequence[Bar]) -> str:
     longest = max((bar.length for bar in bars), default=0) or 1
     drawn = "".join(
-        f'<div class="bar" data-format="{escape(bar.label)}"><span>{escape(bar.label)}</span>'
+        f'<div class="bar" data-dtype="{escape(bar.label)}"><span>{escape(bar.label)}</span>'
         f"<b>{escape(bar.words)}</b>{_length(bar.length / longest)}</div>\n"
         for bar in bars
     )

@@ -23,7 +23,7 @@ class Report(CallList):
 
     Attributes:
         title: what was explained.
-        low: the low format of the regions, "" if there was none.
+        low: the low dtype of the regions, "" if there was none.
         policy: name of the policy, "" if there was no region.
     """
 
@@ -43,7 +43,7 @@ class Report(CallList):
 
         Calls are grouped by direction and module; in a module, those whose casts move the most
         bytes come first, then those with the most FLOPs. In "fp32 x2 -> bf16 (in fp32)", the last
-        is the format it ran in, where that is not the format of what came out.
+        is the dtype it ran in, where that is not the dtype of what came out.
 
         Args:
             modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for what lies

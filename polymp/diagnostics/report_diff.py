@@ -17,8 +17,8 @@ from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
 
-_FORMATS = ("inputs", "run", "outputs")
-_COMPARED = (*_FORMATS, "rule", "casts", "cast_bytes", "times")
+_DTYPES = ("inputs", "run", "outputs")
+_COMPARED = (*_DTYPES, "rule", "casts", "cast_bytes", "times")
 
 
 class Difference(NamedTuple):
@@ -54,8 +54,8 @@ class ReportDiff:
     """Where two reports differ; true if they do.
 
     Two calls are held against each other if module, direction and op are equal, in the order in
-    which they were reached. Of two frameworks, which give an op different operands, the formats of
-    the inputs differ if one has a format that the other lacks.
+    which they were reached. Of two frameworks, which give an op different operands, the dtypes of
+    the inputs differ if one has a dtype that the other lacks.
 
     Attributes:
         one: the first report.
@@ -95,10 +95,9 @@ class ReportDiff:
 
     @property
     def same(self) -> bool:
-        """True if both have the same calls, and each the same formats: input, run and output."""
+        """True if both have the same calls, and each the same dtypes: input, run and output."""
         return not any(
-            row.one is None or row.other is None or {*_FORMATS} & {*row.changed}
-            for row in self.rows
+            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
         )
 
     @property
@@ -165,14 +164,14 @@ class ReportDiff:
             return f"only in {self.names[1]}"
         if row.other is None:
             return f"only in {self.names[0]}"
-        kinds = {**dict.fromkeys(_FORMATS, "formats"), "cast_bytes": "casts"}
+        kinds = {**dict.fromkeys(_DTYPES, "dtypes"), "cast_bytes": "casts"}
         return ", ".join(dict.fromkeys(kinds.get(name, name) for name in row.changed))
 
     def _headline(self) -> str:
         if not self.rows:
             return "no difference"
-        formats = "the same formats" if self.same else "other formats"
-        return f"{plain_text.plural(len(self.rows), 'difference')}, {formats}"
+        dtypes = "the same dtypes" if self.same else "other dtypes"
+        return f"{plain_text.plural(len(self.rows), 'difference')}, {dtypes}"
 
     def __iter__(self) -> Iterator[Difference]:
         return iter(self.rows)
@@ -260,8 +259,8 @@ def _told(call: Call | None, changed: tuple[str, ...]) -> str:
         return "not called"
     alone = not changed
     parts = []
-    if alone or {*_FORMATS} & {*changed}:
-        parts.append(plain_text.formats(call.inputs, call.run, call.outputs))
+    if alone or {*_DTYPES} & {*changed}:
+        parts.append(plain_text.dtypes(call.inputs, call.run, call.outputs))
     if alone or "rule" in changed:
         parts.append(ruled(call) or "no region")
     if {"casts", "cast_bytes"} & {*changed} or (alone and call.casts):
@@ -280,7 +279,7 @@ def _sums(report: CallList) -> dict[str, int]:
     sums = (len(report), None, report.casts, report.cast_bytes, None, report.kept)
     return {
         **{kind: n for kind, n in zip(_KINDS, sums, strict=True) if n is not None},
-        **{f"FLOPs in {format}": n for format, n in flops},
+        **{f"FLOPs in {dtype}": n for dtype, n in flops},
         **{f"saved: {reason}": n for reason, n in saved},
     }
 

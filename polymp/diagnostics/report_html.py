@@ -13,7 +13,7 @@ _HEADS = (
     Head("direction"),
     Head("source"),
     Head("rule", about="the rule, and of its row what it speaks of and where it stands"),
-    Head("formats", about="inputs as they came -> outputs (in the format it ran in, if another)"),
+    Head("dtypes", about="inputs as they came -> outputs (in the dtype it ran in, if another)"),
     Head("casts", True, "arrays that were cast for it, there and back"),
     Head("bytes", True, "read and written by these casts"),
     Head("saved", True, "casts that were spared, and why"),
@@ -42,9 +42,9 @@ def page(report: CallList) -> Page:
 
 def _figures(report: CallList) -> list[tuple[str, list[Bar]]]:
     flops, total = report.flops, sum(report.flops.values())
-    by_format = [
-        Bar(format, n, f"{plain_text.amount(n)}, {plain_text.share(n / total)}")
-        for format, n in sorted(flops.items(), key=lambda item: -item[1])
+    by_dtype = [
+        Bar(dtype, n, f"{plain_text.amount(n)}, {plain_text.share(n / total)}")
+        for dtype, n in sorted(flops.items(), key=lambda item: -item[1])
     ]
     counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
     counts += [Bar(f"saved: {why}", n, f"{n:,}") for why, n in sorted(report.saved.items())]
@@ -53,7 +53,7 @@ def _figures(report: CallList) -> list[tuple[str, list[Bar]]]:
         moved[call.module] = moved.get(call.module, 0) + call.cast_bytes
         kept[call.module] = kept.get(call.module, 0) + call.kept
     return [
-        ("FLOPs by format", by_format),
+        ("FLOPs by dtype", by_dtype),
         ("Casts", counts),
         (f"Bytes cast: {plain_text.size(report.cast_bytes)}", _widest(moved)),
         (f"float32 kept: {plain_text.size(report.kept)}", _widest(kept)),
@@ -72,7 +72,7 @@ def _widest(by_module: dict[str, int]) -> list[Bar]:
 
 def _line(call: Call, at: int) -> Line:
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
-    words = plain_text.formats(call.inputs, call.run, call.outputs)
+    words = plain_text.dtypes(call.inputs, call.run, call.outputs)
     full = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     cells = (
         Cell(str(at + 1), at),

@@ -20,7 +20,7 @@ SECTIONS = {
     RECOMPUTE: "recompute: the forward again, for the backward",
 }
 OUTSIDE = "(top level)"
-_HEADS = ("op", "times", "source", "rule", "formats", "casts", "bytes", "saved", "FLOPs")
+_HEADS = ("op", "times", "source", "rule", "dtypes", "casts", "bytes", "saved", "FLOPs")
 _RIGHT = ("times", "casts", "bytes", "FLOPs")
 _NAMED = 5  # widened calls that are named; of more, how many
 
@@ -86,7 +86,7 @@ def _cells(call: Call, policy: str) -> tuple[str, ...]:
         f"{call.times:,}",
         call.source,
         ruled(call, policy),
-        plain_text.formats(call.inputs, call.run, call.outputs),
+        plain_text.dtypes(call.inputs, call.run, call.outputs),
         f"{call.casts:,}" if call.casts else "",
         plain_text.size(call.cast_bytes) if call.cast_bytes else "",
         ", ".join(f"{count:,} {reason}" for reason, count in call.saved),
@@ -118,8 +118,8 @@ def totals(report: CallList, width: int = plain_text.WIDTH) -> list[str]:
     flops, total = report.flops, sum(report.flops.values())
     parts = [
         f"{plain_text.amount(count)} ({plain_text.share(count / total)}) "
-        f"in {plain_text.short(format)}"
-        for format, count in sorted(flops.items(), key=lambda item: -item[1])
+        f"in {plain_text.short(dtype)}"
+        for dtype, count in sorted(flops.items(), key=lambda item: -item[1])
     ]
     saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
     moved = f"{report.casts:,}, {plain_text.size(report.cast_bytes)} read and written"

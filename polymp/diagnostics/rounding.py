@@ -5,15 +5,15 @@
     with s even and independent, by chance       |e| > L sqrt(sum (J a)^2 / 3)
     with a probability of at most                2 exp(-L^2 / 2)
 
-`v` is the result of an op, `u` the unit roundoff of its format, half the distance from 1 to the
-next number; `m` are the magnitudes that are added up in it, `u'` is the unit roundoff of the format
+`v` is the result of an op, `u` the unit roundoff of its dtype, half the distance from 1 to the
+next number; `m` are the magnitudes that are added up in it, `u'` is the unit roundoff of the dtype
 that it computes in, and `c` says how often that rounds: sqrt(n) for a sum of n terms, FUNCTION for
 other functions, 0 for arithmetic that is rounded once. `J` is how much what comes out changes with
 the number.
 
 `J` is measured, not assumed. A probe is one more run of the same program in which every op's
 result is moved by an even share of `a`, up or down. Over probes, the mean square of what changes is
-the sum of (J a)^2 / 3 over all roundings: number of ops, formats, lengths of sums, and how the rest
+the sum of (J a)^2 / 3 over all roundings: number of ops, dtypes, lengths of sums, and how the rest
 of the program magnifies or damps each rounding, forward and backward. In half of the probes all
 numbers of a result go the same way, for equal numbers round alike; the half that changes more
 counts. Two runs are two sets of roundings: their squares are added.
@@ -40,7 +40,7 @@ CHANCE = 1e-6
 # calls, documents 3.5 at most, and XLA's polynomials were made for as much.
 FUNCTION = 8.0
 
-# Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low formats.
+# Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low dtypes.
 ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
 
 # Ops whose results are among their operands, or these with another sign.
@@ -74,19 +74,19 @@ class Run(NamedTuple):
     Attributes:
         results: by path; numpy arrays, floats in float64.
         gradients: of the float inputs, by path; float64.
-        formats: of the results, by path: the names of their dtypes.
+        dtypes: of the results, by path: the names of their dtypes.
         steps: its calls, in order.
     """
 
     results: dict[str, Any]
     gradients: dict[str, Any]
-    formats: dict[str, str]
+    dtypes: dict[str, str]
     steps: tuple[Step, ...] = ()
 
 
-def unit_roundoff(format: str) -> float:
-    """Half the distance from 1 to the next number of the format."""
-    return FORMATS[format].eps / 2
+def unit_roundoff(dtype: str) -> float:
+    """Half the distance from 1 to the next number of the dtype."""
+    return FORMATS[dtype].eps / 2
 
 
 def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, flo
     Args:
         op: its name in the vocabulary.
         kind: the class of the op there, "" without one.
-        out: the format of what comes out.
+        out: the dtype of what comes out.
         terms: how many numbers are added up for one that comes out.
     """
     if op in EXACT:

@@ -1,4 +1,4 @@
-"""What to change, by what an audit measured: rows of a policy, another format, a loss scale.
+"""What to change, by what an audit measured: rows of a policy, another dtype, a loss scale.
 
     AuditRecord -> suggest -> Suggestion -> apply(policy) -> a policy to try
 

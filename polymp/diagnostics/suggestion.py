@@ -1,4 +1,4 @@
-"""A suggestion of what to change: rows of a policy, another format, a loss scale."""
+"""A suggestion of what to change: rows of a policy, another dtype, a loss scale."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Suggestion:
         return bool(self.rules or self.scopes or self.dtype or self.init_scale)
 
     def apply(self, policy: policy_files.Source) -> Policy:
-        """A policy with the suggested rows; the format and the scale are the caller's to take.
+        """A policy with the suggested rows; the dtype and the scale are the caller's to take.
 
         Args:
             policy: as `polymp.policy` takes it.

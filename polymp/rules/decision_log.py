@@ -1,4 +1,4 @@
-"""What was decided in a run: every op that a row spoke of, with its formats.
+"""What was decided in a run: every op that a row spoke of, with its dtypes.
 
     with polymp.recording() as record:
         loss = loss_fn(model(x), y)
@@ -26,10 +26,10 @@ class Entry(NamedTuple):
         op: its name in the vocabulary, "" if it has none.
         spelling: the framework's own name, with a prefix: "aten:softmax.int", "jax:exp"; of a
             function of JAX's, "".
-        low: the region's format.
+        low: the region's dtype.
         scope: path of the module, where the backend knows it.
         row: the row that won; None, in what is noted and not kept, if there is none.
-        formats: of the float inputs.
+        dtypes: of the float inputs.
         decision: what it said.
         policy: name of the policy.
     """
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     low: str
     scope: str
     row: Row | None
-    formats: tuple[str, ...]
+    dtypes: tuple[str, ...]
     decision: Decision
     policy: str = ""
 
@@ -106,7 +106,7 @@ class Recorder:
 
         Args:
             what: the backend's own record of the call.
-            low: the region's format, "" outside of enabled regions.
+            low: the region's dtype, "" outside of enabled regions.
             policy: name of the region's, likewise.
 
         Returns:

@@ -112,7 +112,7 @@ def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
         value, of_op = _told(value, of, where), f"for op {of!r}"
         _only(value, (*_OF_ROW, *LOW), where, of_op)
         if not value.keys() & {"rule", *LOW}:
-            raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a format.")
+            raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a dtype.")
         for low in LOW:
             if low in value:
                 own = _told(value[low], of, where)
@@ -122,7 +122,7 @@ def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
             yield _row(of, value, "", scope, where)
         elif value.keys() & {"apply", "instead"}:
             raise PolicyError(
-                f"{where}: {of_op[4:]} has rules for formats alone; put the rest there."
+                f"{where}: {of_op[4:]} has rules for dtypes alone; put the rest there."
             )
 
 
@@ -137,10 +137,10 @@ def _told(value: Any, of: str, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _row(of: str, value: Mapping[str, Any], format: str, scope: str, where: str) -> Row:
-    rule = member(Rule, value.get("rule"), format or "rule", where, f"for op {of!r}")
+def _row(of: str, value: Mapping[str, Any], dtype: str, scope: str, where: str) -> Row:
+    rule = member(Rule, value.get("rule"), dtype or "rule", where, f"for op {of!r}")
     instead = str(value.get("instead", ""))
-    return Row(of, rule, format, scope, value.get("apply"), instead, where)
+    return Row(of, rule, dtype, scope, value.get("apply"), instead, where)
 
 
 def _only(data: Mapping[str, Any], known: Sequence[str], where: str, of_op: str = "") -> None:

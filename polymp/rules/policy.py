@@ -1,6 +1,6 @@
-"""A policy: a table that says, op by op, in which float format to compute.
+"""A policy: a table that says, op by op, in which float dtype to compute.
 
-    rows -> at(scope) -> winner(op, format) -> decide(op, formats, region)
+    rows -> at(scope) -> winner(op, dtype) -> decide(op, dtypes, region)
 
 Data in, decision out. Rows speak of an op, of a class of ops, or of one framework's spelling; the
 most specific one that speaks of an op wins. `parse` reads rows, `policy_files` policies;
@@ -26,7 +26,7 @@ class Asking(Protocol):
     @property
     def enabled(self) -> bool: ...
     @property
-    def format(self) -> str: ...
+    def dtype(self) -> str: ...
     @property
     def scope(self) -> str: ...
 
@@ -42,8 +42,8 @@ class Decision(NamedTuple):
 
     Attributes:
         rule: the rule that decided.
-        run: format to cast the eligible inputs to; None leaves them alone.
-        out: format to cast the float results to; None leaves them alone.
+        run: dtype to cast the eligible inputs to; None leaves them alone.
+        out: dtype to cast the float results to; None leaves them alone.
     """
 
     rule: Rule
@@ -61,14 +61,14 @@ class Why(NamedTuple):
 
     Attributes:
         op: as asked.
-        format: of the region, as asked.
+        dtype: of the region, as asked.
         scope: as asked.
         row: the winner, None if no row speaks of the op.
         policy: the policy's name.
     """
 
     op: str
-    format: str
+    dtype: str
     scope: str
     row: Row | None
     policy: str
@@ -81,8 +81,8 @@ class Why(NamedTuple):
     def __str__(self) -> str:
         at = f" at {self.scope!r}" if self.scope else ""
         if self.row is None:
-            return f"{self.op} in {self.format}{at}: no row of policy {self.policy!r} speaks of it"
-        return f"{self.op} in {self.format}{at}: {self.row.rule}, by the row {self.row}"
+            return f"{self.op} in {self.dtype}{at}: no row of policy {self.policy!r} speaks of it"
+        return f"{self.op} in {self.dtype}{at}: {self.row.rule}, by the row {self.row}"
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Policy:
 
     The most specific row wins: one with a scope over one without, for the same op; a spelling over
     its op, an op over its class, a class over "all" and that over "default"; among those, one for
-    the region's format. A class in a scope does not win over an op without; "all" in a scope does.
+    the region's dtype. A class in a scope does not win over an op without; "all" in a scope does.
 
     Attributes:
         name: what messages call it.
-        rows: at most one for each op or class, format and scope; the order does not matter.
+        rows: at most one for each op or class, dtype and scope; the order does not matter.
         halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
             "raise" forbids the call, as torch.amp does.
         inside: True for what `at` returns: the rows that have a scope hold.
@@ -140,7 +140,7 @@ class Policy:
 
     @cached_property
     def _in_force(self) -> Mapping[tuple[str, str], Row]:
-        return {(row.of, row.format): row for row in self.rows if self.inside or not row.scope}
+        return {(row.of, row.dtype): row for row in self.rows if self.inside or not row.scope}
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Policy:
             patterns = [pattern for _, pattern in alike]
             own: dict[tuple[str, str], Row] = {}
             for row in [row for row in self.rows if row.scope in patterns]:
-                other = own.setdefault((row.of, row.format), row)
+                other = own.setdefault((row.of, row.dtype), row)
                 if other.rule is not row.rule:
                     tied.append((other, row))
             rows = (*without(rows, own.values(), holds_in_scope), *own.values())
@@ -192,63 +192,63 @@ class Policy:
     def _winners(self) -> dict[tuple[str, str, str], Row | None]:
         return {}
 
-    def winner(self, op: str, format: str, spelling: str = "") -> Row | None:
+    def winner(self, op: str, dtype: str, spelling: str = "") -> Row | None:
         """The row that rules an op, outside of scopes (see `at`).
 
         Args:
             op: of the vocabulary; "" for a spelling that it lacks.
-            format: of the region.
+            dtype: of the region.
             spelling: the framework's own name, with its prefix: "aten:softmax.int", "jax:exp".
 
         Returns:
             The row, also where it says "parts"; None if none speaks of the op.
         """
-        asked = op, format, spelling
+        asked = op, dtype, spelling
         if asked not in self._winners:
             self._winners[asked] = self._winner(*asked)
         return self._winners[asked]
 
-    def _winner(self, op: str, format: str, spelling: str) -> Row | None:
+    def _winner(self, op: str, dtype: str, spelling: str) -> Row | None:
         known = vocabulary().ops.get(op)
         computes = known is not None and known.kind not in vocabulary().moving
         names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
         for name in filter(None, names):
-            for low in (format, ""):
+            for low in (dtype, ""):
                 if row := self._in_force.get((name, low)):
                     return row
         if known and known.rule:
             return Row(op, Rule(known.rule), source="register_op")
-        for low in (format, "") if computes else ():
+        for low in (dtype, "") if computes else ():
             if row := self._in_force.get(("default", low)):
                 return row
         return None
 
-    def why(self, op: str, format: str, scope: str = "") -> Why:
-        """Which row rules an op, and so in which format it runs.
+    def why(self, op: str, dtype: str, scope: str = "") -> Why:
+        """Which row rules an op, and so in which dtype it runs.
 
         Args:
             op: of the vocabulary, or a spelling: "softmax", "aten:softmax.int".
-            format: of the region, "float16" or "bfloat16".
+            dtype: of the region, "float16" or "bfloat16".
             scope: the path of the module that the op is called in.
 
         Raises:
-            PolicyError: no such op or format; the message has the nearest names.
+            PolicyError: no such op or dtype; the message has the nearest names.
         """
-        if format not in LOW:
-            raise PolicyError(f"why(): format {format!r} is not one of {', '.join(LOW)}.")
+        if dtype not in LOW:
+            raise PolicyError(f"why(): dtype {dtype!r} is not one of {', '.join(LOW)}.")
         known = vocabulary().op_of(op)
         if known is None:
             vocabulary().check(op, "why()")
         spelling = op if known is None or ":" in op else ""
-        row = self.at(scope).winner(known.name if known else "", format, spelling)
-        return Why(op, format, scope, row, self.name)
+        row = self.at(scope).winner(known.name if known else "", dtype, spelling)
+        return Why(op, dtype, scope, row, self.name)
 
     def decide(
-        self, op: str, formats: Sequence[str], region: Asking, spelling: str = ""
+        self, op: str, dtypes: Sequence[str], region: Asking, spelling: str = ""
     ) -> Decision:
-        """In which format `op` runs, and what comes out.
+        """In which dtype `op` runs, and what comes out.
 
-            lower      run = region format     out = as computed
+            lower      run = region dtype     out = as computed
             fp32       run = float32           out = as computed
             fp32_keep  run = float32           out = widest input
             widest     run = widest input      out = as computed
@@ -258,8 +258,8 @@ class Policy:
 
         Args:
             op: of the vocabulary; "" for a spelling that it lacks.
-            formats: formats of the inputs that the rule consults, in order: float inputs on the
-                region's device. float64 and formats that `dtypes` lacks count for nothing.
+            dtypes: dtypes of the inputs that the rule consults, in order: float inputs on the
+                region's device. float64 and dtypes that `dtypes` lacks count for nothing.
             region: the region the op is called in.
             spelling: the framework's own name of the op, with its prefix.
 
@@ -271,23 +271,23 @@ class Policy:
         """
         if not region.enabled:
             return _PARTS
-        row = self.at(region.scope).winner(op, region.format, spelling)
-        return _PARTS if row is None else self.apply(row, formats, region.format)
+        row = self.at(region.scope).winner(op, region.dtype, spelling)
+        return _PARTS if row is None else self.apply(row, dtypes, region.dtype)
 
-    def apply(self, row: Row, formats: Sequence[str], format: str) -> Decision:
-        """What a row decides: the formats of the inputs, and the region's, are as in `decide`."""
+    def apply(self, row: Row, dtypes: Sequence[str], dtype: str) -> Decision:
+        """What a row decides: the dtypes of the inputs, and the region's, are as in `decide`."""
         match row.rule:
             case Rule.LOWER:
-                return Decision(row.rule, format)
+                return Decision(row.rule, dtype)
             case Rule.FP32:
                 return Decision(row.rule, "float32")
             case Rule.FP32_KEEP:
-                kept = [f for f in formats if f in FORMATS and f != "float64"]
+                kept = [f for f in dtypes if f in FORMATS and f != "float64"]
                 return Decision(row.rule, "float32", widest(kept) if kept else None)
             case Rule.WIDEST:
-                return self._widest(formats, format)
+                return self._widest(dtypes, dtype)
             case Rule.FIRST:
-                known = formats[0] if formats and formats[0] in FORMATS else None
+                known = dtypes[0] if dtypes and dtypes[0] in FORMATS else None
                 return Decision(row.rule, known)
             case Rule.KEEP:
                 return _KEEP
@@ -296,10 +296,10 @@ class Policy:
             case Rule.PARTS:
                 return _PARTS
 
-    def _widest(self, formats: Sequence[str], run: str) -> Decision:
-        for f in formats:
+    def _widest(self, dtypes: Sequence[str], run: str) -> Decision:
+        for f in dtypes:
             if f == "float64" or run == "float32":
-                continue  # once float32, it stays: a third format after it changes nothing
+                continue  # once float32, it stays: a third dtype after it changes nothing
             if f not in (run, "float32") and self.halves == "raise":
                 return Decision(Rule.FORBID)
             if f in FORMATS:

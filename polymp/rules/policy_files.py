@@ -139,8 +139,8 @@ def _value(rows: Sequence[Row]) -> str:
     for row in rows:
         own = {"rule": row.rule.value, "apply": row.apply or "", "instead": row.instead}
         told = {key: _quoted(value) for key, value in own.items() if value}
-        if row.format:
-            parts[row.format] = _inline(told)
+        if row.dtype:
+            parts[row.dtype] = _inline(told)
         else:
             parts |= told
     return _inline(parts)

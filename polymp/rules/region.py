@@ -21,8 +21,8 @@ class Region:
     Attributes:
         backend: "torch" or "jax".
         device: device type that the region speaks for, such as "cpu" or "cuda".
-        enabled: False for a subregion in which ops run in the formats of their inputs.
-        format: the low format, by full name.
+        enabled: False for a subregion in which ops run in the dtypes of their inputs.
+        dtype: the low dtype, by full name.
         cache: True if the casts of parameters may be kept until the region ends.
         policy: the table that decides; None for the backend's own table of that device.
         scope: path of the module that the region is in, names joined by dots.
@@ -33,7 +33,7 @@ class Region:
     backend: str
     device: str
     enabled: bool
-    format: str
+    dtype: str
     cache: bool
     policy: Policy | None = None
     scope: str = ""

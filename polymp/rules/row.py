@@ -1,6 +1,6 @@
 """A row: one line of a policy's table, and how rows stand in for each other.
 
-A row speaks of an op, of a class of ops, or of one spelling of a framework, for one low format or
+A row speaks of an op, of a class of ops, or of one spelling of a framework, for one low dtype or
 both, everywhere or in a scope. Nothing here knows where a table was read from, or what a policy is.
 """
 
@@ -14,18 +14,18 @@ from polymp.rules.vocabulary import vocabulary
 
 E = TypeVar("E", bound=StrEnum)
 
-# The low formats, for which a row may speak alone.
+# The low dtypes, for which a row may speak alone.
 LOW = ("float16", "bfloat16")
 
 
 class Rule(StrEnum):
     """How an op runs in an enabled region. Inputs that are not eligible stay as they are.
 
-    lower      in the region's format
+    lower      in the region's dtype
     fp32       in float32
-    fp32_keep  in float32, and the result returns to the widest input format
-    widest     in the widest of the inputs' formats and the region's
-    first      in the format of the first input, such as the tensor that others are written into
+    fp32_keep  in float32, and the result returns to the widest input dtype
+    widest     in the widest of the inputs' dtypes and the region's
+    first      in the dtype of the first input, such as the tensor that others are written into
     keep       in whatever comes in, with all that it is made of
     forbid     not at all: an error that names another op
     parts      has no rule of its own: what it is made of follows its own rules
@@ -64,7 +64,7 @@ class Row:
             for those that no other row speaks of. "all" replaces what holds outside of its scope,
             or in the policy that is extended.
         rule: how it runs.
-        format: the region format it speaks for, "" for any.
+        dtype: the region dtype it speaks for, "" for any.
         scope: a pattern of module paths it speaks for, "" for everywhere.
         apply: how torch brings fp32 about; None for the way of the device's own table.
         instead: for forbid, the op to use instead.
@@ -73,7 +73,7 @@ class Row:
 
     of: str
     rule: Rule
-    format: str = ""
+    dtype: str = ""
     scope: str = ""
     apply: Apply | None = None
     instead: str = ""
@@ -92,29 +92,29 @@ class Row:
             raise PolicyError(
                 f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
             )
-        if self.format and self.format not in LOW:
+        if self.dtype and self.dtype not in LOW:
             raise PolicyError(
-                f"{where}: format {self.format!r} {of_op} is not one of {', '.join(LOW)}."
+                f"{where}: dtype {self.dtype!r} {of_op} is not one of {', '.join(LOW)}."
             )
 
     @property
     def key(self) -> tuple[str, str, str]:
         """What no two rows of a policy share."""
-        return self.scope, self.of, self.format
+        return self.scope, self.of, self.dtype
 
     def left_by(self, others: Iterable["Row"]) -> tuple["Row", ...]:
-        """What remains of this row where others speak instead: for a format, or nothing."""
-        mine = {self.format} if self.format else set(LOW)
-        taken = {low for row in others for low in ((row.format,) if row.format else LOW)}
+        """What remains of this row where others speak instead: for a dtype, or nothing."""
+        mine = {self.dtype} if self.dtype else set(LOW)
+        taken = {low for row in others for low in ((row.dtype,) if row.dtype else LOW)}
         if not mine & taken:
             return (self,)
-        return tuple(replace(self, format=low) for low in sorted(mine - taken))
+        return tuple(replace(self, dtype=low) for low in sorted(mine - taken))
 
     @property
     def where(self) -> str:
-        """The format and the scope that the row speaks for, as words."""
+        """The dtype and the scope that the row speaks for, as words."""
         at = f" in {self.scope!r}" if self.scope else ""
-        return f"{f' ({self.format})' if self.format else ''}{at}"
+        return f"{f' ({self.dtype})' if self.dtype else ''}{at}"
 
     def __str__(self) -> str:
         by = f", {self.source}" if self.source else ""

@@ -199,7 +199,7 @@ class Vocabulary:
         if base in self.ops:
             return f" Did you mean {base}?"
         if base.endswith("_") and base.rstrip("_") in self.ops:
-            return f" It writes into an argument, which keeps its format. The op is {base[:-1]}."
+            return f" It writes into an argument, which keeps its dtype. The op is {base[:-1]}."
         return nearest(name, self.ops) or " `polymp show amp` lists the ops."
 
 

@@ -1,7 +1,7 @@
-"""For tests of one's own: hold torch and JAX to each other, and a function to its formats.
+"""For tests of one's own: hold torch and JAX to each other, and a function to its dtypes.
 
-    assert_parity(torch_fn, jax_fn, inputs)      same formats, and values that only rounding parts
-    assert_same_formats(fn, other, args=[x])     two functions, or reports, run the same formats
+    assert_parity(torch_fn, jax_fn, inputs)      same dtypes, and values that only rounding parts
+    assert_same_dtypes(fn, other, args=[x])     two functions, or reports, run the same dtypes
     assert_casts(fn, 3, x, dtype="bfloat16")     so many casts, no more
 
 `fw` is a pytest fixture with which one test runs in each framework that is installed; users write
@@ -21,10 +21,10 @@ from polymp.testing.parity import Parity as Parity
 from polymp.testing.parity import ParityError as ParityError
 from polymp.testing.parity import assert_parity as assert_parity
 
-# --- formats and casts ----------------------------------------------------------------------------
+# --- dtypes and casts ----------------------------------------------------------------------------
 
 
-def assert_same_formats(
+def assert_same_dtypes(
     fn: Any,
     other: Any,
     *args: Any,
@@ -32,10 +32,10 @@ def assert_same_formats(
     dtype: Any = None,
     policy: Any = None,
 ) -> None:
-    """Assert that two functions run the same ops in the same formats, forward.
+    """Assert that two functions run the same ops in the same dtypes, forward.
 
-        assert_same_formats(model, faster_model, x, dtype="bfloat16")
-        assert_same_formats(polymp.explain(model, x, dtype="bfloat16"), saved_report)
+        assert_same_dtypes(model, faster_model, x, dtype="bfloat16")
+        assert_same_dtypes(polymp.explain(model, x, dtype="bfloat16"), saved_report)
 
     In one framework a call that only one of them makes is a difference, too; of torch and JAX see
     `assert_parity`.
@@ -45,7 +45,7 @@ def assert_same_formats(
         other: likewise; of either framework.
         args: of the calls.
         other_args: of the call of `other`, if they are others: arrays of the other framework, say.
-        dtype: the low format of a region around each call; None for none, unless there is a policy.
+        dtype: the low dtype of a region around each call; None for none, unless there is a policy.
         policy: of that region.
 
     Raises:
@@ -54,7 +54,7 @@ def assert_same_formats(
     """
     for f in (fn, other):
         if not isinstance(f, Report) and not callable(f):
-            raise TypeError(f"assert_same_formats compares functions and reports, got {f!r}.")
+            raise TypeError(f"assert_same_dtypes compares functions and reports, got {f!r}.")
     reports = [
         _report(f, *given, dtype=dtype, policy=policy)
         for f, given in ((fn, args), (other, args if other_args is None else other_args))
@@ -65,7 +65,7 @@ def assert_same_formats(
     if parted is not None:
         names = (sides[0], sides[1]) if sides[0] != sides[1] else ("one", "other")
         table = align.side_by_side(parted, names)
-        text = f"the formats part at {parted.op}, {parted.why}:\n\n{table}"
+        text = f"the dtypes part at {parted.op}, {parted.why}:\n\n{table}"
         raise ParityError(text, parted.op, table)
 
 
@@ -90,7 +90,7 @@ def assert_casts(
         fn: a function or a module, or a `Report`.
         expected: of all casts together; or by op, of these ops alone.
         args: of the call.
-        dtype: the low format of a region around the call; None for none, unless there is a policy.
+        dtype: the low dtype of a region around the call; None for none, unless there is a policy.
         policy: of that region.
         kwargs: of the call.
 
@@ -127,7 +127,7 @@ def _casting(report: Report) -> str:
         (
             call.op,
             call.module,
-            plain_text.formats(call.inputs, call.run, call.outputs),
+            plain_text.dtypes(call.inputs, call.run, call.outputs),
             call.rule,
             str(call.casts),
             call.source,
@@ -137,7 +137,7 @@ def _casting(report: Report) -> str:
     ]
     if not rows:
         return "Nothing is cast."
-    heads = ("op", "module", "formats", "rule", "casts", "source")
+    heads = ("op", "module", "dtypes", "rule", "casts", "source")
     return "\n".join(plain_text.columns(heads, rows, ("casts",)))
 
 

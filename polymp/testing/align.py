@@ -1,11 +1,11 @@
-"""Which calls of two runs belong together, and where their formats or their values part.
+"""Which calls of two runs belong together, and where their dtypes or their values part.
 
-    calls of one, calls of the other -> by name, in order -> the first pair in other formats
+    calls of one, calls of the other -> by name, in order -> the first pair in other dtypes
     values of one, values of the other -> the first step whose values the other does not have
 
 The two frameworks take an op apart in different ways: a linear layer's bias is an addition of its
 own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a call
-that both have at the same place, in other formats, is. Nothing here knows a framework.
+that both have at the same place, in other dtypes, is. Nothing here knows a framework.
 """
 
 import math
@@ -54,7 +54,7 @@ def name_of(call: Call) -> str:
 
 
 def seen(call: Call) -> tuple[str, ...]:
-    """Its name and its formats."""
+    """Its name and its dtypes."""
     if name_of(call) == "cast":
         return "cast", *call.inputs, *call.outputs
     if call.row is not None and call.row.rule is Rule.FP32_KEEP:
@@ -77,12 +77,12 @@ def _silent(call: Call) -> bool:
 
 
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
-    """The first calls of two runs that are one op in other formats; None if there are none.
+    """The first calls of two runs that are one op in other dtypes; None if there are none.
 
-    Calls are aligned by name and run format; under the rule fp32_keep, by name and rule. Between
-    aligned calls, what is left over on both sides under one name was run in other formats, if a row
+    Calls are aligned by name and run dtype; under the rule fp32_keep, by name and rule. Between
+    aligned calls, what is left over on both sides under one name was run in other dtypes, if a row
     ruled it on either side. An op without a row, and nothing else left over there, may be wider in
-    JAX, which spares a rounding where only float32 reads the result. A cast to a low format that
+    JAX, which spares a rounding where only float32 reads the result. A cast to a low dtype that
     only one program asks for parts them, too.
     """
     left, right = compared(one), compared(other)
@@ -102,30 +102,30 @@ def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
         name = name_of(call)
         if name == "cast" and "cast" not in names[1]:
             if _narrows(call):
-                return Parted(call, None, "only one side casts to a low format here")
+                return Parted(call, None, "only one side casts to a low dtype here")
         elif name in names[1]:
             other = right[names[1].index(name)]
             ruled = call.row is not None or other.row is not None
             if ruled or (names[0] == names[1] and not _spared(call, other)):
-                return Parted(call, other, "in other formats")
+                return Parted(call, other, "in other dtypes")
     for call in right:
         if name_of(call) == "cast" and "cast" not in names[0] and _narrows(call):
-            return Parted(None, call, "only one side casts to a low format here")
+            return Parted(None, call, "only one side casts to a low dtype here")
     return None
 
 
 def _spared(call: Call, other: Call) -> bool:
-    """True if a call runs in torch's format or a wider one: JAX spares roundings before float32."""
+    """True if a call runs in torch's dtype or a wider one: JAX spares roundings before float32."""
     low, wide = (call, other) if call.backend == "torch" else (other, call)
     known = {low.run, wide.run} <= {*FORMATS}
     return low.backend != wide.backend and known and FORMATS[wide.run].holds(FORMATS[low.run])
 
 
 def _narrows(call: Call) -> bool:
-    formats = [*call.inputs, *call.outputs]
-    if len(formats) != 2 or not {*formats} <= {*FORMATS}:
+    dtypes = [*call.inputs, *call.outputs]
+    if len(dtypes) != 2 or not {*dtypes} <= {*FORMATS}:
         return False
-    return FORMATS[formats[1]].bits < FORMATS[formats[0]].bits
+    return FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
 
 
 def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
@@ -141,7 +141,7 @@ def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None
             continue
         here, there = (left[i] if i < to_i else None), (right[j] if j < to_j else None)
         if here is not None and there is not None and name_of(here) == name_of(there):
-            return Parted(here, there, "in other formats")
+            return Parted(here, there, "in other dtypes")
         return Parted(here, there, "not the same ops")
     return None
 
@@ -168,16 +168,16 @@ def side_by_side(
     names: tuple[str, str],
     calls: tuple[Sequence[Call], Sequence[Call]] | None = None,
 ) -> str:
-    """Two calls as a table: op, module, formats, rule and source of each."""
+    """Two calls as a table: op, module, dtypes, rule and source of each."""
 
     def cells(call: Call | None) -> tuple[str, ...]:
         if call is None:
             return ("no such call", "", "", "", "")
-        formats = plain_text.formats(call.inputs, call.run, call.outputs)
+        dtypes = plain_text.dtypes(call.inputs, call.run, call.outputs)
         rule = str(call.row) if call.row is not None else call.rule or "no region"
-        return call.op, call.module or "(top level)", formats, rule, call.source
+        return call.op, call.module or "(top level)", dtypes, rule, call.source
 
-    heads = ("op", "module", "formats", "ruled by", "source")
+    heads = ("op", "module", "dtypes", "ruled by", "source")
     both = cells(parted.one), cells(parted.other)
     rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
     return "\n".join(plain_text.columns(("", *names), rows))

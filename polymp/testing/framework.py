@@ -59,7 +59,7 @@ class Framework:
 
         Args:
             fn: of arrays.
-            dtype: the low format of the region.
+            dtype: the low dtype of the region.
             policy: of it.
         """
         if self.name == "torch":

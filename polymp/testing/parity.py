@@ -1,6 +1,6 @@
 """`assert_parity`: a torch function and a JAX function at the same inputs, held to each other.
 
-    run both -> structure -> formats, call by call -> probes -> values and gradients
+    run both -> structure -> dtypes, call by call -> probes -> values and gradients
                                                        -> or the first op where they part
 
 The frameworks' runs come from their backends' `perturb`, as numbers that no framework owns;
@@ -23,13 +23,13 @@ _NAMES = ("torch", "jax")
 
 
 class ParityError(AssertionError):
-    """Two functions that are not the same, or not in the same formats.
+    """Two functions that are not the same, or not in the same dtypes.
 
     Attributes:
         op: the name of the first op where they part, as the vocabulary has it; "" if it is not
             known, as where the results have other shapes.
         side_by_side: the calls of that op on both sides, as a table; "" likewise.
-        gaps: what was compared, and how far it is apart; () where formats part already.
+        gaps: what was compared, and how far it is apart; () where dtypes part already.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Parity(NamedTuple):
 
     Attributes:
         gaps: each result and gradient: error and tolerance.
-        formats: of the results, by path.
+        dtypes: of the results, by path.
         calls: how many forward calls each side made.
     """
 
     gaps: tuple[Gap, ...]
-    formats: dict[str, str]
+    dtypes: dict[str, str]
     calls: tuple[int, int]
 
     @property
@@ -73,20 +73,20 @@ def assert_parity(
     *,
     probes: int = 8,
 ) -> Parity:
-    """Assert that a torch function and a JAX function are the same one, in the same formats.
+    """Assert that a torch function and a JAX function are the same one, in the same dtypes.
 
         assert_parity(torch.softmax, jax.nn.softmax, [x, -1], dtype="float16")
 
     Both are called with the same numbers under the same policy. In this order are compared: the
-    results' structure, shapes and dtypes; the formats, call by call; the values; and the gradients
+    results' structure, shapes and dtypes; the dtypes, call by call; the values; and the gradients
     of `sum(result * c)` with respect to the float inputs, for a fixed `c` from a normal
     distribution.
 
-    Formats: the forward calls are aligned by op and run format. All matrix products are one op, as
+    Dtypes: the forward calls are aligned by op and run dtype. All matrix products are one op, as
     in JAX. A call that only one side has is no difference, for the frameworks take ops apart in
     different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
-    that both have in the same place, in other formats, is a difference, if a row of the policy
-    rules it; without a row, if JAX runs it in a narrower format. So is a cast to a low format that
+    that both have in the same place, in other dtypes, is a difference, if a row of the policy
+    rules it; without a row, if JAX runs it in a narrower dtype. So is a cast to a low dtype that
     only one side asks for.
 
     Values: an array may be off by
@@ -95,9 +95,9 @@ def assert_parity(
 
     where n is how many numbers it has, and s the root mean square change of a number when every
     op's result is moved by an even share of its rounding, up or down: of the unit roundoff of its
-    format, and of sqrt(k) float32 roundoffs of what a sum of k terms adds up.
+    dtype, and of sqrt(k) float32 roundoffs of what a sum of k terms adds up.
     `polymp.diagnostics.rounding` has the derivation and its sources. It grows with the roundings on
-    the way, by their formats, and with the lengths of sums; it is measured in each framework by
+    the way, by their dtypes, and with the lengths of sums; it is measured in each framework by
     `2 * probes` runs more, with fixed seeds, so that the same call has the same tolerance. Errors
     and tolerances are told relative to the largest magnitude in torch's array. Integers and truth
     values are equal, but for those that a rounding turns.
@@ -113,7 +113,7 @@ def assert_parity(
             float32, float16, bfloat16, integers and bool. Numbers, strings and None are passed on
             as they are.
         policy: of the regions.
-        dtype: the low format of the regions, "bfloat16" or "float16"; None or "float32" for no
+        dtype: the low dtype of the regions, "bfloat16" or "float16"; None or "float32" for no
             region at all.
         grads: False to compare no gradients.
         probes: runs of each of two kinds that measure the tolerance in each framework; 2 or more.
@@ -124,7 +124,7 @@ def assert_parity(
     Raises:
         ParityError: they are not the same; its text has the first op where they part.
         TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array.
-        ValueError: `dtype` is no such format, an integer is too large for JAX, an input is empty or
+        ValueError: `dtype` is no such dtype, an integer is too large for JAX, an input is empty or
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
@@ -172,8 +172,8 @@ class _Pair:
         _same_structure(one, other)
         parted = align.first_parted(*calls)
         if parted is not None:
-            raise _error(f"run in other formats: {parted.why}", parted)
-        if one.formats != other.formats:
+            raise _error(f"run in other dtypes: {parted.why}", parted)
+        if one.dtypes != other.dtypes:
             raise self._other_results(one, other, calls)
         torch_moved = [
             [self._torch.probe(seed, alike) for seed in range(1, self._probes + 1)]
@@ -184,19 +184,19 @@ class _Pair:
         if any(found.part for found in gaps):
             raise self._off(one, other, gaps)
         forward = tuple(len(align.compared(side)) for side in calls)
-        return Parity(gaps, one.formats, (forward[0], forward[1]))
+        return Parity(gaps, one.dtypes, (forward[0], forward[1]))
 
     def _other_results(self, one: Run, other: Run, calls: Any) -> ParityError:
-        """The results have other formats, and no call has."""
-        path = next(path for path in one.formats if one.formats[path] != other.formats[path])
-        said = f"{_named('result', path)} is {one.formats[path]} in torch and "
+        """The results have other dtypes, and no call has."""
+        path = next(path for path in one.dtypes if one.dtypes[path] != other.dtypes[path])
+        said = f"{_named('result', path)} is {one.dtypes[path]} in torch and "
         forward = [align.compared(side) for side in calls]
-        wanted = one.formats[path], other.formats[path]
+        wanted = one.dtypes[path], other.dtypes[path]
         last = [
-            next((c for c in reversed(side) if format in c.outputs), None)
-            for side, format in zip(forward, wanted, strict=True)
+            next((c for c in reversed(side) if dtype in c.outputs), None)
+            for side, dtype in zip(forward, wanted, strict=True)
         ]
-        return _error(f"{said}{other.formats[path]} in JAX", Parted(last[0], last[1], ""))
+        return _error(f"{said}{other.dtypes[path]} in JAX", Parted(last[0], last[1], ""))
 
     def _off(self, one: Run, other: Run, gaps: Sequence[Gap]) -> ParityError:
         """Some values part: of which op first?"""
@@ -249,15 +249,15 @@ def _same_structure(one: Run, other: Run) -> None:
             raise ParityError(
                 f"{_named('result', path)} has shape {x.shape} in torch and {shape} in JAX."
             )
-    kinds = [{p: f if f in FORMATS else "" for p, f in run.formats.items()} for run in (one, other)]
-    for path in one.formats:
-        both = one.formats[path], other.formats[path]
+    kinds = [{p: f if f in FORMATS else "" for p, f in run.dtypes.items()} for run in (one, other)]
+    for path in one.dtypes:
+        both = one.dtypes[path], other.dtypes[path]
         if (not kinds[0][path]) != (not kinds[1][path]) or ("bool" in both and both[0] != both[1]):
             raise ParityError(
                 f"{_named('result', path)} is {both[0]} in torch and {both[1]} in JAX."
             )
     for run in (one, other):  # integers have 64 bits in torch and 32 in JAX
-        run.formats.update({p: "int" for p, f in run.formats.items() if "int" in f})
+        run.dtypes.update({p: "int" for p, f in run.dtypes.items() if "int" in f})
 
 
 def _listed(results: Mapping[str, Any]) -> str:

@@ -7,10 +7,10 @@ _LOW = ("bfloat16", "float16")
 
 
 def checked_dtype(dtype: Any) -> str | None:
-    """The low format that `dtype` says, None for no region.
+    """The low dtype that `dtype` says, None for no region.
 
     Raises:
-        ValueError: it is no such format.
+        ValueError: it is no such dtype.
     """
     if dtype in (None, "float32"):
         return None
@@ -19,7 +19,7 @@ def checked_dtype(dtype: Any) -> str | None:
         name = getattr(dtype, "__name__", getattr(dtype, "name", name))
     if name not in _LOW:
         raise ValueError(
-            f"dtype={dtype!r} is not a format to hold regions in: use 'bfloat16' or 'float16', or "
+            f"dtype={dtype!r} is not a dtype to hold regions in: use 'bfloat16' or 'float16', or "
             "None for no region."
         )
     return name
@@ -49,7 +49,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _prepared(x: Any, path: str) -> Any:
-    """An input with its arrays in formats that both frameworks have."""
+    """An input with its arrays in dtypes that both frameworks have."""
     import numpy as np
 
     if isinstance(x, dict):

@@ -8,7 +8,7 @@ from polymp.torch._spelling import deprecated
 
 
 class autocast(api.autocast):  # the name is torch's
-    """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the low format."""
+    """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the low dtype."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from polymp.torch._spelling import deprecated
 
 
 class autocast(api.autocast):  # the name is torch's
-    """`polymp.torch.autocast("cuda", ...)`, with float16 as the low format."""
+    """`polymp.torch.autocast("cuda", ...)`, with float16 as the low dtype."""
 
     def __init__(
         self,

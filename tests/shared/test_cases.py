@@ -1,4 +1,4 @@
-"""One table of cases, two frameworks: formats, values, training.
+"""One table of cases, two frameworks: dtypes, values, training.
 
 The table is `cases`, the frameworks' verbs are `frameworks`. torch runs CUDA's table on CPU
 tensors, JAX its default table. What a row says of torch is also held to torch.amp itself, on fake
@@ -58,7 +58,7 @@ def test_both_have_the_ops_and_no_others(name: str) -> None:
 
 
 @by_op
-def test_the_inputs_are_exact_in_every_format(op: Op) -> None:
+def test_the_inputs_are_exact_in_every_dtype(op: Op) -> None:
     for arg, value in zip(op.args, cases.values(op.name), strict=True):
         if arg.is_float:
             steps = value * 16
@@ -66,28 +66,28 @@ def test_the_inputs_are_exact_in_every_format(op: Op) -> None:
             assert np.abs(steps).max() < 2 ** (FORMATS["bfloat16"].mantissa + 1)
 
 
-# --- formats --------------------------------------------------------------------------------------
+# --- dtypes --------------------------------------------------------------------------------------
 
 
 def arrays(fw: Any, case: Case) -> list[Any]:
-    return [fw.array(v, f) for v, f in zip(cases.values(case.op), case.formats, strict=True)]
+    return [fw.array(v, f) for v, f in zip(cases.values(case.op), case.dtypes, strict=True)]
 
 
 def found(fw: Any, case: Case, region: Any = None) -> str:
-    """The format that comes out, or "raises"."""
-    with fw.wide() if "float64" in case.formats else contextlib.nullcontext():
+    """The dtype that comes out, or "raises"."""
+    with fw.wide() if "float64" in case.dtypes else contextlib.nullcontext():
         call = fw.ops[case.op], arrays(fw, case), case.regions, case.made, region or fw.region
-        format = fw.format_of(*call)
-        if format != RAISES == getattr(case, fw.name):  # some refusals come when it is compiled
+        dtype = fw.dtype_of(*call)
+        if dtype != RAISES == getattr(case, fw.name):  # some refusals come when it is compiled
             try:
                 fw.run(*call)
             except Exception:
                 return RAISES
-    return format
+    return dtype
 
 
 @by_op
-def test_a_result_has_the_format_that_the_row_names(fw: ModuleType, op: Op) -> None:
+def test_a_result_has_the_dtype_that_the_row_names(fw: ModuleType, op: Op) -> None:
     wanted = {str(case): getattr(case, fw.name) for case in BY_OP[op.name]}
     assert {str(case): found(fw, case) for case in BY_OP[op.name]} == wanted
 
@@ -182,12 +182,12 @@ def valued(op: Op) -> list[Case]:
 
 
 def computed(fw: Any, op: Op, rows: list[Case], function: Any = None) -> tuple[Any, list[Any]]:
-    """The result in float32 outside of regions, and (format, numbers) of each case."""
+    """The result in float32 outside of regions, and (dtype, numbers) of each case."""
     function = function or fw.ops[op.name]
 
     def call(case: Case) -> Any:
         def run(*arrays: Any) -> Any:
-            cast = [fw.cast(x, f) for x, f in zip(arrays, case.formats, strict=True)]
+            cast = [fw.cast(x, f) for x, f in zip(arrays, case.dtypes, strict=True)]
             return fw.run(function, cast, case.regions, case.made)
 
         return run
@@ -195,12 +195,12 @@ def computed(fw: Any, op: Op, rows: list[Case], function: Any = None) -> tuple[A
     wide = {"f": "float32", "i": "int", "b": "bool"}
     inputs = [fw.array(v, wide[v.dtype.kind]) for v in cases.values(op.name)]
     exact, *results = fw.together([fw.ops[op.name], *map(call, rows)], inputs)
-    return fw.numbers(exact), [(fw.format(r), fw.numbers(r)) for r in results]
+    return fw.numbers(exact), [(fw.dtype(r), fw.numbers(r)) for r in results]
 
 
-def too_far(case: Case, name: str, format: str, result: Any, exact: Any) -> str:
+def too_far(case: Case, name: str, dtype: str, result: Any, exact: Any) -> str:
     error = float(np.abs(result - exact).max(initial=0))
-    limit = cases.bound(case, name, format, exact)
+    limit = cases.bound(case, name, dtype, exact)
     return "" if error <= limit else f"{case} in {name}: off by {error:.3g}, bound {limit:.3g}"
 
 
@@ -212,9 +212,9 @@ def test_results_agree(op: Op) -> None:
         need(name)
         fw = frameworks.load(name)
         exacts[name], results[name] = computed(fw, op, rows)
-        for case, (format, result) in zip(rows, results[name], strict=True):
-            assert format == getattr(case, name)
-            assert too_far(case, name, format, result, exacts[name]) == ""
+        for case, (dtype, result) in zip(rows, results[name], strict=True):
+            assert dtype == getattr(case, name)
+            assert too_far(case, name, dtype, result, exacts[name]) == ""
     exact = exacts["torch"]
     far = np.abs(exact - exacts["jax"]).max(initial=0)
     assert far <= 2 * cases.bound(rows[0], "jax", "float32", exact), "float32 itself differs"
@@ -226,7 +226,7 @@ def test_results_agree(op: Op) -> None:
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_a_computation_in_the_low_format_that_is_called_float32_is_noticed(
+def test_a_computation_in_the_low_dtype_that_is_called_float32_is_noticed(
     fw: ModuleType, low: str
 ) -> None:
     """And a value that is off by twice the bound."""
@@ -248,18 +248,18 @@ def test_a_computation_in_the_low_format_that_is_called_float32_is_noticed(
         rows = [c for c in BY_OP[name] if (c.inputs, c.low, c.nesting) == ("made", low, "on")]
         exact, results = computed(fw, op, rows, lowered)
         seen += [too_far(c, fw.name, *r, exact) for c, r in zip(rows, results, strict=True)]
-        exact, [(format, right)] = computed(fw, op, rows)
-        off = right + 2 * cases.bound(rows[0], fw.name, format, exact)
-        assert "off by" in too_far(rows[0], fw.name, format, off, exact)
-        assert "off by" in too_far(rows[0], fw.name, format, right * np.nan, exact)
+        exact, [(dtype, right)] = computed(fw, op, rows)
+        off = right + 2 * cases.bound(rows[0], fw.name, dtype, exact)
+        assert "off by" in too_far(rows[0], fw.name, dtype, off, exact)
+        assert "off by" in too_far(rows[0], fw.name, dtype, right * np.nan, exact)
     assert len(seen) == 7
     assert all(seen)
 
 
 # --- against torch.amp, and against the tables ----------------------------------------------------
 
-# On fake tensors there are no kernels that could lack a format; gru_cell asks for a CUDA build, and
-# of pinv a fake tensor knows the format that comes out and not the products inside.
+# On fake tensors there are no kernels that could lack a dtype; gru_cell asks for a CUDA build, and
+# of pinv a fake tensor knows the dtype that comes out and not the products inside.
 NO_KERNEL = {op.name for op in OPS if op.torch == cases.NO_LOW} | {"gru_cell", "pinv"}
 
 
@@ -291,7 +291,7 @@ def _in_torch_amp(fw: Any, case: Case, tensors: list[Any]) -> str:
             yield
 
     with fake_mode(), torch.no_grad():
-        return fw.format_of(fw.ops[case.op], tensors, case.regions, case.made, region)
+        return fw.dtype_of(fw.ops[case.op], tensors, case.regions, case.made, region)
 
 
 def test_a_wrong_column_of_torch_is_noticed() -> None:
@@ -393,7 +393,7 @@ def test_every_op_of_torchs_table_is_met_or_excused() -> None:
 
 
 def trained(fw: Any, low: str, scaled: bool, regions: bool = True) -> float:
-    """The excess of the loss after training in a format."""
+    """The excess of the loss after training in a dtype."""
     it = cases.regression()
     x, targets, w = (fw.array(a, "float32") for a in (it.x, it.targets, it.start))
     inside = () if low == "float32" or not regions else (low,)
@@ -426,7 +426,7 @@ def test_float16_without_a_scaler_learns_nothing(fw: ModuleType) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:GradScaler has no effect in a bfloat16 region")
-def test_a_bound_of_training_is_one_of_its_format(fw: ModuleType) -> None:
+def test_a_bound_of_training_is_one_of_its_dtype(fw: ModuleType) -> None:
     """Float32's, which bfloat16 and float16 miss: they round."""
     it = cases.regression()
     for low in LOW:

@@ -59,7 +59,7 @@ class Made(NamedTuple):
     Attributes:
         name: it is registered by.
         call: the op.
-        seen: formats that forward saw, and those that backward did; of torch's only.
+        seen: dtypes that forward saw, and those that backward did; of torch's only.
     """
 
     name: str
@@ -271,8 +271,8 @@ SAID: dict[str, tuple[str, str, Any]] = {
     "its class": ("lower", "softmax", {"class:softmax": "fp32"}),
     "another class": ("lower", "softmax", {"class:custom": "fp32"}),
     "name over class": ("keep", "custom", {"OP": "lower", "class:custom": "fp32"}),
-    "one format": ("fp32", "custom", {"OP": {"float16": "lower"}}),
-    "the formats": ("keep", "custom", {"OP": {"float16": "lower", "bfloat16": "fp32"}}),
+    "one dtype": ("fp32", "custom", {"OP": {"float16": "lower"}}),
+    "the dtypes": ("keep", "custom", {"OP": {"float16": "lower", "bfloat16": "fp32"}}),
 }
 PRODUCTS = {"mm": "lower", "matmul": "lower", "linear": "lower"}
 
@@ -309,12 +309,12 @@ def decision(policy: polymp.Policy, name: str, low: str) -> Any:
     return policy.decide(name, (low,), Region("any", "cpu", True, low, True))
 
 
-# Where nothing is said of a format, one of the two is enough.
+# Where nothing is said of a dtype, one of the two is enough.
 RUNS = [
     (said, low)
     for at, said in enumerate(SAID)
     for low in LOW
-    if "format" in said or low == LOW[at % 2]
+    if "dtype" in said or low == LOW[at % 2]
 ]
 
 
@@ -329,18 +329,18 @@ def test_it_runs_as_the_policy_says(way: str, said: str, low: str) -> None:
     assert decided.rule is not Rule.PARTS
     x = fw.array(X, "float32")
     inside, hand = in_region(fw, op.call, x, low, policy), by_hand(fw, op.call, x, low, decided)
-    assert fw.format(inside) == fw.format(hand)
+    assert fw.dtype(inside) == fw.dtype(hand)
     assert np.array_equal(fw.numbers(inside), fw.numbers(hand))
-    assert fw.format(op.call(x)) == "float32", "outside of regions nothing is cast"
+    assert fw.dtype(op.call(x)) == "float32", "outside of regions nothing is cast"
     other = decided._replace(run=low if decided.run == "float32" else "float32")
     wrong = by_hand(fw, op.call, x, low, other)
-    if decided.out is None:  # what is rounded to the same format once more may be equal by chance
+    if decided.out is None:  # what is rounded to the same dtype once more may be equal by chance
         assert not np.array_equal(fw.numbers(wrong), fw.numbers(hand)), "the numbers cannot tell"
 
 
 @in_every_way
 @pytest.mark.parametrize("said", ["nothing, lower", "nothing, fp32", "nothing, fp32_keep"])
-def test_gradients_come_in_the_formats_of_the_forward_pass(way: str, said: str) -> None:
+def test_gradients_come_in_the_dtypes_of_the_forward_pass(way: str, said: str) -> None:
     rule, kind, rows = SAID[said]
     fw, op = made(way, rule, kind)
     policy = policy_of(rows, op.name)
@@ -350,13 +350,13 @@ def test_gradients_come_in_the_formats_of_the_forward_pass(way: str, said: str) 
         return lambda x: fw.cast(run(x), "float32").sum()
 
     value, grad = fw.grad(total(lambda x: in_region(fw, op.call, x, "bfloat16", policy)), x)
-    formats = list(op.seen)
+    dtypes = list(op.seen)
     hand, wanted = fw.grad(total(lambda x: by_hand(fw, op.call, x, "bfloat16", decided)), x)
-    assert fw.format(grad) == fw.format(wanted) == "float32"
+    assert fw.dtype(grad) == fw.dtype(wanted) == "float32"
     error = np.abs(fw.numbers(grad) - fw.numbers(wanted)).max()
     assert error <= 2 * FORMATS["bfloat16"].eps * np.abs(fw.numbers(wanted)).max()
     assert fw.numbers(value) == pytest.approx(fw.numbers(hand), rel=FORMATS["bfloat16"].eps)
-    assert formats == list(op.seen)[len(formats) :], "forward and backward saw other formats"
+    assert dtypes == list(op.seen)[len(dtypes) :], "forward and backward saw other dtypes"
 
 
 @in_every_way
@@ -373,10 +373,10 @@ def test_parts(way: str) -> None:
     fw, op = made(way)
     policy = policy_of({"OP": "parts", "add": "fp32"}, op.name)
     inside = in_region(fw, op.call, fw.array(X, "float32"), "bfloat16", policy)
-    assert fw.format(inside) == "float32"
+    assert fw.dtype(inside) == "float32"
     low = policy_of({"OP": "parts", "add": "lower", "mul": "lower"}, op.name)
     inside = in_region(fw, op.call, fw.array(X, "float32"), "bfloat16", low)
-    assert fw.format(inside) == ("float32" if way == "jax primitive" else "bfloat16")
+    assert fw.dtype(inside) == ("float32" if way == "jax primitive" else "bfloat16")
 
 
 @in_every_way
@@ -388,7 +388,7 @@ def test_recorded(way: str) -> None:
             in_region(fw, op.call, fw.array(X, "float32"), low, policy)
         (entry,) = report.of(op.name)
         assert entry.decision == decision(policy, op.name, low)
-        assert entry.formats == (low,)
+        assert entry.dtypes == (low,)
         assert (entry.backend, entry.low) == (fw.name, low)
 
 
@@ -425,7 +425,7 @@ def test_one_name_for_both_frameworks() -> None:
                 for framework, call in zip(("torch", "jax"), pair, strict=True):
                     fw = frameworks.load(framework)
                     y = in_region(fw, call, fw.array(X, "float32"), low, policy)
-                    found.append((fw.format(y), fw.numbers(y).tolist()))
+                    found.append((fw.dtype(y), fw.numbers(y).tolist()))
                 assert found[0] == found[1]
 
 
@@ -462,7 +462,7 @@ def test_torch_compile(way: str) -> None:
         got, wanted = compiled(x, low), run(x, low)
         assert got.dtype is wanted.dtype
         assert torch.equal(got, wanted)
-        assert fw.format(got) == ("float16" if low == "float16" else "float32")
+        assert fw.dtype(got) == ("float16" if low == "float16" else "float32")
     w = x.clone().requires_grad_()
     grads = [torch.autograd.grad(call(w).float().sum(), w)[0] for call in (compiled, run)]
     assert torch.equal(*grads)
@@ -685,7 +685,7 @@ def test_what_is_wrong_in_torch_is_refused() -> None:
     )
     refused(
         PolicyError,
-        f"{where}: '{name}::op_' is an op which writes into an argument: the format of its result "
+        f"{where}: '{name}::op_' is an op which writes into an argument: the dtype of its result "
         "is given. Give the rule to the op without '_' or out=.",
         given(f"{name}::op_"),
     )

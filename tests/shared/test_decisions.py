@@ -81,20 +81,20 @@ def ruled(found: decision_log.Decisions) -> list[decision_log.Entry]:
 @pytest.mark.parametrize("low", LOW)
 def test_entries_are_what_ran(fw: Any, low: str) -> None:
     run = region(fw, low, POLICY)(steps(fw))
-    before = [fw.format(y) for y in run(*arguments(fw))]
+    before = [fw.dtype(y) for y in run(*arguments(fw))]
     with polymp.recording() as found:
-        results = [fw.format(y) for y in run(*arguments(fw))]
+        results = [fw.dtype(y) for y in run(*arguments(fw))]
     assert results == before, "recording changed what runs"
     entries = ruled(found)
     assert [e.op for e in entries] == ["linear", "exp", "softmax", "tanh", "add", "sum"]
     for entry, result in zip(entries, results, strict=True):
-        out = entry.decision.out or entry.decision.run or widest(entry.formats)
+        out = entry.decision.out or entry.decision.run or widest(entry.dtypes)
         assert (entry.op, out) == (entry.op, result)
         assert (entry.backend, entry.low, entry.scope) == (fw.name, low, "")
         assert entry.row == POLICY.winner(entry.op, low)
-        assert entry.decision == POLICY.apply(entry.row, entry.formats, low)
+        assert entry.decision == POLICY.apply(entry.row, entry.dtypes, low)
         assert entry in found.of(entry.op)
-    arrived = [e.formats for e in entries]
+    arrived = [e.dtypes for e in entries]
     assert arrived[1:4] == [(low,), ("float32",), (results[2],)]
     assert arrived[0] == ("float32", "float32")
     assert repr(found) == f"Decisions({len(found.entries)} entries, {len(found.rows())} rows)"
@@ -115,7 +115,7 @@ def test_an_op_is_recorded_as_often_as_it_is_there(fw: Any) -> None:
 def test_unused_rows_are_those_that_ruled_nothing(fw: Any) -> None:
     with polymp.recording() as found:
         region(fw, "float16", POLICY)(steps(fw))(*arguments(fw))
-    unused = {(row.of, row.format) for row in POLICY.unused(found)}
+    unused = {(row.of, row.dtype) for row in POLICY.unused(found)}
     assert unused == {("erfinv", ""), ("fft_fft", ""), ("softmax", "bfloat16")}
     with polymp.recording() as nothing:
         pass

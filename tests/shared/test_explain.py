@@ -1,4 +1,4 @@
-"""`explain` in both frameworks: the same op under the same policy has the same row and formats."""
+"""`explain` in both frameworks: the same op under the same policy has the same row and dtypes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def explained(fw: ModuleType, op: str, low: str, policy: str, inputs: str) -> An
         ("float16", "lean", "float32"),
     ],
 )
-def test_an_op_has_the_same_row_and_formats_in_both(low: str, policy: str, inputs: str) -> None:
+def test_an_op_has_the_same_row_and_dtypes_in_both(low: str, policy: str, inputs: str) -> None:
     for name in FRAMEWORKS:
         need(name)
     table = polymp.policy(policy)

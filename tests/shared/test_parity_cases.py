@@ -1,4 +1,4 @@
-"""`assert_parity` on shared ops in both low formats, and on pairs with a planted difference.
+"""`assert_parity` on shared ops in both low dtypes, and on pairs with a planted difference.
 
 The ops are those of `cases`, called on what a matrix product in the region has made low.
 """
@@ -75,8 +75,8 @@ def test_ops_agree(low: str) -> None:
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_a_tolerance_is_a_few_roundings_of_the_format(low: str) -> None:
-    """Of results in the low format; a looser one would hide another format's error."""
+def test_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> None:
+    """Of results in the low dtype; a looser one would hide another dtype's error."""
     from polymp.diagnostics.rounding import unit_roundoff
 
     found = [
@@ -109,7 +109,7 @@ def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
     assert error.op == mismatch.op
     assert error.side_by_side in str(error)
     assert f"part is {mismatch.op}:" in str(error)
-    assert bool(error.gaps) != mismatch.formats
+    assert bool(error.gaps) != mismatch.dtypes
     assert "parity_pairs.py:" in error.side_by_side
 
 

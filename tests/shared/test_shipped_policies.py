@@ -1,4 +1,4 @@
-"""Every shipped policy on every shared op, in both frameworks: the format it ran in, and came out.
+"""Every shipped policy on every shared op, in both frameworks: the dtype it ran in, and came out.
 
 The ops are those of `cases`. What ran is what the frameworks recorded, what came out is looked at,
 and what should be is `Policy.decide`'s answer. Why the frameworks differ, where they do, the policy
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     op: str
     rule: Rule
-    formats: tuple[str, ...]
+    dtypes: tuple[str, ...]
     run: str
 
 
@@ -44,18 +44,18 @@ class Seen(NamedTuple):
 
     Attributes:
         parts: the ops that rows spoke of; those aside that only move numbers.
-        formats: of the float arguments as they arrived.
-        out: format of the result; "raises" if there is none.
+        dtypes: of the float arguments as they arrived.
+        out: dtype of the result; "raises" if there is none.
     """
 
     parts: tuple[Part, ...]
-    formats: tuple[str, ...]
+    dtypes: tuple[str, ...]
     out: str
 
     @property
     def ran(self) -> frozenset[str]:
-        """The formats that arithmetic was done in."""
-        return frozenset(p.run for p in self.parts) or frozenset({widest(self.formats)})
+        """The dtypes that arithmetic was done in."""
+        return frozenset(p.run for p in self.parts) or frozenset({widest(self.dtypes)})
 
 
 class Row(NamedTuple):
@@ -91,7 +91,7 @@ class Row(NamedTuple):
 def call(framework: str, op: str, region: Any, case: cases.Case, report: Any) -> Seen:
     """Call an op in a region; in JAX, trace it."""
     fw = frameworks.load(framework)
-    arrays = [fw.array(v, f) for v, f in zip(cases.values(op), case.formats, strict=True)]
+    arrays = [fw.array(v, f) for v, f in zip(cases.values(op), case.dtypes, strict=True)]
     start: list[int] = []
 
     def run(*arrays: Any) -> Any:
@@ -103,11 +103,11 @@ def call(framework: str, op: str, region: Any, case: cases.Case, report: Any) ->
     try:
         if framework == "torch":
             with region:
-                out = fw.format(run(*arrays))
+                out = fw.dtype(run(*arrays))
         else:
             import jax
 
-            out = fw.format(jax.eval_shape(region(run), *arrays))
+            out = fw.dtype(jax.eval_shape(region(run), *arrays))
             start.append(len(report) - len(report.entries[start[0] :]) + sum(case.made))
     except Exception:
         out = RAISES
@@ -122,10 +122,10 @@ def parts(entries: Any) -> Any:
     for entry in entries:
         if entry.op and ops[entry.op].kind in NEUTRAL:
             continue
-        floats = [f for f in entry.formats if f in FORMATS]  # none in arithmetic on indices
+        floats = [f for f in entry.dtypes if f in FORMATS]  # none in arithmetic on indices
         if entry.decision.rule is not Rule.PARTS and floats:
             run = entry.decision.run or widest(floats)
-            yield Part(entry.op, entry.decision.rule, entry.formats, run)
+            yield Part(entry.op, entry.decision.rule, entry.dtypes, run)
 
 
 def region(framework: str, low: str, policy: Any) -> Any:
@@ -197,9 +197,9 @@ def one_op(name: str) -> str:
 def decision(row: Row, side: str = "torch", policy: str = "", low: str = "") -> Any:
     """What the policy decides for an op that is one in both frameworks, if it has a row of it."""
     op, policy, low = one_op(row.op), policy or row.policy, low or row.low
-    formats = getattr(row, side).formats
-    inside = Region(side, "cpu", enabled=True, format=low, cache=True)
-    decided = polymp.policy(policy).decide(op, formats, inside) if op else None
+    dtypes = getattr(row, side).dtypes
+    inside = Region(side, "cpu", enabled=True, dtype=low, cache=True)
+    decided = polymp.policy(policy).decide(op, dtypes, inside) if op else None
     return None if decided is None or decided.rule is Rule.PARTS else decided
 
 
@@ -209,12 +209,12 @@ def wrong(row: Row, side: str, **other: str) -> str:
     Args:
         row: the call, in both frameworks.
         side: which of them.
-        other: a policy, or a region's format, to decide instead of the row's.
+        other: a policy, or a region's dtype, to decide instead of the row's.
     """
     decided, seen = decision(row, side, **other), getattr(row, side)
     if decided is None:
         return ""
-    run = decided.run or widest(seen.formats)
+    run = decided.run or widest(seen.dtypes)
     out = RAISES if decided.rule is Rule.FORBID else decided.out or run
     same = [(p.rule, p.run) for p in seen.parts] == [(decided.rule, run)]
     if same and seen.out in (out, "bool", "int"):
@@ -273,7 +273,7 @@ def test_the_count() -> None:
     assert len(single) >= 120
 
 
-def test_a_wrong_policy_and_a_wrong_format_are_noticed() -> None:
+def test_a_wrong_policy_and_a_wrong_dtype_are_noticed() -> None:
     """Judged by another policy than it ran under, or by the other half's rows."""
     other = {"amp": "torch-cpu", "lean": "amp", "matmul": "lean", "torch-cpu": "matmul",
              "torch-cuda": "matmul", "torch-mps": "torch-cpu", "torch-xpu": "lean"}  # fmt: skip
@@ -285,7 +285,7 @@ def test_a_wrong_policy_and_a_wrong_format_are_noticed() -> None:
 
 
 def test_frameworks_under_two_policies_do_not_agree() -> None:
-    """As if one of them had not heard of the policy, or of the region's format."""
+    """As if one of them had not heard of the policy, or of the region's dtype."""
     at = {(r.op, r.policy, r.low): r for r in rows()}
     for policy, stale in (("lean", "amp"), ("matmul", "torch-cuda"), ("torch-mps", "lean")):
         for low in LOW:

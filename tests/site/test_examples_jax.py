@@ -27,7 +27,7 @@ from tests.support import examples  # noqa: E402
 from tests.support.examples import TINY, count, falls  # noqa: E402
 
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}  # the largest error of one rounding
-FORMATS = list(UNIT)
+DTYPES = list(UNIT)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def parts() -> Iterator[argparse.Namespace]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
-    """A small run of all three formats in each framework: what JAX printed, what both saved."""
+    """A small run of all three dtypes in each framework: what JAX printed, what both saved."""
     folder = tmp_path_factory.mktemp("trained")
     found = argparse.Namespace(folder=folder)
     for framework in ("torch", "jax"):
@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
         done = examples.run(script, *TINY, "--quiet", "--out", folder / f"{framework}.png")
         assert (done.returncode, done.stderr) == (0, "")
         figures = json.loads((folder / f"{framework}.json").read_text())
-        runs = {one["format"]: one for one in figures["runs"]}
+        runs = {one["dtype"]: one for one in figures["runs"]}
         setattr(found, framework, argparse.Namespace(out=done.stdout, figures=figures, runs=runs))
     return found
 
@@ -61,19 +61,19 @@ def compared(trained: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(out=done.stdout, folder=folder)
 
 
-def noise(format: str) -> float:
+def noise(dtype: str) -> float:
     """How far apart, relatively, rounding alone may bring the losses of one step.
 
     A byte's loss has about 16 roundings in a row behind it: five products, the norms, activation
     and softmax between them, the sums of the residual stream, and the loss. Both frameworks round
-    the same weights to the same numbers; what else is rounded to the format differs from byte to
+    the same weights to the same numbers; what else is rounded to the dtype differs from byte to
     byte, so that it adds up, and averages out over the 256 bytes, like independent noise. What is
     rounded to float32 may differ in one direction: in the order of a sum, say.
     """
-    return math.sqrt(16) * UNIT[format] / math.sqrt(8 * 32) + 16 * UNIT["fp32"]
+    return math.sqrt(16) * UNIT[dtype] / math.sqrt(8 * 32) + 16 * UNIT["fp32"]
 
 
-def bounds(format: str, losses: Sequence[float], parameters: int) -> list[float]:
+def bounds(dtype: str, losses: Sequence[float], parameters: int) -> list[float]:
     """How far apart rounding may bring the losses of the first steps.
 
     AdamW moves a parameter by at most twice the learning rate, 0.01, in the wrong direction, and
@@ -82,13 +82,13 @@ def bounds(format: str, losses: Sequence[float], parameters: int) -> list[float]
     is clipped to 1.
     """
     step = 2 * 0.01 * math.sqrt(parameters)
-    return [noise(format) * (loss + step * number) for number, loss in enumerate(losses)]
+    return [noise(dtype) * (loss + step * number) for number, loss in enumerate(losses)]
 
 
-def agree(format: str, one: dict[str, Any], other: dict[str, Any], shift: int = 0) -> bool:
-    """True if the first six losses lie as close as rounding in the format leaves them."""
+def agree(dtype: str, one: dict[str, Any], other: dict[str, Any], shift: int = 0) -> bool:
+    """True if the first six losses lie as close as rounding in the dtype leaves them."""
     losses, others = one["train_loss"][:6], other["train_loss"][shift : 6 + shift]
-    limits = bounds(format, losses, one["parameters"])
+    limits = bounds(dtype, losses, one["parameters"])
     pairs = zip(losses, others, limits, strict=True)
     return all(abs(a - b) <= limit for a, b, limit in pairs)
 
@@ -99,31 +99,31 @@ def test_float32_losses_agree_before_the_first_step(trained: argparse.Namespace)
     assert ours[1] == pytest.approx(theirs[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_both_frameworks_take_the_same_first_steps(
-    trained: argparse.Namespace, format: str
+    trained: argparse.Namespace, dtype: str
 ) -> None:
-    assert agree(format, trained.torch.runs[format], trained.jax.runs[format])
+    assert agree(dtype, trained.torch.runs[dtype], trained.jax.runs[dtype])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_that_they_take_the_same_steps_is_no_matter_of_course(
-    trained: argparse.Namespace, format: str
+    trained: argparse.Namespace, dtype: str
 ) -> None:
-    theirs, ours = trained.torch.runs[format], trained.jax.runs[format]
-    assert not agree(format, theirs, ours, shift=1)
+    theirs, ours = trained.torch.runs[dtype], trained.jax.runs[dtype]
+    assert not agree(dtype, theirs, ours, shift=1)
     assert not agree("fp32", trained.torch.runs["bf16"], trained.jax.runs["fp32"])
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_both_frameworks_learn_as_much(trained: argparse.Namespace, format: str) -> None:
-    theirs, ours = trained.torch.runs[format], trained.jax.runs[format]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_frameworks_learn_as_much(trained: argparse.Namespace, dtype: str) -> None:
+    theirs, ours = trained.torch.runs[dtype], trained.jax.runs[dtype]
     assert falls(ours)
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02)
     assert ours["parameters"] == theirs["parameters"]
 
 
-def test_each_format_computes_in_its_own_way(trained: argparse.Namespace) -> None:
+def test_each_dtype_computes_in_its_own_way(trained: argparse.Namespace) -> None:
     assert len({tuple(one["train_loss"][:6]) for one in trained.jax.runs.values()}) == 3
 
 
@@ -139,9 +139,9 @@ def test_the_scaler_grows_skips_and_backs_off(trained: argparse.Namespace) -> No
         assert trained.jax.runs[name]["scale"] == trained.jax.runs[name]["skipped"] == []
 
 
-def test_low_formats_hold_fewer_bytes(trained: argparse.Namespace) -> None:
+def test_low_dtypes_hold_fewer_bytes(trained: argparse.Namespace) -> None:
     memory = {name: one["peak_memory"] for name, one in trained.jax.runs.items()}
-    # Parameters, and two numbers for each in the optimizer, are float32 in every format.
+    # Parameters, and two numbers for each in the optimizer, are float32 in every dtype.
     least = 3 * 4 * trained.jax.runs["fp32"]["parameters"]
     assert least < memory["bf16"] < memory["fp32"]
     assert least < memory["fp16"] < memory["fp32"]
@@ -166,7 +166,7 @@ def test_the_example_shows_and_saves_what_the_torch_one_does(trained: argparse.N
 def test_the_comparison_shows_both_side_by_side(
     trained: argparse.Namespace, compared: argparse.Namespace
 ) -> None:
-    pairs = [(trained.torch.runs[name], trained.jax.runs[name]) for name in FORMATS]
+    pairs = [(trained.torch.runs[name], trained.jax.runs[name]) for name in DTYPES]
     (both,) = {one["parameters"] for pair in pairs for one in pair}
     assert f"{both:,} parameters, pydoc_data.topics, torch" in compared.out
     header, frameworks, *rows = examples.rows(compared.out)
@@ -209,8 +209,8 @@ def test_the_picture_of_both_has_every_line(
     assert pixels.shape == (1260, 1800, 3)
     wide = parts.compare.UNDER["color"]
     panels = [pixels[200:660, left : left + 460] for left in (110, 700, 1290)]
-    for panel, format in zip(panels, FORMATS, strict=True):
-        for colour in (wide, parts.compare.OVER[format]["color"]):
+    for panel, dtype in zip(panels, DTYPES, strict=True):
+        for colour in (wide, parts.compare.OVER[dtype]["color"]):
             assert count(panel, colour) > 100
     assert count(panels[0], parts.compare.OVER["bf16"]["color"]) == 0
     for colour in (look["color"] for look in parts.picture.LOOKS.values()):
@@ -387,7 +387,7 @@ BAD_COMPARISON: tuple[tuple[list[str], str], ...] = (
 def figures(framework: str, steps: int = 60, chance: float = 3.0, loss: float | None = 2.0) -> str:
     """A file as an example saves it."""
     one = {
-        "format": "fp16",
+        "dtype": "fp16",
         "parameters": 1,
         "train_loss": [2.0, loss],
         "held_out": [[0, 3.0], [2, loss]],
@@ -403,7 +403,7 @@ def figures(framework: str, steps: int = 60, chance: float = 3.0, loss: float | 
     return json.dumps({**made_by, "settings": settings, "text": text, "runs": [one]})
 
 
-def test_runs_that_diverged_in_one_format_are_still_compared(
+def test_runs_that_diverged_in_one_dtype_are_still_compared(
     parts: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torch.json").write_text(figures("torch 2.0", loss=None))

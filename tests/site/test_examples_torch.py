@@ -26,7 +26,7 @@ from tests.support.examples import TINY, count, falls  # noqa: E402
 
 PARTS = ("job", "report", "picture", "train_torch")
 COLUMNS = [
-    "format",
+    "dtype",
     "loss on held-out text",
     "against fp32",
     "tokens/s",
@@ -54,12 +54,12 @@ def parts() -> Iterator[argparse.Namespace]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
-    """A small run of all three formats: what it printed and saved."""
+    """A small run of all three dtypes: what it printed and saved."""
     folder = tmp_path_factory.mktemp("trained") / "not there yet"
     done = run(*TINY, "--out", folder / "curves.png", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     figures = json.loads((folder / "curves.json").read_text())
-    runs = {one["format"]: one for one in figures["runs"]}
+    runs = {one["dtype"]: one for one in figures["runs"]}
     return argparse.Namespace(out=done.stdout, figures=figures, runs=runs, folder=folder)
 
 
@@ -68,7 +68,7 @@ def arguments(parts: Any, *argv: str) -> argparse.Namespace:
     return parts.job.arguments(flags, [*argv, "--quiet"])
 
 
-def test_the_loss_falls_in_every_format(trained: argparse.Namespace) -> None:
+def test_the_loss_falls_in_every_dtype(trained: argparse.Namespace) -> None:
     assert list(trained.runs) == ["fp32", "bf16", "fp16"]
     assert [falls(one) for one in trained.runs.values()] == [True] * 3
 
@@ -80,13 +80,13 @@ def test_that_the_loss_falls_is_no_matter_of_course(parts: Any) -> None:
     assert not falls(vars(one))
 
 
-def test_all_formats_start_alike_and_end_close(trained: argparse.Namespace) -> None:
+def test_all_dtypes_start_alike_and_end_close(trained: argparse.Namespace) -> None:
     base = trained.runs["fp32"]
     for one in trained.runs.values():
         assert one["train_loss"][0] == pytest.approx(base["train_loss"][0], rel=1e-3)
         assert one["loss"] == pytest.approx(base["loss"], rel=0.02)
         assert one["parameters"] == base["parameters"]
-    # Each computes in its own format: the losses agree, their last digits do not.
+    # Each computes in its own dtype: the losses agree, their last digits do not.
     assert len({one["train_loss"][1] for one in trained.runs.values()}) == 3
 
 
@@ -103,9 +103,9 @@ def test_the_scaler_grows_skips_and_backs_off(trained: argparse.Namespace) -> No
         assert trained.runs[name]["scale"] == trained.runs[name]["skipped"] == []
 
 
-def test_low_formats_hold_fewer_bytes(trained: argparse.Namespace) -> None:
+def test_low_dtypes_hold_fewer_bytes(trained: argparse.Namespace) -> None:
     memory = {name: one["peak_memory"] for name, one in trained.runs.items()}
-    # Parameters, and two numbers for each in the optimizer, are float32 in every format.
+    # Parameters, and two numbers for each in the optimizer, are float32 in every dtype.
     least = 3 * 4 * trained.runs["fp32"]["parameters"]
     assert least < memory["bf16"] < memory["fp32"]
     assert least < memory["fp16"] < memory["fp32"]
@@ -135,7 +135,7 @@ def test_the_file_says_what_was_run(trained: argparse.Namespace) -> None:
     assert figures["framework"] == f"torch {torch.__version__}"
     assert figures["device"] == "CPU"
     assert figures["settings"]["steps"] == 60
-    assert figures["settings"]["formats"] == ["fp32", "bf16", "fp16"]
+    assert figures["settings"]["dtypes"] == ["fp32", "bf16", "fp16"]
     assert figures["text"]["name"] == "pydoc_data.topics"
     assert 3 < figures["text"]["chance"] < 4
     for one in figures["runs"]:
@@ -144,7 +144,7 @@ def test_the_file_says_what_was_run(trained: argparse.Namespace) -> None:
         assert one["loss"] == one["held_out"][-1][1]
 
 
-def test_the_picture_is_a_png_with_a_line_for_each_format(
+def test_the_picture_is_a_png_with_a_line_for_each_dtype(
     trained: argparse.Namespace, parts: Any
 ) -> None:
     path = trained.folder / "curves.png"
@@ -159,11 +159,11 @@ def test_the_picture_is_a_png_with_a_line_for_each_format(
     assert count(scale, bf16) == count(pixels, "#010203") == 0
 
 
-def test_another_text_one_format_and_a_progress_bar(tmp_path: Path) -> None:
+def test_another_text_one_dtype_and_a_progress_bar(tmp_path: Path) -> None:
     text = tmp_path / "a [b] $c$ :smile:.txt"
     text.write_text("to be or not to be, that is the question. " * 40)
     done = run(
-        *TINY, "--steps", 2, "--formats", "bf16", "--text", text, "--out", tmp_path / "x.png"
+        *TINY, "--steps", 2, "--dtypes", "bf16", "--text", text, "--out", tmp_path / "x.png"
     )
     assert done.returncode == 0
     assert "bf16: 100%" in done.stderr
@@ -281,18 +281,18 @@ BAD: tuple[tuple[list[str], str], ...] = (
         "Use --device cpu.",
     ),
     (
-        ["--formats", "fp32,fp8"],
-        "argument --formats: got 'fp32,fp8', give one or more of fp32,bf16,fp16, each once, "
+        ["--dtypes", "fp32,fp8"],
+        "argument --dtypes: got 'fp32,fp8', give one or more of fp32,bf16,fp16, each once, "
         "with commas and no spaces",
     ),
     (
-        ["--formats", "bf16,bf16"],
-        "argument --formats: got 'bf16,bf16', give one or more of fp32,bf16,fp16, each once, "
+        ["--dtypes", "bf16,bf16"],
+        "argument --dtypes: got 'bf16,bf16', give one or more of fp32,bf16,fp16, each once, "
         "with commas and no spaces",
     ),
     (
-        ["--formats", ""],
-        "argument --formats: got '', give one or more of fp32,bf16,fp16, each once, "
+        ["--dtypes", ""],
+        "argument --dtypes: got '', give one or more of fp32,bf16,fp16, each once, "
         "with commas and no spaces",
     ),
     (["--steps", "0"], f"argument --steps: got '0', {WHOLE} 1 up"),
@@ -382,24 +382,24 @@ def test_a_missing_package_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "formats", "message"),
+    ("device", "dtypes", "message"),
     [
         (
             "cuda:2",
             "fp32",
             "--device 'cuda:2' is not here: torch finds cuda:0 to cuda:1. Use one of these.",
         ),
-        ("cuda:1", "fp32,bf16", "--formats 'fp32,bf16': this GPU has no bfloat16. Leave bf16 out."),
+        ("cuda:1", "fp32,bf16", "--dtypes 'fp32,bf16': this GPU has no bfloat16. Leave bf16 out."),
     ],
 )
 def test_a_gpu_that_cannot(
-    parts: Any, monkeypatch: pytest.MonkeyPatch, device: str, formats: str, message: str
+    parts: Any, monkeypatch: pytest.MonkeyPatch, device: str, dtypes: str, message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     with pytest.raises(parts.job.BadArgument) as bad:
-        parts.train_torch.find_device(device, formats.split(","))
+        parts.train_torch.find_device(device, dtypes.split(","))
     assert str(bad.value) == message
     assert parts.train_torch.find_device("cuda:1", ["fp16"]) == torch.device("cuda:1")
 

@@ -210,18 +210,18 @@ def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
 
 
 def listed(page: str) -> dict[tuple[str, str], str]:
-    """By op and format the rule that a policy's page has."""
+    """By op and dtype the rule that a policy's page has."""
     found: dict[tuple[str, str], str] = {}
     for section in re.split(r"^## ", page.partition("\n## The file\n")[0], flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
-        rule, _, formats = heading.partition(" in ")
+        rule, _, dtypes = heading.partition(" in ")
         if rule not in set(Rule):
             continue
         for line in re.findall(r"^\|.*\|$", body, re.MULTILINE)[2:]:
             for op in re.findall(r"`(\w+)`", line.split("|")[2]):
-                for format in formats.split(" and ") if formats else LOW:
-                    assert (op, format) not in found
-                    found[op, format] = rule
+                for dtype in dtypes.split(" and ") if dtypes else LOW:
+                    assert (op, dtype) not in found
+                    found[op, dtype] = rule
     return found
 
 
@@ -242,11 +242,11 @@ def test_the_page_of_a_policy_has_the_rule_of_every_op(name: str, pages: ModuleT
     assert listed(page.replace(line + "\n", "", 1)) != wanted, "a line that is gone is not noticed"
 
 
-def test_a_rule_for_one_format_stands_apart(pages: ModuleType) -> None:
+def test_a_rule_for_one_dtype_stands_apart(pages: ModuleType) -> None:
     rows = {"softmax": {"float16": "fp32", "bfloat16": "keep"}, "exp": "fp32"}
     found = {
-        (op, formats, str(row.rule))
-        for op, formats, row in pages.rows(policy_files.load({"rules": rows}))
+        (op, dtypes, str(row.rule))
+        for op, dtypes, row in pages.rows(policy_files.load({"rules": rows}))
         if not vocabulary().ops[op].rule  # registered, by other tests of this process
     }
     assert found == {

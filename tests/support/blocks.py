@@ -161,7 +161,7 @@ def _run_block(block: Block, module: ModuleType) -> Outcome:
             line = _line(error, block)
             said = f"{type(error).__name__}: {error}".removesuffix(": ")
             where = f"{block.file}:{line}: {said}\n    {source[line - 1].strip()}"
-            return Outcome("failed", f"{where}\n\n{''.join(traceback.format_exception(error))}")
+            return Outcome("failed", f"{where}\n\n{''.join(traceback.dtype_exception(error))}")
     return Outcome("passed")
 
 

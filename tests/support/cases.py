@@ -1,7 +1,7 @@
 """What autocast does, op by op: one table for both frameworks.
 
 An `Op` names the function and the inputs, and how it runs in torch and in JAX. `rows` multiplies it
-by input formats, region formats and nestings to `Case`s, each of which names the format that comes
+by input dtypes, region dtypes and nestings to `Case`s, each of which names the dtype that comes
 out; where the two frameworks differ, it says why. `bound` says how far a result may be from the
 exact one, `Regression` is something to train. Nothing here knows a framework.
 """
@@ -21,27 +21,27 @@ LOW = ("bfloat16", "float16")
 OTHER = {"bfloat16": "float16", "float16": "bfloat16"}
 
 # How an op runs in an enabled region.
-LOWER = "lower"  # in the region's format
+LOWER = "lower"  # in the region's dtype
 FP32 = "fp32"  # in float32
-KEEP = "keep"  # in its inputs' formats, the widest where they differ
+KEEP = "keep"  # in its inputs' dtypes, the widest where they differ
 WIDEST = (
-    "widest"  # in the widest of its inputs' formats and the region's; torch refuses the other half
+    "widest"  # in the widest of its inputs' dtypes and the region's; torch refuses the other half
 )
-BOOL = "bool"  # in its inputs' formats; truth values come out
-INT = "int"  # in its inputs' formats; integers come out
-NO_LOW = "no low"  # in its inputs' formats, of which it refuses the low ones
+BOOL = "bool"  # in its inputs' dtypes; truth values come out
+INT = "int"  # in its inputs' dtypes; integers come out
+NO_LOW = "no low"  # in its inputs' dtypes, of which it refuses the low ones
 FORBID = "forbid"  # not at all
-WRITTEN = "written"  # in the formats that its inputs had before the region
-STATE = "state"  # in the region's format, and then in that of a state where this is wider
-RAISES = "raises"  # in place of a format
+WRITTEN = "written"  # in the dtypes that its inputs had before the region
+STATE = "state"  # in the region's dtype, and then in that of a state where this is wider
+RAISES = "raises"  # in place of a dtype
 TORCH, JAX = "torch", "jax"
-OFF = "off"  # in place of a region's format
+OFF = "off"  # in place of a region's dtype
 
 
 class Arg(NamedTuple):
     """One argument.
 
-    All floats are multiples of 1/16 of at most 6 digits: no format rounds them.
+    All floats are multiples of 1/16 of at most 6 digits: no dtype rounds them.
 
     Attributes:
         kind: the range that its numbers come from, or what they stand for.
@@ -105,10 +105,10 @@ class Op(NamedTuple):
         why: the reason if not.
         given: how it runs in JAX on arrays that are low before the region, if not like others.
         why_given: the reason then.
-        roundings: how many times the low format's unit roundoff of the largest number in sight a
+        roundings: how many times the low dtype's unit roundoff of the largest number in sight a
             result may be off by: for each rounding on the way, by how much the rest magnifies it.
         low_inside: the framework with such roundings although float32 comes out.
-        only: the patterns of formats it is called with; empty for all.
+        only: the patterns of dtypes it is called with; empty for all.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Op(NamedTuple):
     only: tuple[str, ...] = ()
 
 
-# Formats of the float arguments in order; the last one stands for all that follow. "low" is the
+# Dtypes of the float arguments in order; the last one stands for all that follow. "low" is the
 # region's, "other" the other half; "made" is a float32 array that a matrix product in the region
 # has turned low.
 PATTERNS: dict[str, tuple[str, ...]] = {
@@ -139,25 +139,25 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "low, other": ("low", "other"),
 }
 MAIN = ("float32", "low", "made")  # with both regions; of the others each with one of them
-ALIKE = tuple(name for name, formats in PATTERNS.items() if len(formats) == 1)
+ALIKE = tuple(name for name, dtypes in PATTERNS.items() if len(dtypes) == 1)
 
-# For functions of jax.lax, which refuse arrays of different formats.
+# For functions of jax.lax, which refuse arrays of different dtypes.
 NO_MIX = (*ALIKE, "made, float32", "float32, made")
 
 # Why the frameworks differ.
-ELEMENTWISE = "elementwise in JAX, where products that are not contractions keep their format"
+ELEMENTWISE = "elementwise in JAX, where products that are not contractions keep their dtype"
 CONTRACTION = "one dot_general in JAX, as every matrix product is"
-WHOLE = "a product in JAX: whole powers keep their format"
+WHOLE = "a product in JAX: whole powers keep their dtype"
 IS_SUM = "a sum in JAX, and sums have a row"
-NEEDED = "the next op needs what a low format does not hold of its result, and amp has a row for it"
+NEEDED = "the next op needs what a low dtype does not hold of its result, and amp has a row for it"
 NO_KERNEL = "torch has no low kernel of it"
 LINALG = "torch has no row and no low kernel; JAX runs linear algebra as written"
-CASTS_BACK = "jax.numpy casts back to the format it was given: an explicit cast counts"
+CASTS_BACK = "jax.numpy casts back to the dtype it was given: an explicit cast counts"
 PROMOTES = "jax.numpy promotes what is declared, 0-d arrays too, before autocast sees it"
 AS_WRITTEN = "a region that is off runs what is written, and float32 is: torch keeps what it finds"
 BIAS = "a float32 argument added to a low product is its bias in JAX"
-OWN_ADD = "the bias is added by an op of its own in JAX; low in another format, it is no parameter"
-HALVES = "torch refuses the half format that is not the region's; JAX's table widens"
+OWN_ADD = "the bias is added by an op of its own in JAX; low in another dtype, it is no parameter"
+HALVES = "torch refuses the half dtype that is not the region's; JAX's table widens"
 NO_CELL = "JAX has no kernel for the cell: a state in float32 meets low gates and stays float32"
 
 # An op whose result jax.numpy casts back.
@@ -239,7 +239,7 @@ OPS: tuple[Op, ...] = (
     Back("nll_loss", (X, index(4, 3)), FP32),
     Back("nll_loss2d", (grid(2, 4, 3, 2), index(4, 2, 3, 2)), FP32),
     Back("cross_entropy", (X, index(4, 3)), FP32,
-       low_inside=TORCH),  # it names the logits' format to log_softmax, and an explicit one counts
+       low_inside=TORCH),  # it names the logits' dtype to log_softmax, and an explicit one counts
     Back("binary_cross_entropy", (share(3, 4), share(3, 4)), FORBID, FP32,
        "torch's table forbids it, as its gradient overflows; JAX has logarithms, with rows"),
     Back("binary_cross_entropy_with_logits", (X, share(3, 4)), FP32),
@@ -346,7 +346,7 @@ BY_NAME = {op.name: op for op in OPS}
 # Ops that are called in every nesting, at least one for each way to run.
 NESTED = ("matmul", "linear", "exp", "softmax", "layer_norm", "addcmul", "add", "max", "lt")
 
-# Regions from the outermost to the innermost; "on" is a region in the format of the case.
+# Regions from the outermost to the innermost; "on" is a region in the dtype of the case.
 NESTINGS: dict[str, tuple[str, ...]] = {
     "on": ("on",),
     "off": ("off",),
@@ -358,14 +358,14 @@ NESTINGS: dict[str, tuple[str, ...]] = {
 
 
 class Case(NamedTuple):
-    """One call of an op, and the format that comes out.
+    """One call of an op, and the dtype that comes out.
 
     Attributes:
         op: its name.
-        inputs: the formats of its float arguments, a key of PATTERNS.
-        low: the format of the region.
+        inputs: the dtypes of its float arguments, a key of PATTERNS.
+        low: the dtype of the region.
         nesting: a key of NESTINGS.
-        torch: the format that comes out in torch, or "raises".
+        torch: the dtype that comes out in torch, or "raises".
         jax: the same in JAX.
         why: why these differ; empty if they do not.
     """
@@ -393,16 +393,16 @@ class Case(NamedTuple):
     @property
     def made(self) -> tuple[bool, ...]:
         """For each argument, whether a product makes it low."""
-        return tuple(f == "made" for f in _formats(self.of, self.inputs))
+        return tuple(f == "made" for f in _dtypes(self.of, self.inputs))
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """For each argument, its format before the region; "int" or "bool" if it is no float."""
+    def dtypes(self) -> tuple[str, ...]:
+        """For each argument, its dtype before the region; "int" or "bool" if it is no float."""
         named = {"made": "float32", "low": self.low, "other": OTHER[self.low]}
-        return tuple(named.get(f, f) for f in _formats(self.of, self.inputs))
+        return tuple(named.get(f, f) for f in _dtypes(self.of, self.inputs))
 
 
-def _formats(op: Op, inputs: str) -> tuple[str, ...]:
+def _dtypes(op: Op, inputs: str) -> tuple[str, ...]:
     pattern, left = PATTERNS[inputs], 0
     found = []
     for arg in op.args:
@@ -438,25 +438,25 @@ def _case(op: Op, inputs: str, low: str, nesting: str) -> Case:
 
 
 def _floats(case: Case) -> tuple[str, ...]:
-    """The formats of the float arguments as they arrive at the op."""
+    """The dtypes of the float arguments as they arrive at the op."""
     outer = case.regions[0]
-    pairs = zip(case.formats, case.made, case.of.args, strict=True)
+    pairs = zip(case.dtypes, case.made, case.of.args, strict=True)
     return tuple(outer if made else f for f, made, arg in pairs if arg.is_float)
 
 
-def _run(way: str, formats: Sequence[str], case: Case) -> str:
-    """The format that comes out of an op that runs in that way."""
+def _run(way: str, dtypes: Sequence[str], case: Case) -> str:
+    """The dtype that comes out of an op that runs in that way."""
     if way in (BOOL, INT, RAISES):
         return way
-    if "float64" in formats:
+    if "float64" in dtypes:
         return "float64"
     if case.regions[-1] == OFF:
-        return widest(formats)
+        return widest(dtypes)
     if way == WIDEST:
-        return widest((*formats, case.low))
+        return widest((*dtypes, case.low))
     if way == STATE:
-        return widest((formats[STATES[case.op]], case.low))
-    return {LOWER: case.low, FP32: "float32"}.get(way) or widest(formats)
+        return widest((dtypes[STATES[case.op]], case.low))
+    return {LOWER: case.low, FP32: "float32"}.get(way) or widest(dtypes)
 
 
 # Which argument is the state that the result is added to.
@@ -468,40 +468,40 @@ BIASED = {"addmm": 0, "addmv": 0, "addbmm": 0, "baddbmm": 0, "linear": 2, "conv1
 
 
 def _in_torch(case: Case) -> str:
-    formats, way = _floats(case), case.of.torch
+    dtypes, way = _floats(case), case.of.torch
     on = case.regions[-1] != OFF
     if way == FORBID:
-        return RAISES if on else widest(formats)
-    if way == NO_LOW and any(f in LOW for f in formats):
+        return RAISES if on else widest(dtypes)
+    if way == NO_LOW and any(f in LOW for f in dtypes):
         return RAISES
-    if way == WIDEST and on and OTHER[case.low] in formats[: 1 + (formats[0] != "float32")]:
+    if way == WIDEST and on and OTHER[case.low] in dtypes[: 1 + (dtypes[0] != "float32")]:
         return RAISES
     if case.op == "x + 0-d array":
-        formats = formats[:1]
-    return _run(way, formats, case)
+        dtypes = dtypes[:1]
+    return _run(way, dtypes, case)
 
 
 def _in_jax(case: Case) -> str:
-    op, formats = case.of, _floats(case)
+    op, dtypes = case.of, _floats(case)
     way = op.jax or op.torch
-    before = tuple(f for f, arg in zip(case.formats, op.args, strict=True) if arg.is_float)
+    before = tuple(f for f, arg in zip(case.dtypes, op.args, strict=True) if arg.is_float)
     made = any(case.made)
     if op.given and not made and widest(before) in LOW and case.regions[-1] != OFF:
         way = op.given
     elif case.regions[-1] == OFF or way == WRITTEN:  # what was made low is float32 as written
         return _run(way, before, case)
     elif op.name == "add" and made:
-        formats = case.regions[:1]
+        dtypes = case.regions[:1]
     elif op.name == "x + 0-d array" and made:
-        formats = case.regions[:1]
+        dtypes = case.regions[:1]
     elif op.name == "x - tiny number" and made and case.low == "float16":
         way = FP32
-    elif op.name in BIASED and "float64" not in formats:
+    elif op.name in BIASED and "float64" not in dtypes:
         bias = BIASED[op.name]
         product = widest(f for at, f in enumerate(before) if at != bias)
-        if before[bias] != product or (made and formats[bias] == OTHER[case.low]):
+        if before[bias] != product or (made and dtypes[bias] == OTHER[case.low]):
             way = FP32
-    return _run(way, formats, case)
+    return _run(way, dtypes, case)
 
 
 def _why(case: Case, torch: str, jax: str) -> str:
@@ -552,20 +552,20 @@ def _array(arg: Arg, rng: np.random.Generator) -> Any:
 def bound(case: Case, framework: str, out: str, exact: Any) -> float:
     """How far a result may be from the exact one.
 
-    The inputs are exact in every format, so that all errors are the op's own: its roundings to the
-    low format, if it makes any, and those to float32.
+    The inputs are exact in every dtype, so that all errors are the op's own: its roundings to the
+    low dtype, if it makes any, and those to float32.
 
     Args:
         case: that it is of.
         framework: "torch" or "jax".
-        out: the format of the result.
+        out: the dtype of the result.
         exact: the result without any rounding, or float32's.
     """
     op = case.of
     inputs = [abs(x).max() for x in values(case.op) if x.dtype == np.float64]
     largest = max(1.0, float(np.abs(exact).max()), *inputs)
     roundoff = _FLOAT32_ROUNDINGS * FORMATS["float32"].eps / 2
-    before = {f for f in case.formats if f in LOW}
+    before = {f for f in case.dtypes if f in LOW}
     if out in LOW:
         roundoff += op.roundings * FORMATS[out].eps / 2
     elif op.low_inside == framework:
@@ -602,7 +602,7 @@ class Regression(NamedTuple):
         return float(((self.x @ (weights - self.solution)) ** 2).mean())
 
     def bound(self, low: str) -> float:
-        """The excess that the format may cost.
+        """The excess that the dtype may cost.
 
         Row by row, what drives the weights is the residual r plus the roundings on its way: of the
         weights, |x| |w|; of the product and of its cotangent, |x w| and |r|; each by u times that.

@@ -30,5 +30,5 @@ REASONS: dict[str, frozenset[str]] = {
     "its order is an array in JAX, and one of ones is float32 as written": frozenset({"polygamma"}),
     "a number that float16 cannot hold takes float32 in JAX": frozenset({"x - tiny number"}),
     "a gather in JAX, where only libraries' modules are an embedding": frozenset({"embedding"}),
-    "torch adds its products up in the format of the arguments": frozenset({"bilinear"}),
+    "torch adds its products up in the dtype of the arguments": frozenset({"bilinear"}),
 }  # fmt: skip

@@ -22,8 +22,8 @@ class Mismatch(NamedTuple):
         right: makes the same one in JAX.
         jax: makes the other one in JAX.
         shapes: of its float inputs.
-        dtype: the low format.
-        formats: True if formats part, not values alone.
+        dtype: the low dtype.
+        dtypes: True if dtypes part, not values alone.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Mismatch(NamedTuple):
     jax: Callable[[], Any]
     shapes: tuple[tuple[int, ...], ...] = ((4, 6), (6, 6))
     dtype: str = "bfloat16"
-    formats: bool = False
+    dtypes: bool = False
 
     def inputs(self) -> list[Any]:
         """Normal numbers, the same ones each time."""
@@ -130,14 +130,14 @@ def _reduced(name: str) -> Callable[..., Any]:
 FOUR = ((4, 6), (6, 6), (6,), (5, 6))
 
 
-def _planted(name: str, op: str, formats: bool = False, **changed: Any) -> Mismatch:
-    return Mismatch(name, op, _network, _in_jax, lambda: _in_jax(**changed), FOUR, formats=formats)
+def _planted(name: str, op: str, dtypes: bool = False, **changed: Any) -> Mismatch:
+    return Mismatch(name, op, _network, _in_jax, lambda: _in_jax(**changed), FOUR, dtypes=dtypes)
 
 
 MISMATCHES = (
     _planted("another rule in JAX's policy", "linear", True, second=_other_rule),
     _planted("a product in float32 by hand", "linear", True, second=_wide_product),
-    # In a low format the two are one within its roundings.
+    # In a low dtype the two are one within its roundings.
     _planted("gelu by tanh, not by erf", "gelu", approximate=True)._replace(dtype="float32"),
     _planted("a missing bias", "linear", bias=False),
     _planted("a transposed weight", "linear", transposed=True),

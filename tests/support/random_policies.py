@@ -1,7 +1,7 @@
 """Random policies and random programs, and what a program must do under a policy.
 
     program(seed)          calls of ops inside nested modules, the same for both frameworks
-    policy(seed)           rows by op, class, format of the region, and scope
+    policy(seed)           rows by op, class, dtype of the region, and scope
     judged(...)            the mistakes of a run, call by call
 
 A run returns every value that it made. Each call is judged by itself: from the values that the run
@@ -134,36 +134,36 @@ class Framework(NamedTuple):
 
     Attributes:
         ops: by name, functions of arrays.
-        format: array -> "float32", ...
-        cast: (array, format) -> array
-        mixed: True if an op without a rule takes arrays in several formats as they are; else they
+        dtype: array -> "float32", ...
+        cast: (array, dtype) -> array
+        mixed: True if an op without a rule takes arrays in several dtypes as they are; else they
             are brought to the widest first.
         same: (array, array, op) -> True if the values are as equal as they have to be.
     """
 
     ops: Mapping[str, Callable[..., Any]]
-    format: Callable[[Any], str]
+    dtype: Callable[[Any], str]
     cast: Callable[[Any, str], Any]
     mixed: bool
     same: Callable[[Any, Any, str], bool]
 
 
-# Arrays of which only the formats are known: their names.
+# Arrays of which only the dtypes are known: their names.
 NAMES = Framework(
-    dict.fromkeys(OPS, lambda *formats: widest(formats)),
-    format=lambda name: name,
-    cast=lambda name, format: format,
+    dict.fromkeys(OPS, lambda *dtypes: widest(dtypes)),
+    dtype=lambda name: name,
+    cast=lambda name, dtype: dtype,
     mixed=False,
     same=lambda one, other, op: True,
 )
 
-# (policy, op, formats, region) -> what is decided.
+# (policy, op, dtypes, region) -> what is decided.
 Decide = Callable[[Policy, str, Sequence[str], Region], Decision]
 
 
-def decide(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+def decide(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
     """What the library decides."""
-    return policy.decide(op, formats, region)
+    return policy.decide(op, dtypes, region)
 
 
 class Judged(NamedTuple):
@@ -193,7 +193,7 @@ def judged(
     Args:
         program: that ran.
         policy: under which.
-        low: the region's format.
+        low: the region's dtype.
         values: all of them, arguments first; only the arguments, if the run raised.
         fw: the framework's verbs.
         decide: who says what is decided.
@@ -202,23 +202,23 @@ def judged(
     for at, (path, call) in enumerate(calls(program), start=2):
         region = Region("any", "cpu", True, low, True, policy, path)
         args = [made[i] for i in call.args]
-        decided = decide(policy, call.op, [fw.format(x) for x in args], region)
+        decided = decide(policy, call.op, [fw.dtype(x) for x in args], region)
         if decided.rule is not Rule.PARTS:
             decisions.append((call.op, decided))
         if decided.rule is Rule.FORBID:
             return Judged(mistakes, decisions, "forbid")
-        run = decided.run or ("" if fw.mixed else widest(fw.format(x) for x in args))
+        run = decided.run or ("" if fw.mixed else widest(fw.dtype(x) for x in args))
         if run:
             args = [fw.cast(x, run) for x in args]
         try:
             wanted = fw.ops[call.op](*args)
-        except RuntimeError as error:  # torch multiplies no matrices of different formats
+        except RuntimeError as error:  # torch multiplies no matrices of different dtypes
             return Judged(mistakes, decisions, str(error))
         if decided.out:
             wanted = fw.cast(wanted, decided.out)
         if at >= len(made):
             made.append(wanted)
-        elif fw.format(made[at]) != fw.format(wanted):
+        elif fw.dtype(made[at]) != fw.dtype(wanted):
             mistakes.append(f"{call} at {path!r}: {fw.format(made[at])}, not {fw.format(wanted)}")
         elif not fw.same(made[at], wanted, call.op):
             mistakes.append(f"{call} at {path!r}: other numbers than {decided} gives")
@@ -241,44 +241,44 @@ def contradicts(policy: Policy, program: Module) -> bool:
 def _winner(policy: Policy, rows: Sequence[Row], op: str, low: str, classes_first: bool) -> Any:
     names = [op, f"class:{vocabulary().ops[op].kind}"]
     for of in names[::-1] if classes_first else names:
-        for format in (low, ""):
+        for dtype in (low, ""):
             for row in rows:
-                if (row.of, row.format) == (of, format):
+                if (row.of, row.dtype) == (of, dtype):
                     return row
     own = vocabulary().ops[op].rule
     return Row(op, Rule(own)) if own else None
 
 
-def classes_first(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+def classes_first(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
     """A class wins over an op of it."""
     there = policy.at(region.scope)
     rows = [row for row in there.rows if there.inside or not row.scope]
-    row = _winner(there, rows, op, region.format, classes_first=True)
-    return Decision(Rule.PARTS) if row is None else there.apply(row, formats, region.format)
+    row = _winner(there, rows, op, region.dtype, classes_first=True)
+    return Decision(Rule.PARTS) if row is None else there.apply(row, dtypes, region.dtype)
 
 
-def no_scopes(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
+def no_scopes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
     """What a scope says is not heard."""
-    return policy.decide(op, formats, Region(*_fields(region)[:6]))
+    return policy.decide(op, dtypes, Region(*_fields(region)[:6]))
 
 
 def _fields(region: Region) -> tuple[Any, ...]:
-    return (region.backend, region.device, region.enabled, region.format, region.cache,
+    return (region.backend, region.device, region.enabled, region.dtype, region.cache,
             region.policy, region.scope)  # fmt: skip
 
 
-def no_formats(policy: Policy, op: str, formats: Sequence[str], region: Region) -> Decision:
-    """A row for one of the low formats is not heard."""
+def no_dtypes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
+    """A row for one of the low dtypes is not heard."""
     there = policy.at(region.scope)
-    rows = [row for row in there.rows if not row.format and (there.inside or not row.scope)]
-    row = _winner(there, rows, op, region.format, classes_first=False)
-    return Decision(Rule.PARTS) if row is None else there.apply(row, formats, region.format)
+    rows = [row for row in there.rows if not row.dtype and (there.inside or not row.scope)]
+    row = _winner(there, rows, op, region.dtype, classes_first=False)
+    return Decision(Rule.PARTS) if row is None else there.apply(row, dtypes, region.dtype)
 
 
 WRONG: dict[str, Decide] = {
     "classes first": classes_first,
     "no scopes": no_scopes,
-    "no formats": no_formats,
+    "no dtypes": no_dtypes,
 }
 
 

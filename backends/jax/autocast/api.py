@@ -63,22 +63,22 @@ def autocast(
     enabled: bool = True,
     promotion: str = "strong",
 ) -> Any:
-    """Run a function's ops in the formats that suit them, or mark a region inside such a function.
+    """Run a function's ops in the dtypes that suit them, or mark a region inside such a function.
 
         autocast(fn)               the transformed function; also as a decorator
         @autocast(dtype=...)       the same, with arguments
         with autocast(...):        a region in code that an autocast function calls
 
     Wrap the loss, not the optimizer's step: `jax.grad(autocast(loss))` gives gradients in the
-    parameters' own dtype. Results come in the formats in which they were computed, as torch's do.
+    parameters' own dtype. Results come in the dtypes in which they were computed, as torch's do.
 
     Args:
         fn: any function of arrays and other values; arrays are found in any pytree, and what is
             not an array is passed as it is. None for a region or a decorator.
         others: none; what torch's spelling would put here is answered with a sentence.
-        dtype: the low format, bfloat16 or float16.
+        dtype: the low dtype, bfloat16 or float16.
         policy: the table that decides: a policy, the name of one, a dict or a path; None for "amp".
-        enabled: False runs the ops in the formats they are written in.
+        enabled: False runs the ops in the dtypes they are written in.
         promotion: what a float32 array does to a low one that it meets in an op without a rule.
             "strong": both go to float32, as in torch. "weak": only if something made it float32,
             which is an op that the policy runs in float32, `upper`, an `astype`, a loop, or code
@@ -93,7 +93,7 @@ def autocast(
     Raises:
         TypeError: `fn` is no function, `dtype` no dtype or `enabled` no bool, or an argument after
             `fn` came without its name.
-        ValueError: `dtype` is not a low format, or `promotion` neither "strong" nor "weak".
+        ValueError: `dtype` is not a low dtype, or `promotion` neither "strong" nor "weak".
         PolicyError: `policy` names none, is wrong, or has a row that jax cannot follow.
     """
     if others:
@@ -143,7 +143,7 @@ class Autocast:
         region = self.region
         name = region.policy.name if region.policy else None
         return (
-            f"polymp.jax.autocast(dtype={region.format}, policy={name!r}, "
+            f"polymp.jax.autocast(dtype={region.dtype}, policy={name!r}, "
             f"enabled={region.enabled}, promotion={region.promotion!r})"
         )
 
@@ -162,7 +162,7 @@ def upper(x: T) -> T:
 
 
 def lower(x: T) -> T:
-    """Mark values that are to take the region's format; outside of regions the same values.
+    """Mark values that are to take the region's dtype; outside of regions the same values.
 
     For a loop's first state, say, which otherwise keeps the loop in float32.
 
@@ -217,12 +217,12 @@ def _marked(leaf: Any, name: str) -> Any:
 
 
 def _region(dtype: Any, policy: PolicyLike, enabled: bool, promotion: str) -> Region:
-    format = _float_dtype(dtype).name
+    name = _float_dtype(dtype).name
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
-    if enabled and format not in LOW:
+    if enabled and name not in LOW:
         raise ValueError(
-            f"autocast(dtype={format}): the low format of a region is bfloat16 or float16. "
+            f"autocast(dtype={name}): the low dtype of a region is bfloat16 or float16. "
             "For a region in which ops run as written, use enabled=False."
         )
     if not (isinstance(promotion, str) and promotion in PROMOTIONS):
@@ -231,7 +231,7 @@ def _region(dtype: Any, policy: PolicyLike, enabled: bool, promotion: str) -> Re
         )
     table: Policy = policy_files.load("amp" if policy is None else policy)
     check(table)
-    return Region("jax", "any", bool(enabled), format, True, table, promotion=promotion)
+    return Region("jax", "any", bool(enabled), name, True, table, promotion=promotion)
 
 
 def _float_dtype(dtype: Any) -> Any:

@@ -1,9 +1,9 @@
 """The contraction: low operands, a float32 accumulator, and derivative rules that keep both.
 
 One primitive stands for `dot_general`, `conv_general_dilated` and `ragged_dot_general`. It casts
-its operands to the low format, adds the products up in float32 and returns the format asked for.
+its operands to the low dtype, adds the products up in float32 and returns the dtype asked for.
 It is linear in each operand, and each of its transposes is a contraction again: low operands,
-float32 accumulator, rounded once to the format of the operand it is the gradient of. So an operand
+float32 accumulator, rounded once to the dtype of the operand it is the gradient of. So an operand
 that goes in as float32, a parameter, gets a gradient that was never rounded; but for convolutions
 on GPUs, see `contraction_forms`.
 
@@ -40,8 +40,8 @@ def contract(
         rhs: float32 or low.
         rest: operands that are not differentiated, such as the group sizes of a ragged product.
         params: of the primitive; `preferred_element_type` among them is ours to choose.
-        run: low format of the operands.
-        out: format of the result, `run` or "float32".
+        run: low dtype of the operands.
+        out: dtype of the result, `run` or "float32".
     """
     operands = compat.varying_alike(lhs, rhs, *rest)
     return contraction_p.bind(*operands, **contraction_params(of, params, run, out))

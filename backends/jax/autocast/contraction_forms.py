@@ -20,7 +20,7 @@ form_p = Primitive("polymp_contraction_form")
 
 
 def result_as_asked(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
-    """Low operands, and the product's own result in the format asked for."""
+    """Low operands, and the product's own result in the dtype asked for."""
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
 
 
@@ -178,7 +178,7 @@ def _of_few_rows(
 #             than a low one or float32 operands, and nothing is rounded in between. Plain, it falls
 #             back to float32 operands where one of them is transposed, as in some gradients; laid
 #             out row by row it does not, and costs up to a third more where it would not have.
-# cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the format of
+# cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of
 #             its result; with a low one it takes 0.8 to 1.1 of the time, least where the result is
 #             large. A convolution of low operands with a float32 result is run in float32, up to
 #             three times as slow: so it rounds its result, a parameter's gradient too.

@@ -1,12 +1,12 @@
 """Programs inside programs: how each control primitive is planned, and how it is put back.
 
-The plan of a body says in which formats it takes its inputs and hands on its outputs; the primitive
+The plan of a body says in which dtypes it takes its inputs and hands on its outputs; the primitive
 is then bound again with the rewritten body and everything else as it was. Consistency:
 
-    scan, while   a carry has one format for the whole loop: the widest of what goes in and what
+    scan, while   a carry has one dtype for the whole loop: the widest of what goes in and what
                   comes round, so never narrower than its start
-    cond, switch  an output has the widest format of all branches
-    jit, remat, shard_map   outputs have the formats they come out in
+    cond, switch  an output has the widest dtype of all branches
+    jit, remat, shard_map   outputs have the dtypes they come out in
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ def plan_remat(frame: Frame, eqn: Any, region: Region) -> Planned:
 def _called(frame: Frame, eqn: Any, program: Any, region: Region, kind: type[Inside]) -> Planned:
     plan = frame.planner.plan(program, map(frame.known, eqn.invars), region)
     outs = list(plan.outs)
-    reads, writes = [None] * len(eqn.invars), [k.format for k in outs]
+    reads, writes = [None] * len(eqn.invars), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=kind((plan,))), outs
 
 
@@ -74,7 +74,7 @@ def plan_loop(frame: Frame, eqn: Any, region: Region) -> Planned:
     known = list(map(frame.known, eqn.invars))
     fixed, start, over = body.split(known)
     rows = [k._replace(product=False) for k in over]
-    carry = [k.format for k in start]
+    carry = [k.dtype for k in start]
 
     def planned(results: Sequence[str | None] | None) -> Plan:
         state = [Known(f) for f in carry]
@@ -83,18 +83,18 @@ def plan_loop(frame: Frame, eqn: Any, region: Region) -> Planned:
     while (wider := _join(carry, planned(None).outs[: len(carry)])) != carry:
         carry = wider
     plan = planned([*carry, *[None] * (len(eqn.outvars) - len(carry))])
-    outs = [Known(k.format) for k in plan.outs]
+    outs = [Known(k.dtype) for k in plan.outs]
     reads: list[str | None] = [None] * len(known)
-    for at, format in zip(body.carried, carry, strict=True):
-        reads[at], known[at] = format, Known(format)
+    for at, dtype in zip(body.carried, carry, strict=True):
+        reads[at], known[at] = dtype, Known(dtype)
     plans = [plan, *(frame.planner.plan(test.closed, test.of(known), region) for test in tests)]
-    step = frame.step(eqn, reads, [k.format for k in outs], inside=_Rebound(tuple(plans)))
+    step = frame.step(eqn, reads, [k.dtype for k in outs], inside=_Rebound(tuple(plans)))
     return step, outs
 
 
 def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None]:
     return [
-        widest((have, out.format)) if have and out.format else have
+        widest((have, out.dtype)) if have and out.dtype else have
         for have, out in zip(carry, outs, strict=True)
     ]
 
@@ -109,21 +109,21 @@ def plan_cond(frame: Frame, eqn: Any, region: Region) -> Planned:
     if not all(compat.only_arrays(branch) for branch, _, _ in branches):
         return _as_written(frame, eqn)
     free = [frame.planner.plan(*branch) for branch in branches]
-    formats = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
-    plans = tuple(frame.planner.plan(*branch, formats) for branch in branches)
-    outs = [Known(f) for f in formats]
-    return frame.step(eqn, [None] * len(known), formats, inside=_Rebound(plans)), outs
+    dtypes = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
+    plans = tuple(frame.planner.plan(*branch, dtypes) for branch in branches)
+    outs = [Known(f) for f in dtypes]
+    return frame.step(eqn, [None] * len(known), dtypes, inside=_Rebound(plans)), outs
 
 
 def _meet(outs: Sequence[Known]) -> str | None:
-    """The format of an output that comes from several branches; numbers take that of the others."""
+    """The dtype of an output that comes from several branches; numbers take that of the others."""
     hard = [k for k in outs if k.origin not in (Origin.LITERAL, Origin.MASK)] or outs
-    formats = [k.format for k in hard if k.format]
-    if not formats:
+    dtypes = [k.dtype for k in hard if k.dtype]
+    if not dtypes:
         return None
-    format = widest(formats)
+    dtype = widest(dtypes)
     numbers = [k.number for k in outs if k.number is not None]
-    return format if all(fits(number, format) for number in numbers) else "float32"
+    return dtype if all(fits(number, dtype) for number in numbers) else "float32"
 
 
 # shard_map: one program on many devices
@@ -134,8 +134,8 @@ def plan_shard_map(frame: Frame, eqn: Any, region: Region) -> Planned:
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
     plan = frame.planner.plan(program.closed, known, region)
-    outs = [Known(k.format, product=k.product) for k in plan.outs]
-    reads, writes = [None] * len(known), [k.format for k in outs]
+    outs = [Known(k.dtype, product=k.product) for k in plan.outs]
+    reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=_Mapped((plan,))), outs
 
 

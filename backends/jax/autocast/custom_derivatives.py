@@ -1,7 +1,7 @@
 """Functions with derivative rules of their own: rewritten, and given rewritten rules.
 
 The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
-`jax.vjp` of it is traced at the declared formats, and that program is planned like any other. A
+`jax.vjp` of it is traced at the declared dtypes, and that program is planned like any other. A
 rule is planned when a derivative is first asked for, in the region of the call.
 """
 
@@ -37,13 +37,13 @@ def plan_vjp(frame: Frame, eqn: Any, region: Region) -> Planned:
 def _plan(frame: Frame, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
     known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
     plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
-    outs = [Known(k.format, product=k.product, weak=k.weak) for k in plan.outs]
-    reads, writes = [None] * len(known), [k.format for k in outs]
+    outs = [Known(k.dtype, product=k.product, weak=k.weak) for k in plan.outs]
+    reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=rules(frame, eqn, plan)), outs
 
 
 class _Rules(Inside):
-    """The derivative rules of one equation, in the formats of its plan.
+    """The derivative rules of one equation, in the dtypes of its plan.
 
     Args:
         frame: of the program that the equation is part of.
@@ -62,7 +62,7 @@ class _Rules(Inside):
         # Not the plan's: two functions may share a body and differ in their rules.
         self.made: dict[Any, Any] = {}
         self.planned_as: tuple[Any, Change] | None = None
-        self.lows: list[str | None] = []  # by input, the low format that it is stored in
+        self.lows: list[str | None] = []  # by input, the low dtype that it is stored in
 
     @property
     def plan(self) -> Plan:
@@ -74,7 +74,7 @@ class _Rules(Inside):
         return self.call(values)
 
     def passed_on(self) -> Sequence[int]:
-        return ()  # the rule hands on what the function does, in the same formats
+        return ()  # the rule hands on what the function does, in the same dtypes
 
     def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
         """These rules where some inputs come low: planned as ever, then changed."""
@@ -84,7 +84,7 @@ class _Rules(Inside):
         return rules
 
     def original(self, *args: Any) -> Any:
-        """The equation as a function, at its declared formats."""
+        """The equation as a function, at its declared dtypes."""
         primitive = self.eqn.primitive
         return primitive.bind(*args, **primitive.get_bind_params(self.eqn.params))
 
@@ -108,7 +108,7 @@ class _Half(NamedTuple):
         moves: which float results have a tangent, or which differentiated arguments a gradient;
             the others have symbolic zeros.
         tree: of the forward half, the structure of what is saved.
-        stored: of the forward half, the formats in which its results come where inputs come low.
+        stored: of the forward half, the dtypes in which its results come where inputs come low.
     """
 
     plan: Plan
@@ -151,8 +151,8 @@ class _Forward(_Rules):
         half = self.planned(moving)
         given = _where(tangents, moving)
         # The tangent of a parameter that is stored low comes low.
-        formats = [k.format for k in half.plan.known[len(primals) :]]
-        given = [cast(t, f) if f else t for t, f in zip(given, formats, strict=True)]
+        dtypes = [k.dtype for k in half.plan.known[len(primals) :]]
+        given = [cast(t, f) if f else t for t, f in zip(given, dtypes, strict=True)]
         flat = run(half.plan, [*primals, *given])
         count = len(self.plan.outs)
         left, moves = iter(flat[count:]), iter(half.moves)
@@ -183,7 +183,7 @@ class _Forward(_Rules):
         known = list(self.plan.known)
         # A parameter's tangent counts as one, so that its cotangent is not rounded either.
         given = [k._replace(product=False) for k in _where(known, moving)]
-        outs = [k.format for k in self.plan.outs]
+        outs = [k.dtype for k in self.plan.outs]
         results = [*outs, *_where(_where(outs, self.float_outs), moves)]
         plan = self.planner.plan(jaxpr, [*known, *given], self.plan.region, results)
         return _Half(plan, tuple(moves))
@@ -231,10 +231,10 @@ class _Reverse(_Rules):
             grads = iter(run(half.plan, [*saved.values, *_where(cotangents, coming)]))
             moves = iter(half.moves)
             # The gradient of a parameter that is stored low leaves low.
-            formats = [k.format for k in self.plan.known[self.num_consts :]]
+            dtypes = [k.dtype for k in self.plan.known[self.num_consts :]]
             return tuple(
                 (cast(next(grads), f) if f else next(grads)) if moving and next(moves) else None
-                for moving, f in zip(saved.moving, formats, strict=True)
+                for moving, f in zip(saved.moving, dtypes, strict=True)
             )
 
         function = jax.custom_vjp(_named(primal, self.name, self.plan.jaxpr))
@@ -268,9 +268,9 @@ class _Reverse(_Rules):
             return outs, residuals
 
         jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
-        formats = [k.format for k in self.plan.outs]
+        dtypes = [k.dtype for k in self.plan.outs]
         saved_count = len(compat.opened(jaxpr)[0].outvars) - count
-        wanted = [*formats, *[None] * saved_count]
+        wanted = [*dtypes, *[None] * saved_count]
         plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, wanted)
         return _Half(plan, tree=trees[0])
 
@@ -281,8 +281,8 @@ class _Reverse(_Rules):
         if self.planned_as is not None:
             before, change = self.planned_as
             half: _Half = before.backward(moving, coming)
-            formats = [*first.stored, *[None] * sum(coming)]
-            return half._replace(plan=change(half.plan, formats, (), self.name)[0])
+            dtypes = [*first.stored, *[None] * sum(coming)]
+            return half._replace(plan=change(half.plan, dtypes, (), self.name)[0])
         count = len(self.plan.outs)
         saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]
         avals = _where([var.aval for var in self.eqn.invars[self.num_consts :]], moving)
@@ -297,8 +297,8 @@ class _Reverse(_Rules):
 
         jaxpr = self.trace(backward, saved, _where(results, coming))
         known = [k._replace(number=None) for k in first.plan.outs[count:]]
-        known += [Known(k.format) for k in _where(self.plan.outs, coming)]
-        wanted = [k.format for k in _where(self.plan.known[self.num_consts :], moving)]
+        known += [Known(k.dtype) for k in _where(self.plan.outs, coming)]
+        wanted = [k.dtype for k in _where(self.plan.known[self.num_consts :], moving)]
         plan = self.planner.plan(
             jaxpr, known, self.plan.region, _where(wanted, moves), gradients=True
         )

@@ -1,4 +1,4 @@
-"""A planned program, run under the caller's trace: the same equations, in their planned formats.
+"""A planned program, run under the caller's trace: the same equations, in their planned dtypes.
 
 A plan and values in, values out. Run under a trace, this is what is traced; run eagerly, this
 computes. Every equation keeps its name stack, its traceback and its context, so profiles, error
@@ -42,7 +42,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
-    """The outputs of a planned program, in the formats of `plan.outs`.
+    """The outputs of a planned program, in the dtypes of `plan.outs`.
 
     Where a trace records what runs, equations are put into it as they are. Anywhere else, and for
     primitives that do something of their own when they are bound, they are bound.
@@ -67,14 +67,14 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
             return env[operand]
         if kind is Literal:
             return operand.val
-        atom, format, shared, value = operand
+        atom, dtype, shared, value = operand
         if value is not None:
             return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
         if not shared:
-            return cast(env[atom], format, put)
-        key = (atom, format)
+            return cast(env[atom], dtype, put)
+        key = (atom, dtype)
         if key not in casts:
-            casts[key] = cast(env[atom], format, put)
+            casts[key] = cast(env[atom], dtype, put)
         elif record is not None:
             record.spared(step, "shared")
         return casts[key]
@@ -102,13 +102,13 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
                 env[var] = out
             for var in drop:
                 env.pop(var, None)
-                for format in _DTYPES if casts else ():
-                    casts.pop((var, format), None)
+                for dtype in _DTYPES if casts else ():
+                    casts.pop((var, dtype), None)
     return [whole(read(o, put)) for o in plan.results]
 
 
 def _changes(eqn: Any) -> bool:
-    """True for a cast in the program, from one format to another."""
+    """True for a cast in the program, from one dtype to another."""
     return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
 
 
@@ -120,12 +120,12 @@ def _itself(x: Any) -> Any:
 Put = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
 
 
-def cast(x: Any, format: str, put: Put = compat.put) -> Any:
-    """The array in a format; the array itself if it has that already."""
-    dtype = _DTYPES[format]
-    if compat.aval_of(x).dtype == dtype:
+def cast(x: Any, dtype: str, put: Put = compat.put) -> Any:
+    """The array in a dtype; the array itself if it has that already."""
+    wanted = _DTYPES[dtype]
+    if compat.aval_of(x).dtype == wanted:
         return x
-    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+    params = {"new_dtype": wanted, "weak_type": False, "sharding": None}
     return put(lax.convert_element_type_p, (x,), params)[0]
 
 
@@ -154,8 +154,8 @@ def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
     if step.returns is None:
         return outs
     return [
-        cast(out, format, put) if format else out
-        for out, format in zip(outs, step.returns, strict=True)
+        cast(out, dtype, put) if dtype else out
+        for out, dtype in zip(outs, step.returns, strict=True)
     ]
 
 
@@ -180,8 +180,8 @@ def closed(plan: Plan) -> Any:
     if "closed" not in plan.made:
         invars = compat.binders(plan.jaxpr)[1]
         avals = [
-            var.aval.update(dtype=np.dtype(known.format), weak_type=False)
-            if known.format and var.aval.dtype != known.format
+            var.aval.update(dtype=np.dtype(known.dtype), weak_type=False)
+            if known.dtype and var.aval.dtype != known.dtype
             else var.aval
             for var, known in zip(invars, plan.known, strict=True)
         ]
@@ -194,8 +194,8 @@ def closed(plan: Plan) -> Any:
 
 
 @lru_cache(maxsize=256)
-def update_in(jaxpr: Any, format: str) -> Any:
-    """The scalar program of a scatter, in another format."""
+def update_in(jaxpr: Any, dtype: str) -> Any:
+    """The scalar program of a scatter, in another dtype."""
     evaluate = core.jaxpr_as_fun(compat.close(jaxpr))
-    scalars = [jax.ShapeDtypeStruct((), np.dtype(format)) for _ in jaxpr.invars]
+    scalars = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for _ in jaxpr.invars]
     return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]

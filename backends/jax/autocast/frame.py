@@ -22,7 +22,7 @@ from polymp.backends.jax.autocast.values import (
     Origin,
     declared,
     fits,
-    in_format,
+    in_dtype,
     literal,
     number_of,
 )
@@ -34,7 +34,7 @@ from polymp.rules.row import Rule
 
 _UNKNOWN = (
     "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
-    "formats it is written in."
+    "dtypes it is written in."
 )
 
 
@@ -132,7 +132,7 @@ class Frame:
         jaxpr: closed.
         known: of its inputs.
         region: that holds where no mark says otherwise.
-        results: formats that the outputs must have; None leaves those as they come.
+        results: dtypes that the outputs must have; None leaves those as they come.
         gradients: True if the outputs are gradients: a contraction that makes one of a float32
             value then does not round it.
 
@@ -169,28 +169,28 @@ class Frame:
         self.shares = Pass.SHARING not in planner.off
 
     def known(self, atom: Any) -> Known:
-        """The format of an operand, where it comes from, and its number if it is one."""
+        """The dtype of an operand, where it comes from, and its number if it is one."""
         if isinstance(atom, core.Literal):
             return literal(declared(atom), number_of(atom.val))
         return self.env[atom]
 
-    def read(self, atom: Any, format: str | None) -> Operand:
-        """Read an operand in a format; None takes its actual one."""
-        if format is None:
+    def read(self, atom: Any, dtype: str | None) -> Operand:
+        """Read an operand in a dtype; None takes its actual one."""
+        if dtype is None:
             return atom
         if isinstance(atom, core.Literal):
             have = declared(atom)
-            if have is None or have == format:
+            if have is None or have == dtype:
                 return atom
-            return Cast(atom, format, value=in_format(atom.val, format))
+            return Cast(atom, dtype, value=in_dtype(atom.val, dtype))
         known = self.env[atom]
-        if known.format is None or known.format == format:
+        if known.dtype is None or known.dtype == dtype:
             return atom
-        if known.number is not None and format in LOW:
-            if not atom.aval.shape or not fits(known.number, format):
-                return Cast(atom, format, value=in_format(known.number, format))
+        if known.number is not None and dtype in LOW:
+            if not atom.aval.shape or not fits(known.number, dtype):
+                return Cast(atom, dtype, value=in_dtype(known.number, dtype))
         self.casts = True
-        return Cast(atom, format, shared=self.shares and known.origin is Origin.COMPUTED)
+        return Cast(atom, dtype, shared=self.shares and known.origin is Origin.COMPUTED)
 
     def step(
         self,
@@ -203,7 +203,7 @@ class Frame:
         low: str | None = None,
         inside: Inside | None = None,
     ) -> Step:
-        """The step of an equation, with the format in which it reads each operand; see `Step`."""
+        """The step of an equation, with the dtype in which it reads each operand; see `Step`."""
         operands = list(map(self.read, eqn.invars, reads))
         if operands == eqn.invars:
             operands = eqn.invars  # one list less for each equation that reads as written
@@ -212,27 +212,27 @@ class Frame:
         return Step(eqn, kind, operands, params, tuple(writes), returns, self.stack, low, inside)
 
     def as_written(self, eqn: Any) -> "Planned":
-        """The step of an equation that runs in the formats that it is written in."""
+        """The step of an equation that runs in the dtypes that it is written in."""
         writes = [declared(v) for v in eqn.outvars]
         return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
 
-    def decision(self, op: str, formats: tuple[str, ...], region: Region, spelled: str) -> Decision:
-        """The decision of a region's policy for an op with operands in some formats.
+    def decision(self, op: str, dtypes: tuple[str, ...], region: Region, spelled: str) -> Decision:
+        """The decision of a region's policy for an op with operands in some dtypes.
 
         Raises:
             ForbiddenOpError: it forbids the op.
         """
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
-        decision = policy.decide(op, formats, region, f"jax:{spelled}")
+        decision = policy.decide(op, dtypes, region, f"jax:{spelled}")
         if (found := decision_log.current()) is not None:
-            row = policy.at(region.scope).winner(op, region.format, f"jax:{spelled}")
+            row = policy.at(region.scope).winner(op, region.dtype, f"jax:{spelled}")
             if row is not None and region.enabled:
                 spelled = spelled and f"jax:{spelled}"
-                at = "jax", op, spelled, region.format, region.scope
-                found.note(decision_log.Entry(*at, row, formats, decision, policy.name))
+                at = "jax", op, spelled, region.dtype, region.scope
+                found.note(decision_log.Entry(*at, row, dtypes, decision, policy.name))
         if decision.rule is Rule.FORBID:
-            raise _forbidden(policy, op or spelled, formats, region)
+            raise _forbidden(policy, op or spelled, dtypes, region)
         return decision
 
 
@@ -253,10 +253,10 @@ def _constant(var: Any, value: Any) -> Known:
     return literal(declared(var), number_of(value))
 
 
-def _forbidden(policy: Policy, op: str, formats: Sequence[str], region: Region) -> ForbiddenOpError:
-    row = policy.at(region.scope).winner(op, region.format)
+def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> ForbiddenOpError:
+    row = policy.at(region.scope).winner(op, region.dtype)
     instead = row.instead if row else ""
     return ForbiddenOpError(
-        f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(formats)}). "
+        f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(dtypes)}). "
         f"Use {instead or 'another op'}, or give it another rule in the policy."
     )

@@ -3,7 +3,7 @@
 A policy has a row for softmax; a trace shows a maximum, a difference, an exponential, a sum and a
 quotient. Neighbours that were traced in the same call of a function that the policy rules become
 one `Section`, which has the shape of an equation on the outside and of a closed jaxpr inside. Its
-row says how it runs. Inside it nothing else is asked: what is computed there has one format.
+row says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
 """
 
 from collections.abc import Sequence
@@ -36,15 +36,15 @@ def is_registered(name: str) -> bool:
 def plan_registered(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A user's primitive: its own shape rule says what comes out of cast operands."""
     known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
-    hard = tuple(k.format for k in known if k.format)
+    hard = tuple(k.dtype for k in known if k.dtype)
     if not hard or any(map(fixed, eqn.invars)):
         return frame.as_written(eqn)
     name = eqn.primitive.name
     decision = frame.decision(op_of(name), hard, region, name)
     if decision.rule is Rule.PARTS:
         return frame.as_written(eqn)
-    reads = [(decision.run or k.format) if k.format else None for k in known]
-    writes = compat.formats_out(eqn, reads)
+    reads = [(decision.run or k.dtype) if k.dtype else None for k in known]
+    writes = compat.dtypes_out(eqn, reads)
     returns = None
     if decision.out is not None:
         returns = tuple(decision.out if f in ELIGIBLE else None for f in writes)
@@ -175,7 +175,7 @@ def _ruled(frame: Frame, eqn: Any) -> _Ruled | None:
 
 def _rule(op: str, region: Region) -> Rule:
     assert region.policy is not None, "polymp.jax fills in the policy of every region"
-    row = region.policy.at(region.scope).winner(op, region.format)
+    row = region.policy.at(region.scope).winner(op, region.dtype)
     if row is None:
         return Rule.PARTS
     if row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST):
@@ -189,12 +189,12 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     known = [frame.known(atom)._replace(number=None) for atom in section.invars]
     region = section.region
     frame.stack = compat.no_scopes()  # those inside have their own
-    floats = [k.format for k in known if k.format]
+    floats = [k.dtype for k in known if k.dtype]
     hard, like = floats, None
     if vocabulary().ops[section.op].kind in op_facts.WITH_PARAMETERS:
         pairs = zip(known, section.invars, strict=True)
-        main = [(k, v.aval.shape) for k, v in pairs if k.format and not k.is_parameter]
-        hard = [k.format for k, _ in main if k.format] or floats
+        main = [(k, v.aval.shape) for k, v in pairs if k.dtype and not k.is_parameter]
+        hard = [k.dtype for k, _ in main if k.dtype] or floats
         like = {shape for _, shape in main}
     decision = Decision(Rule.PARTS)
     if _rule(section.op, region) is not Rule.PARTS:
@@ -209,15 +209,15 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
         region,
         policy=AS_CALLED,
         enabled=decision.rule is not Rule.PARTS,
-        format="float32" if run == "float32" and not own else region.format,
+        dtype="float32" if run == "float32" and not own else region.dtype,
     )
     if decision.rule is Rule.PARTS:  # jax has no low form of it
         reads = [declared(atom) for atom in section.invars]
     else:
-        reads = [(run or k.format) if k.format else None for k in known]
-    met = [k._replace(format=f, weak=False) for k, f in zip(known, reads, strict=True)]
+        reads = [(run or k.dtype) if k.dtype else None for k in known]
+    met = [k._replace(dtype=f, weak=False) for k, f in zip(known, reads, strict=True)]
     plan = frame.planner.plan(section, met, inside)
-    writes = tuple(k.format for k in plan.outs)
+    writes = tuple(k.dtype for k in plan.outs)
     outs = [k._replace(number=None, weak=False) for k in plan.outs]
     returns = None
     if decision.out is not None and writes != (decision.out,) * len(writes):
@@ -232,10 +232,10 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
             else None
             for f, v in zip(writes, section.outvars, strict=True)
         )
-        outs = [k._replace(format=f) if f else k for k, f in zip(outs, returns, strict=True)]
+        outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
     keep = decision.rule is Rule.FP32_KEEP
     if keep and decision.out in LOW and not any(eqn.effects for eqn in section.eqns):
-        finals = tuple(k.format for k in outs)
+        finals = tuple(k.dtype for k in outs)
         kept = _Again((plan,), tuple(reads), returns)
         return frame.step(section, [None] * len(reads), finals, inside=kept), outs
     inlined = _Inlined((plan,), tuple(reads), returns)
@@ -247,8 +247,8 @@ class _Inlined(Inside):
     """A section that runs where it is.
 
     Attributes:
-        reads: by operand, the format that the plan takes it in.
-        returns: format to cast each result to afterwards; None to leave them.
+        reads: by operand, the dtype that the plan takes it in.
+        returns: dtype to cast each result to afterwards; None to leave them.
     """
 
     reads: tuple[str | None, ...]
@@ -267,7 +267,7 @@ class _Inlined(Inside):
 
 
 class _Again(_Inlined):
-    """A section that returns a low format: its operands are saved as they came, nothing wider.
+    """A section that returns a low dtype: its operands are saved as they came, nothing wider.
 
     For backward it is computed again, as a fused kernel would.
     """

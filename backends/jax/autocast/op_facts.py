@@ -1,14 +1,14 @@
-"""What JAX's primitives can do with float formats: facts about JAX, no rules.
+"""What JAX's primitives can do with float dtypes: facts about JAX, no rules.
 
-A primitive that no set here names runs in the formats that the program was written in. That is
+A primitive that no set here names runs in the dtypes that the program was written in. That is
 always right, at worst slower: linear algebra, Fourier transforms, bit casts, callbacks, kernels.
 Names, not objects: a name is the same in every supported version, or simply never turns up.
 """
 
-# Sums of products of two operands: the ones that units for low formats are built for.
+# Sums of products of two operands: the ones that units for low dtypes are built for.
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
-# Compute in any float format, and return the format of their float operands, which must agree.
+# Compute in any float dtype, and return the dtype of their float operands, which must agree.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -38,9 +38,9 @@ MOVES = frozenset(
     scatter-mul scatter-sub split stack top_k unstack
     """.split()
 )
-# Each result has the format of the operand in its place; the operands need not agree.
+# Each result has the dtype of the operand in its place; the operands need not agree.
 # The casts around these stay where the program's values are: the transpose of a pvary is a psum,
-# and moving a cast through it would sum gradients in the low format.
+# and moving a cast through it would sum gradients in the low dtype.
 INDEPENDENT = frozenset(
     """
     all_gather all_gather_invariant all_to_all device_put optimization_barrier pbroadcast pcast
@@ -50,7 +50,7 @@ INDEPENDENT = frozenset(
 )
 FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
 
-# Return one of their operands' numbers, so a constant beyond a format's range may be clamped to it.
+# Return one of their operands' numbers, so a constant beyond a dtype's range may be clamped to it.
 CHOICES = frozenset("clamp concatenate max min pad select_n stack".split())
 
 # Hold a program of their own that is not the user's to rewrite: run as written, without a word.

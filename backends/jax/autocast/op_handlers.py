@@ -1,11 +1,11 @@
-"""Handlers of single ops: in which format each runs, and what is known of its result.
+"""Handlers of single ops: in which dtype each runs, and what is known of its result.
 
     lower, fp32, ...   what the policy's row says
-    no row             in the formats of the operands, the widest of those declared alike
-    as written         what no format of ours may enter: see `op_facts`
+    no row             in the dtypes of the operands, the widest of those declared alike
+    as written         what no dtype of ours may enter: see `op_facts`
 
-Numbers in the program, scalar arguments and masks take the format of what they meet. A parameter
-that is added to the result of a contraction is its bias, and takes the low format too.
+Numbers in the program, scalar arguments and masks take the dtype of what they meet. A parameter
+that is added to the result of a contraction is its bias, and takes the low dtype too.
 """
 
 from typing import Any, NamedTuple
@@ -44,14 +44,14 @@ def convert(frame: Frame, eqn: Any, region: Region) -> Planned:
     """A cast in the program."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     old, new, known = declared(atom), declared(var), frame.known(atom)
-    if region.policy is AS_CALLED and region.format == "float32" and old and new in LOW:
+    if region.policy is AS_CALLED and region.dtype == "float32" and old and new in LOW:
         # A library rounds to what it was given; what is computed in float32 stays so.
         return frame.step(eqn, ["float32"], ["float32"], Kind.CAST), [Known("float32")]
     if old is not None and old == new:  # the trace changed nothing but weakness
         if atom.aval.weak_type == eqn.params["weak_type"]:
-            return frame.step(eqn, [None], [known.format], Kind.CAST), [known]
-        params = {**eqn.params, "new_dtype": np.dtype(known.format)}
-        return frame.step(eqn, [None], [known.format], params=params), [known]
+            return frame.step(eqn, [None], [known.dtype], Kind.CAST), [known]
+        params = {**eqn.params, "new_dtype": np.dtype(known.dtype)}
+        return frame.step(eqn, [None], [known.dtype], params=params), [known]
     origin = Origin.COMPUTED
     if known.origin is Origin.LITERAL:
         origin = Origin.LITERAL
@@ -69,21 +69,21 @@ def name(frame: Frame, eqn: Any, region: Region) -> Planned:
     if eqn.params["name"] not in (UPPER, LOWER):
         return free(frame, eqn, region)
     (atom,) = eqn.invars
-    if frame.known(atom).format is None:
+    if frame.known(atom).dtype is None:
         return frame.step(eqn, [None], [None], Kind.CAST), [frame.known(atom)]
-    format = "float32" if eqn.params["name"] == UPPER else region.format
-    return frame.step(eqn, [format], [format], Kind.CAST), [Known(format)]
+    dtype = "float32" if eqn.params["name"] == UPPER else region.dtype
+    return frame.step(eqn, [dtype], [dtype], Kind.CAST), [Known(dtype)]
 
 
 def independent(frame: Frame, eqn: Any, _: Region) -> Planned:
-    """An op whose results have the formats of the operands in their places."""
+    """An op whose results have the dtypes of the operands in their places."""
     known = [frame.known(atom) for atom in eqn.invars][: len(eqn.outvars)]
     outs = [k._replace(number=None) for k in known]
-    return frame.step(eqn, [None] * len(eqn.invars), [k.format for k in known]), outs
+    return frame.step(eqn, [None] * len(eqn.invars), [k.dtype for k in known]), outs
 
 
 def free(frame: Frame, eqn: Any, region: Region) -> Planned:
-    """An op that computes in any format, as the policy says."""
+    """An op that computes in any dtype, as the policy says."""
     atoms = eqn.invars
     known = [frame.known(atom) for atom in atoms]
     op = spelling(eqn)
@@ -104,7 +104,7 @@ def free(frame: Frame, eqn: Any, region: Region) -> Planned:
 
 
 def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) -> _Way | None:
-    """How an op that is free in its format runs; None for as written."""
+    """How an op that is free in its dtype runs; None for as written."""
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, op, known, weak)
     if not hard:
@@ -112,13 +112,13 @@ def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) ->
     decision = frame.decision(op_of(op), hard, region, op)
     if decision.rule is Rule.LOWER and vocabulary().picks(op_of(op)):
         decision = Decision(decision.rule, None, decision.run)
-    formats = [declared(atom) for atom in eqn.invars]
+    dtypes = [declared(atom) for atom in eqn.invars]
     if decision.run is not None:
-        groups = {f: decision.run for f in formats if f}
+        groups = {f: decision.run for f in dtypes if f}
     else:
         fold = Pass.BIAS_FOLD not in frame.planner.off
         groups = promotion.alike(eqn, op, known, weak, fold)
-    reads = [groups[f] if f else None for f in formats]
+    reads = [groups[f] if f else None for f in dtypes]
     writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
     finals = [decision.out or f if f else None for f in writes]
     elementwise = decision.run is None and op in op_facts.ELEMENTWISE
@@ -167,11 +167,11 @@ def contraction(frame: Frame, eqn: Any, region: Region) -> Planned:
     final = decision.out or out
     if run not in LOW:
         params = {**eqn.params, "preferred_element_type": np.dtype(out)}
-        reads = [run if k.format else None for k in known]
+        reads = [run if k.dtype else None for k in known]
         returns = (final,) if final != out else None
         return frame.step(eqn, reads, [out], Kind.BIND, params, returns), [Known(final)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
-    reads = [run if k.format and not k.is_parameter else None for k in known]
+    reads = [run if k.dtype and not k.is_parameter else None for k in known]
     made = out if out == run else "float32"
     returns = (final,) if final != made else None
     step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)

@@ -1,6 +1,6 @@
 """Which passes are on: each can be switched off, for tests.
 
-    bias_fold   a parameter added to a contraction's result takes its format  as adds are planned
+    bias_fold   a parameter added to a contraction's result takes its dtype  as adds are planned
     sharing     a computed value is cast once for all who read it low         as reads are planned
     pull_up     what float32 ops alone read is computed in float32            backwards, at the end
     pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end

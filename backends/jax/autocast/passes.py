@@ -26,7 +26,7 @@ WIDENED = op_facts.ELEMENTWISE | {
     "reshape", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 
-# What a cast to a low format moves through, from the result to the operands, bit for bit.
+# What a cast to a low dtype moves through, from the result to the operands, bit for bit.
 #
 # Forward. Each element of the result is one element of one operand, and which one it is depends on
 # shapes, integers and bools alone. Rounding maps each element by itself, infinities, NaNs and -0.0
@@ -36,12 +36,12 @@ WIDENED = op_facts.ELEMENTWISE | {
 # Backward. The transpose of each, but one, moves, drops or fills up with zeros the elements of the
 # cotangent, which is low, and adds none of them up; the cast back up is exact, and may again come
 # before or after. The one is `broadcast_in_dim` to more elements, whose transpose is a sum: in the
-# low format it would be rounded. It is moved through where its operand has no gradient, because
+# low dtype it would be rounded. It is moved through where its operand has no gradient, because
 # nothing but integers, bools, numbers and constants of the program went into it; so is the padding
 # of `pad`.
 #
 # Where the operand is cast for another reader as well the two casts become one, and their
-# cotangents meet in the low format: `sharing`, of a value and its layouts. Of parameters, neither
+# cotangents meet in the low dtype: `sharing`, of a value and its layouts. Of parameters, neither
 # is shared.
 #
 # Not here, though rounding keeps order:
@@ -64,7 +64,7 @@ _MIXED = "mixed"
 def improve(frame: Frame) -> None:
     """Pull casts up and down, where that leaves fewer or smaller ones.
 
-    What is read in one other format than its own, and in no other, is computed in that format:
+    What is read in one other dtype than its own, and in no other, is computed in that dtype:
 
         low, read in float32     `pull_up`: no rounding in between
         float32, read low        `pull_down`: where fewer casts are left, or a smaller one
@@ -82,22 +82,20 @@ class _Walk:
     """One walk over the steps of a program, from the last to the first.
 
     Attributes:
-        formats: in which format the steps seen so far read a variable; `_MIXED` for several.
-        cast: variables and formats that those steps share a cast to.
-        moved: True if some value has another format than it was planned in.
+        dtypes: in which dtype the steps seen so far read a variable; `_MIXED` for several.
+        cast: variables and dtypes that those steps share a cast to.
+        moved: True if some value has another dtype than it was planned in.
     """
 
     def __init__(self, frame: Frame, up: bool, down: bool) -> None:
         self.frame = frame
         self.up, self.down = up, down
-        self.formats: dict[Any, str | None] = {}
+        self.dtypes: dict[Any, str | None] = {}
         self.cast: set[tuple[Any, str]] = set()
         self.moved = False
         self._makers: dict[Any, Any] | None = None
         self._sources: dict[Any, Any] = {}  # what a variable is a layout of
-        self._layouts: dict[tuple[Any, str], set[Any]] | None = (
-            None  # of a source, cast to a format
-        )
+        self._layouts: dict[tuple[Any, str], set[Any]] | None = None  # of a source, cast to a dtype
         constvars, _ = compat.binders(frame.closed)
         self._inert = {  # of float variables; a constant that is there has no gradient
             var: not isinstance(value, jax.core.Tracer)
@@ -106,14 +104,14 @@ class _Walk:
 
     def run(self) -> None:
         frame, steps = self.frame, self.frame.steps
-        env, formats = frame.env, self.formats
+        env, dtypes = frame.env, self.dtypes
         self.results()
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
             outvars = step.eqn.outvars
             if len(outvars) == 1 and step.returns is None:
                 (var,) = outvars
-                want, have = formats.get(var), step.writes[0]
+                want, have = dtypes.get(var), step.writes[0]
                 if want is not None and want != have and have is not None:
                     if want == "float32":
                         if self.up and have in LOW and self.widens(step):
@@ -124,42 +122,42 @@ class _Walk:
                 kind = type(operand)
                 if kind is not Cast:
                     if kind is not core.Literal:
-                        self.reads(operand, env[operand].format)
+                        self.reads(operand, env[operand].dtype)
                 elif operand.value is None:
-                    self.reads(operand.atom, operand.format)
+                    self.reads(operand.atom, operand.dtype)
                     if operand.shared:
-                        self.cast.add((operand.atom, operand.format))
-        if self.moved:  # what was read with a cast may now come in that format already
+                        self.cast.add((operand.atom, operand.dtype))
+        if self.moved:  # what was read with a cast may now come in that dtype already
             frame.steps = list(map(self.settled, steps))
 
     def results(self) -> None:
-        """The formats in which the program's outputs are read."""
+        """The dtypes in which the program's outputs are read."""
         frame = self.frame
         atoms = frame.jaxpr.outvars
         for atom, want in zip(atoms, frame.wanted or [None] * len(atoms), strict=True):
             if type(atom) is core.Literal:
                 continue
-            have = frame.env[atom].format
+            have = frame.env[atom].dtype
             if want == "float32" and have != want and not frame.gradients:
                 want = None  # what hands on a low value rounds it, as its caller's plan says
             self.reads(atom, want if want and have else have)
 
-    def reads(self, var: Any, format: str | None) -> None:
-        formats = self.formats
-        if formats.setdefault(var, format) != format:
-            formats[var] = _MIXED
+    def reads(self, var: Any, dtype: str | None) -> None:
+        dtypes = self.dtypes
+        if dtypes.setdefault(var, dtype) != dtype:
+            dtypes[var] = _MIXED
 
-    def recast(self, step: Step, format: str) -> Step:
-        """The step with its result, and what it reads of floats, in a format."""
+    def recast(self, step: Step, dtype: str) -> Step:
+        """The step with its result, and what it reads of floats, in a dtype."""
         frame, eqn = self.frame, step.eqn
         (var,) = eqn.outvars
-        frame.env[var] = frame.env[var]._replace(format=format, product=False)
+        frame.env[var] = frame.env[var]._replace(dtype=dtype, product=False)
         self.moved = True
         if step.kind is Kind.CONTRACT:
-            return step._replace(writes=(format,))
-        reads = [format if frame.known(atom).format else None for atom in eqn.invars]
+            return step._replace(writes=(dtype,))
+        reads = [dtype if frame.known(atom).dtype else None for atom in eqn.invars]
         frame.stack = step.stack
-        return frame.step(eqn, reads, (format,), params=step.params)
+        return frame.step(eqn, reads, (dtype,), params=step.params)
 
     def widens(self, step: Step) -> bool:
         if declared(step.eqn.outvars[0]) != "float32":
@@ -192,11 +190,11 @@ class _Walk:
         needed, ups = set(), 0
         for atom in step.eqn.invars:
             known = self.frame.known(atom)
-            if known.format in (None, low):
-                ups += known.format == low
+            if known.dtype in (None, low):
+                ups += known.dtype == low
                 continue
-            if known.format != "float32":
-                return False  # the other low format
+            if known.dtype != "float32":
+                return False  # the other low dtype
             if known.number is not None and not fits(known.number, low):
                 return False  # it would be clamped, and not rounded
             number = known.number is not None and not atom.aval.shape
@@ -220,9 +218,9 @@ class _Walk:
                     (atom,), (out,) = step.eqn.invars, step.eqn.outvars
                     self._sources[out] = self._sources.get(atom, atom)
                 for o in step.operands:
-                    if type(o) is Cast and o.value is None and o.shared and o.format in LOW:
+                    if type(o) is Cast and o.value is None and o.shared and o.dtype in LOW:
                         source = self._sources.get(o.atom, o.atom)
-                        self._layouts.setdefault((source, o.format), set()).add(o.atom)
+                        self._layouts.setdefault((source, o.dtype), set()).add(o.atom)
         source = self._sources.get(var, var)
         return len(self._layouts.get((source, low), ())) > 1
 
@@ -263,11 +261,11 @@ class _Walk:
         return step._replace(operands=operands)
 
     def _is_idle(self, operand: Any) -> bool:
-        """True for a cast of what has that format already."""
+        """True for a cast of what has that dtype already."""
         if type(operand) is not Cast or type(operand.atom) is core.Literal:
             return False
-        format: str | None = self.frame.env[operand.atom].format
-        return format == operand.format
+        dtype: str | None = self.frame.env[operand.atom].dtype
+        return dtype == operand.dtype
 
 
 def _only_moves(step: Step) -> bool:

@@ -1,4 +1,4 @@
-"""The plan of a program: in which format every value will be.
+"""The plan of a program: in which dtype every value will be.
 
 A `Plan` has one `Step` for each equation of a traced program; emission then follows it. How an
 equation becomes a step is `planner`'s part. No array is made here.
@@ -17,18 +17,18 @@ from polymp.rules.region import Region
 
 
 class Cast(NamedTuple):
-    """An operand that is read in another format than its own.
+    """An operand that is read in another dtype than its own.
 
     Attributes:
         atom: the variable, or the literal.
-        format: what to cast it to.
+        dtype: what to cast it to.
         shared: True if the cast may serve other steps too. Casts of parameters do not: each would
-            hand its cotangent to the one copy, where they would be added up in the low format.
-        value: the number, in that format, that every element is.
+            hand its cotangent to the one copy, where they would be added up in the low dtype.
+        value: the number, in that dtype, that every element is.
     """
 
     atom: Any
-    format: str
+    dtype: str
     shared: bool = True
     value: Any = None
 
@@ -40,8 +40,8 @@ Operand = Any
 class Kind(StrEnum):
     """How an equation runs.
 
-    BIND      its primitive, on operands in the formats of the plan
-    CAST      not at all: its operand, read in the planned format, is its result
+    BIND      its primitive, on operands in the dtypes of the plan
+    CAST      not at all: its operand, read in the planned dtype, is its result
     ROUND     as BIND, with an operand that is rounded first; see `sharded_weights`
     CONTRACT  as a contraction, which takes low operands; see `contraction`
     INSIDE    its primitive is put back around the plans of the programs inside it
@@ -61,11 +61,11 @@ class Step(NamedTuple):
         eqn: the equation.
         kind: how it runs.
         operands: how each operand is read.
-        params: what the primitive gets; the equation's own unless a format is among them.
-        writes: the actual format of each result as it comes; None where it is not eligible.
-        returns: format to cast each float result to afterwards; None to leave them.
+        params: what the primitive gets; the equation's own unless a dtype is among them.
+        writes: the actual dtype of each result as it comes; None where it is not eligible.
+        returns: dtype to cast each float result to afterwards; None to leave them.
         stack: the name stack, without our marks.
-        low: of ROUND and CONTRACT, the format of the operands.
+        low: of ROUND and CONTRACT, the dtype of the operands.
         inside: of INSIDE, the programs inside.
     """
 
@@ -80,9 +80,9 @@ class Step(NamedTuple):
     inside: "Inside | None" = None
 
 
-# Makes a plan one for inputs that come in low formats; see `lower_inputs`. In: the plan, by input
-# the low format or None, the outputs that may come low, and the name of the function. Out: the
-# plan, and by output the low format or None.
+# Makes a plan one for inputs that come in low dtypes; see `lower_inputs`. In: the plan, by input
+# the low dtype or None, the outputs that may come low, and the name of the function. Out: the
+# plan, and by output the low dtype or None.
 Change = Callable[
     ["Plan", Sequence[str | None], Iterable[int], str], tuple["Plan", Sequence[str | None]]
 ]
@@ -111,7 +111,7 @@ class Inside:
 
         Args:
             plans: for those operands.
-            lows: by operand of the step, the low format that it comes in, or None.
+            lows: by operand of the step, the low dtype that it comes in, or None.
             change: makes other plans, which are made later, fit low inputs.
         """
         return replace(self, plans=plans)

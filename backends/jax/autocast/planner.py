@@ -1,6 +1,6 @@
 """The planner: a table that has a handler for each primitive, and the walk that asks it.
 
-Planning follows formats alone: no array is made and JAX is not called. A primitive that is not in
+Planning follows dtypes alone: no array is made and JAX is not called. A primitive that is not in
 the table runs as it is written, which is always right, and so does everything but the programs
 inside, where a region is disabled.
 """
@@ -106,11 +106,11 @@ def _finished(frame: Frame) -> Plan:
     for atom, want, read in zip(atoms, wanted, reads, strict=True):
         known = frame.known(atom)
         cast = type(read) is Cast
-        format = want if want and known.format else known.format
-        outs.append(known._replace(format=format, product=known.product and not cast))
-    formats = [k.format for k in (*frame.inputs, *outs)]
+        dtype = want if want and known.dtype else known.dtype
+        outs.append(known._replace(dtype=dtype, product=known.product and not cast))
+    dtypes = [k.dtype for k in (*frame.inputs, *outs)]
     as_written = (
-        formats == [*map(declared, compat.binders(frame.closed)[1]), *map(declared, atoms)]
+        dtypes == [*map(declared, compat.binders(frame.closed)[1]), *map(declared, atoms)]
         and all(map(_is_as_written, frame.steps))
         and not any(type(read) is Cast for read in reads)
     )
@@ -129,7 +129,7 @@ def _finished(frame: Frame) -> Plan:
 def _followed(step: Step, record: decision_log.Recorder, region: Region) -> Step:
     """The step, with a name on all that it becomes, if calls are followed."""
     under = region.policy.name if region.enabled and region.policy is not None else ""
-    name = record.follow(step, region.format if region.enabled else "", under)
+    name = record.follow(step, region.dtype if region.enabled else "", under)
     return step if name is None else step._replace(stack=compat.with_scope(step.stack, name))
 
 

@@ -1,11 +1,11 @@
-"""What operands of different formats do to each other: who decides, and who follows.
+"""What operands of different dtypes do to each other: who decides, and who follows.
 
     numbers, masks           follow
     scalar arguments         follow arrays
     a bias                   follows the contraction's result that it is added to
     weak float32 values      follow low ones, in a region that promotes weakly
 
-Everything else decides, and the widest format wins. Nothing here makes a step.
+Everything else decides, and the widest dtype wins. Nothing here makes a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ ADDITIONS = ("add", "add_any")
 
 
 def deciding(eqn: Any, op: str, known: Sequence[Known], weak: bool) -> tuple[str, ...]:
-    """The formats that decide: those of the operands that do not follow the others.
+    """The dtypes that decide: those of the operands that do not follow the others.
 
     Args:
         eqn: the equation.
@@ -28,36 +28,36 @@ def deciding(eqn: Any, op: str, known: Sequence[Known], weak: bool) -> tuple[str
         weak: True in a region that promotes weakly.
 
     Returns:
-        The formats; none if nothing is eligible or an operand is of a format that none may join.
+        The dtypes; none if nothing is eligible or an operand is of a dtype that none may join.
     """
     if any(map(fixed, eqn.invars)):
         return ()
     pairs = zip(known, eqn.invars, strict=True)
-    hard = [k.format for k, a in pairs if k.format and not _follows(k, a, eqn, op, weak)]
-    return tuple(hard or [k.format for k in known if k.format])
+    hard = [k.dtype for k, a in pairs if k.dtype and not _follows(k, a, eqn, op, weak)]
+    return tuple(hard or [k.dtype for k in known if k.dtype])
 
 
 def alike(eqn: Any, op: str, known: Sequence[Known], weak: bool, fold: bool) -> dict[str, str]:
-    """Operands declared alike stay alike: for each declared format, the widest actual one.
+    """Operands declared alike stay alike: for each declared dtype, the widest actual one.
 
     Args:
         eqn: the equation.
         op: its primitive, as the vocabulary spells it.
         known: of its operands.
         weak: True in a region that promotes weakly.
-        fold: True if a bias takes the format of what it is added to.
+        fold: True if a bias takes the dtype of what it is added to.
     """
     atoms = eqn.invars
     groups: dict[str, str] = {}
-    formats = [declared(atom) for atom in atoms]
-    for one in {f for f in formats if f}:
+    dtypes = [declared(atom) for atom in atoms]
+    for one in {f for f in dtypes if f}:
         members = [
-            (k, a) for k, a, f in zip(known, atoms, formats, strict=True) if f == one and k.format
+            (k, a) for k, a, f in zip(known, atoms, dtypes, strict=True) if f == one and k.dtype
         ]
         hard = [k for k, a in members if not _follows(k, a, eqn, op, weak)]
         if fold and op in ADDITIONS and _is_bias(hard):
             hard = [k for k in hard if k.product]
-        run = widest(k.format for k in hard or [k for k, _ in members] if k.format)
+        run = widest(k.dtype for k in hard or [k for k, _ in members] if k.dtype)
         for k, _ in members:
             if run in LOW and k.number is not None and not fits(k.number, run):
                 too_large = abs(float(k.number)) > FORMATS[run].max
@@ -69,7 +69,7 @@ def alike(eqn: Any, op: str, known: Sequence[Known], weak: bool, fold: bool) -> 
 
 def origin(eqn: Any, op: str, known: Iterable[Known]) -> tuple[Origin, Any]:
     """Where a result comes from, and the number that each of its elements is, if it is one."""
-    floats = [k for k in known if k.format]
+    floats = [k for k in known if k.dtype]
     if op in op_facts.LAYOUT:
         (first, *_) = floats
         spread = not eqn.invars[0].aval.shape and eqn.outvars[0].aval.shape
@@ -83,16 +83,16 @@ def origin(eqn: Any, op: str, known: Iterable[Known]) -> tuple[Origin, Any]:
 
 
 def meets_scalar(eqn: Any, known: Sequence[Known]) -> bool:
-    """True if a float32 scalar of unknown size takes the low format of an array."""
+    """True if a float32 scalar of unknown size takes the low dtype of an array."""
     return any(
-        k.format == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
+        k.dtype == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
         for k, atom in zip(known, eqn.invars, strict=True)
-    ) and any(k.format in LOW for k in known)
+    ) and any(k.dtype in LOW for k in known)
 
 
 def stays_weak(known: Iterable[Known]) -> bool:
     """True if no operand is low, and none is a float32 value that something made float32."""
-    return all(k.format is None or (k.format == "float32" and _untainted(k)) for k in known)
+    return all(k.dtype is None or (k.dtype == "float32" and _untainted(k)) for k in known)
 
 
 def _untainted(known: Known) -> bool:
@@ -100,13 +100,13 @@ def _untainted(known: Known) -> bool:
 
 
 def _follows(known: Known, atom: Any, eqn: Any, op: str, weak: bool) -> bool:
-    if weak and known.format == "float32" and _untainted(known):
+    if weak and known.dtype == "float32" and _untainted(known):
         return True
     return _soft(known, atom, eqn, op)
 
 
 def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
-    """True if the operand takes the format of the others, as Python's numbers do in torch."""
+    """True if the operand takes the dtype of the others, as Python's numbers do in torch."""
     match known.origin:
         case Origin.MASK:
             return True
@@ -122,5 +122,5 @@ def _is_bias(hard: Sequence[Known]) -> bool:
     return (
         any(k.product for k in hard)
         and all(k.product or k.origin is Origin.GIVEN for k in hard)
-        and len({k.format for k in hard if k.product}) == 1
+        and len({k.dtype for k in hard if k.product}) == 1
     )

@@ -49,7 +49,7 @@ class _Marks:
     def name(self, region: Region) -> str:
         with self.lock:
             if region not in self.names:
-                plain = f"polymp:{region.format if region.enabled else 'off'}"
+                plain = f"polymp:{region.dtype if region.enabled else 'off'}"
                 taken = sum(name.split("-")[0] == plain for name in self.regions)
                 name = f"{plain}-{taken}" if taken else plain
                 self.names[region], self.regions[name] = name, region
@@ -112,7 +112,7 @@ class _Latest(threading.local):
     """The call of an autocast function that ended last in this thread."""
 
     def __init__(self) -> None:
-        self.format: str | None = None
+        self.dtype: str | None = None
         self.traces: list[weakref.ref[Any]] = []  # that it was made under
 
 
@@ -122,12 +122,12 @@ _LATEST = _Latest()
 def note_call(region: Region) -> None:
     """Note that an autocast function has been called."""
     if region.enabled:
-        _LATEST.format = region.format
+        _LATEST.dtype = region.dtype
         _LATEST.traces = [weakref.ref(trace) for trace in compat.traces()]
 
 
 def latest_low() -> str | None:
-    """The low format of the region here, or of the latest autocast call in this trace.
+    """The low dtype of the region here, or of the latest autocast call in this trace.
 
     A loss is as often scaled after the call as in it. None in code that is not traced, where no
     gradient is taken, and where there was no such call: one of another trace, such as that of an
@@ -135,10 +135,10 @@ def latest_low() -> str | None:
     """
     ambient = AMBIENT.value
     if ambient is not None and ambient.enabled:
-        return str(ambient.format)
+        return str(ambient.dtype)
     traces = compat.traces()
     if traces and any(trace() is traces[0] for trace in _LATEST.traces):
-        return _LATEST.format
+        return _LATEST.dtype
     return None
 
 

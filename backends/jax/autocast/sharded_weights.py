@@ -1,7 +1,7 @@
 """Parameters that travel between devices: rounded before they go, if only low ops read them.
 
 A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers them
-in the format they are stored in. Where contractions are all that reads the result, it is rounded in
+in the dtype they are stored in. Where contractions are all that reads the result, it is rounded in
 any case; rounded before, it is half the bytes and the same numbers. Its gradient goes back as it
 always does, in float32: nothing is rounded before devices add it up.
 """
@@ -35,48 +35,48 @@ def round_before(frame: Frame) -> None:
         if step.kind is not Kind.BIND or step.eqn.primitive.name not in TRAVELS:
             continue
         (operand,), (var,) = step.operands, step.eqn.outvars
-        formats = reads.get(var, set())
-        if len(formats) == 1 and formats <= LOW and type(operand) is not Cast:
+        dtypes = reads.get(var, set())
+        if len(dtypes) == 1 and dtypes <= LOW and type(operand) is not Cast:
             if frame.known(operand).is_parameter:
-                (low,) = formats
+                (low,) = dtypes
                 steps[at] = step._replace(kind=Kind.ROUND, low=low)
 
 
 def _reads(jaxpr: Any, steps: Sequence[Step]) -> dict[Any, set[str]]:
-    """By variable of a planned program, the formats in which it is read in the end."""
+    """By variable of a planned program, the dtypes in which it is read in the end."""
     reads: dict[Any, set[str]] = {}
 
-    def note(atom: Any, formats: set[str]) -> None:
+    def note(atom: Any, dtypes: set[str]) -> None:
         if not isinstance(atom, Literal):
-            reads.setdefault(atom, set()).update(formats)
+            reads.setdefault(atom, set()).update(dtypes)
 
     for atom in compat.opened(jaxpr)[0].outvars:
         note(atom, {_WIDE})
     for step in reversed(steps):
-        for operand, formats in zip(step.operands, _formats(step, reads), strict=True):
+        for operand, dtypes in zip(step.operands, _dtypes(step, reads), strict=True):
             if type(operand) is Cast:
-                note(operand.atom, {operand.format})
+                note(operand.atom, {operand.dtype})
             else:
-                note(operand, formats)
+                note(operand, dtypes)
     return reads
 
 
 _MOVES = op_facts.LAYOUT | TRAVELS
 
 
-def _formats(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
-    """By operand of a step, the formats in which it, or what reads its result, reads it."""
-    name, formats = step.eqn.primitive.name, {_WIDE}
+def _dtypes(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
+    """By operand of a step, the dtypes in which it, or what reads its result, reads it."""
+    name, dtypes = step.eqn.primitive.name, {_WIDE}
     if name in CALLS and step.inside is not None:
         (plan,) = step.inside.plans
         inside = _reads(plan.jaxpr, plan.steps)
         return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
     if step.kind is Kind.CONTRACT and step.low:
-        formats = {step.low}
+        dtypes = {step.low}
     elif step.kind in (Kind.BIND, Kind.ROUND) and name in _MOVES and step.returns is None:
         (var,) = step.eqn.outvars
-        formats = reads.get(var, set())
-    return [formats] * len(step.operands)
+        dtypes = reads.get(var, set())
+    return [dtypes] * len(step.operands)
 
 
 def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Sequence[Any]:
@@ -86,7 +86,7 @@ def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Se
         step: of kind ROUND.
         values: of its operand.
         bind: makes the results of the step's primitive.
-        cast: makes an array in another format.
+        cast: makes an array in another dtype.
     """
     low, (out,) = step.low, step.writes
 

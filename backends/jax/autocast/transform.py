@@ -1,7 +1,7 @@
-"""The transformation: a function is traced, planned, and run again in the planned formats.
+"""The transformation: a function is traced, planned, and run again in the planned dtypes.
 
-A call traces the function at the dtypes it was written in, plans a format for every value, and
-runs the program again in those formats under the caller's own trace. It does so at every call: what
+A call traces the function at the dtypes it was written in, plans a dtype for every value, and
+runs the program again in those dtypes under the caller's own trace. It does so at every call: what
 Python reads from outside, a library's context among it, is read anew. Plans are kept for the
 programs inside whose traces JAX keeps, those of jitted functions.
 """
@@ -139,7 +139,7 @@ _ESCAPED = (
 )
 
 
-# cuDNN's kernels take low formats alone, and look while they are traced.
+# cuDNN's kernels take low dtypes alone, and look while they are traced.
 _CUDNN = (
     "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; cuDNN's "
     "kernels ask for low ones before that. Cast around the call: call_in(functools.partial("
@@ -190,7 +190,7 @@ def trace(
             jaxpr = jax.make_jaxpr(flat)(*arrays)
         except (NotImplementedError, ValueError) as error:
             if region.enabled and compat.asks_for_low(error):
-                error.add_note(_CUDNN.format(low=region.format))
+                error.add_note(_CUDNN.format(low=region.dtype))
             raise
         if found_outside := escaped(running[0]):
             shown, more = ", ".join(found_outside[:3]), len(found_outside) - 3

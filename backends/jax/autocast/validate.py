@@ -36,7 +36,7 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
         why = ""
         if prefix == "jax":
             why = _no_primitive(name)
-        elif replace(row, format="") not in shipped:
+        elif replace(row, dtype="") not in shipped:
             is_class = prefix == "class"
             known = words.ops.get(row.of)
             ops = words.members(name) if is_class else (known,) if known else ()
@@ -59,7 +59,7 @@ def _can(op: Op, rule: Rule) -> bool:
 def _by_traces(policy: Policy, op: Op, row: Row) -> bool:
     """True if all that the op becomes in a trace has the row's rule."""
     inside = policy.at(row.scope)
-    for low in (row.format,) if row.format else LOW:
+    for low in (row.dtype,) if row.dtype else LOW:
         winners = [inside.winner(part, low) for part in op.traces]
         if not winners or any(w is None or w.rule is not row.rule for w in winners):
             return False
@@ -88,4 +88,4 @@ def _no_primitive(name: str) -> str:
     base = name.partition(":")[0]
     if base in known or vocabulary().of_jax(base) in vocabulary().registered:
         return ""
-    return f"jax has no primitive {name!r} whose format a policy may choose.{nearest(base, known)}"
+    return f"jax has no primitive {name!r} whose dtype a policy may choose.{nearest(base, known)}"

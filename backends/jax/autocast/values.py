@@ -1,6 +1,6 @@
 """What is known of a value before it exists, and of the numbers that a program holds.
 
-A value has two formats: the *declared* one, that of the traced program, and the *actual* one, that
+A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one, that
 the plan gives it. Nothing here makes an array or knows an equation.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from polymp.dtypes import FORMATS
 
-# What autocast may touch. float64 and anything else keeps its declared format.
+# What autocast may touch. float64 and anything else keeps its declared dtype.
 ELIGIBLE = frozenset({"float32", "bfloat16", "float16"})
 LOW = frozenset({"bfloat16", "float16"})
 
@@ -24,7 +24,7 @@ class Origin(Enum):
     COMPUTED  from anything else
     GIVEN     an argument or constant, or a layout of one: a parameter, as a rule
     LITERAL   a number in the program
-    MASK      a bool, converted: zeros and ones are exact in every format
+    MASK      a bool, converted: zeros and ones are exact in every dtype
     """
 
     COMPUTED = 0
@@ -39,7 +39,7 @@ class Known(NamedTuple):
     """What is known of a value before it exists.
 
     Attributes:
-        format: its actual format; None for what autocast leaves alone.
+        dtype: its actual dtype; None for what autocast leaves alone.
         origin: where it comes from.
         product: True for the low result of a contraction, to which a bias may be added.
         number: the literal's number, as long as every element is that number.
@@ -47,7 +47,7 @@ class Known(NamedTuple):
             was made float32 by a rule, a mark or a cast; see `Planner.colours`.
     """
 
-    format: str | None
+    dtype: str | None
     origin: Origin = Origin.COMPUTED
     product: bool = False
     number: Any = None
@@ -56,31 +56,31 @@ class Known(NamedTuple):
     @property
     def is_parameter(self) -> bool:
         """True for what is given in float32: a parameter, as a rule."""
-        return self.format == "float32" and self.origin is Origin.GIVEN
+        return self.dtype == "float32" and self.origin is Origin.GIVEN
 
 
 @cache
 def name_of(dtype: Any) -> str | None:
-    """The format of a dtype, if autocast may touch it."""
+    """The dtype of a dtype, if autocast may touch it."""
     name = getattr(dtype, "name", None)
     return name if name in ELIGIBLE else None
 
 
 def declared(atom: Any) -> str | None:
-    """The declared format of a variable or literal, if autocast may touch it."""
+    """The declared dtype of a variable or literal, if autocast may touch it."""
     return name_of(getattr(atom.aval, "dtype", None))
 
 
 def fixed(atom: Any) -> bool:
-    """True for an operand that no format of ours may join: float64, complex, float8."""
+    """True for an operand that no dtype of ours may join: float64, complex, float8."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
 
 
-def fits(number: Any, format: str) -> bool:
-    """True if a literal keeps its size in the format: no overflow, no loss below normal numbers."""
+def fits(number: Any, dtype: str) -> bool:
+    """True if a literal keeps its size in the dtype: no overflow, no loss below normal numbers."""
     size = abs(float(number))
-    target = FORMATS[format]
+    target = FORMATS[dtype]
     return size == 0 or not np.isfinite(size) or target.smallest_normal <= size <= target.max
 
 
@@ -94,15 +94,15 @@ def number_of(value: Any) -> float | None:
 
 
 @cache
-def literal(format: str | None, number: float | None) -> Known:
+def literal(dtype: str | None, number: float | None) -> Known:
     """What is known of a number in the program."""
-    return Known(format, Origin.LITERAL, number=number)
+    return Known(dtype, Origin.LITERAL, number=number)
 
 
-def in_format(value: Any, format: str) -> Any:
-    """A literal in a format; a finite one stays finite."""
+def in_dtype(value: Any, dtype: str) -> Any:
+    """A literal in a dtype; a finite one stays finite."""
     number = float(value)
-    largest = FORMATS[format].max
+    largest = FORMATS[dtype].max
     if np.isfinite(number):
         number = min(max(number, -largest), largest)
-    return np.asarray(number, np.dtype(format))[()]
+    return np.asarray(number, np.dtype(dtype))[()]

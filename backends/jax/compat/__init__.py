@@ -226,14 +226,14 @@ def has_program(params: Any) -> bool:
     return any(callable(value) and hasattr(value, "call_wrapped") for value in params.values())
 
 
-def formats_out(eqn: Any, formats: Sequence[str | None]) -> tuple[str | None, ...]:
-    """The formats of an equation's results if its operands had these; None: as declared.
+def dtypes_out(eqn: Any, dtypes: Sequence[str | None]) -> tuple[str | None, ...]:
+    """The dtypes of an equation's results if its operands had these; None: as declared.
 
     Asks the primitive's own shape rule, `abstract_eval`. Since jax 0.4.
     """
     avals = [
-        var.aval if format is None else var.aval.update(dtype=np.dtype(format), weak_type=False)
-        for var, format in zip(eqn.invars, formats, strict=True)
+        var.aval if dtype is None else var.aval.update(dtype=np.dtype(dtype), weak_type=False)
+        for var, dtype in zip(eqn.invars, dtypes, strict=True)
     ]
     out, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
     outs = out if eqn.primitive.multiple_results else [out]

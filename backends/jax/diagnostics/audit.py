@@ -201,7 +201,7 @@ def _results(
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.format, magnitudes,
+            call.row, event.dtype, magnitudes,
         ), number  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class Event(NamedTuple):
         outside: inputs of the program that it reads, by their places.
         later: events of the same loop whose results it reads one round later.
         loops: around it, the outermost first: where each stands, and whether it is a `while`.
-        format: of its results; "" if they are no floats.
+        dtype: of its results; "" if they are no floats.
         given: True if it reads an infinite number of the program.
         group: of the call that it ends; None of any other.
     """
@@ -27,7 +27,7 @@ class Event(NamedTuple):
     outside: tuple[int, ...]
     later: tuple[int, ...]
     loops: tuple[tuple[tuple[int, ...], bool], ...]
-    format: str
+    dtype: str
     given: bool
     group: int | None
 

@@ -1,4 +1,4 @@
-"""`explain`: which op runs in which format, and why, read off the traced program.
+"""`explain`: which op runs in which dtype, and why, read off the traced program.
 
 What is reported is what is in the program that runs, forward and backward, with the row that
 decided it.
@@ -17,7 +17,7 @@ from polymp.diagnostics.report import Report
 def explain(
     fn: Any, *args: Any, dtype: Any = None, policy: PolicyLike = None, **kwargs: Any
 ) -> Report:
-    """What runs in which format, and why: a report with a row for each op call site.
+    """What runs in which dtype, and why: a report with a row for each op call site.
 
         report = explain(loss, params, x, dtype="bfloat16")
         report = explain(train_step, params, opt_state, x)     # the regions are the program's own
@@ -31,7 +31,7 @@ def explain(
         fn: a function of arrays, pytrees of them and flax modules; jitted or not. An nnx module,
             or a method of one, is called by its paths.
         args: of the call; arrays, or `jax.ShapeDtypeStruct` in their places.
-        dtype: the low format of an autocast that is put around the function, bfloat16 or float16;
+        dtype: the low dtype of an autocast that is put around the function, bfloat16 or float16;
             None to put none, unless a policy is given.
         policy: of that autocast.
         kwargs: of the call.

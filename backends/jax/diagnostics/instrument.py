@@ -152,7 +152,7 @@ class Twin:
         nothing = jnp.zeros(0, jnp.float32)
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs) if event.format == "float16" else nothing,
+            measures.lost(eqn, args, outs) if event.dtype == "float16" else nothing,
             measures.sample(made[0]) if group is not None else nothing.astype(jnp.int32),
             measures.operands(eqn, args) if number == self.ask else jnp.zeros((0, 5)),
             jnp.zeros(0, jnp.int32),

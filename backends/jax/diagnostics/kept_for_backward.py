@@ -11,8 +11,8 @@ from polymp.diagnostics.call_record import FORWARD
 from polymp.dtypes import FORMATS
 
 
-def float_format(v: Any) -> str:
-    """The format of a variable; "" if it holds no floats."""
+def float_dtype(v: Any) -> str:
+    """The dtype of a variable; "" if it holds no floats."""
     name = getattr(getattr(v.aval, "dtype", None), "name", "")
     return name if name in FORMATS else ""
 
@@ -57,7 +57,7 @@ def kept_bytes(closed: Any) -> dict[tuple[Any, Any], int]:
         for at, eqn in enumerate(program.eqns):
             scope = scopes.inside(outer, eqn.source_info.name_stack)
             if scope.direction == FORWARD:
-                made.update(v for v in eqn.outvars if float_format(v) == "float32")
+                made.update(v for v in eqn.outvars if float_dtype(v) == "float32")
             else:
                 found = (v for v in eqn.invars if not hasattr(v, "val") and v in made)
                 read.update(dict.fromkeys(found))

@@ -33,8 +33,8 @@ def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Fault | None:
             print(polymp.jax.locate(train_step, params, opt_state, batch))
 
     Runs a twin of the call's program, and follows what is not finite at its end, be it a result, or
-    a gradient that a scaler finds and skips, back to the op that made it: because its format's
-    range was too small, because a value before it became zero in its format, because an argument
+    a gradient that a scaler finds and skips, back to the op that made it: because its dtype's
+    range was too small, because a value before it became zero in its dtype, because an argument
     was not finite, or because the operation itself has no finite result there. The fault names the
     row of the policy that decided, and what the op was given. Infinities that a program means and
     takes up again, such as those of a mask, are no fault.
@@ -103,9 +103,7 @@ def blamed(program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[Any]) 
     for event, fact in zip(program.twin.events, facts, strict=True):
         bad, first, at = _bad(event, fact)
         call = call_of(program, event.site)
-        burst = (
-            bool(bad) and event.format == "float16" and (call is None or call.op not in DIVIDING)
-        )
+        burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
         vanished = 0.0
         if fact.lost.size:
             burst = bool(bad) and bool(np.isfinite(fact.lost[at][0]))
@@ -115,14 +113,14 @@ def blamed(program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[Any]) 
             Node(
                 (*event.inputs, *event.later),
                 bad,
-                event.format,
+                event.dtype,
                 burst,
                 vanished,
                 True,
                 (),
                 next((spoiled[at] for at in event.outside if at in spoiled), ""),
                 event.given,
-                bool(event.format),
+                bool(event.dtype),
                 name == "is_finite",
                 name == "convert_element_type",
                 tuple(place for place, _ in event.loops),
@@ -146,7 +144,7 @@ def fault(
     assert call is not None, "what computes with floats is part of a call"
     why = found.why
     if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
-        why = f"an input of it is beyond {event.format}'s largest number when it is cast"
+        why = f"an input of it is beyond {event.dtype}'s largest number when it is cast"
     became, *_ = _bad(first, facts[found.first])
     if other is not None and found.first != found.node:
         at = f" in {other.module}" if other.module else ""
@@ -158,7 +156,7 @@ def fault(
         call.source,
         call.direction,
         found.kind,
-        event.format,
+        event.dtype,
         call.row,
         tuple(_operands(program, event, operands, peaks)),
         became,
@@ -176,16 +174,16 @@ def _operands(
     for v in event.site.eqn.invars:
         if hasattr(v, "val") or not is_measured(v.aval):
             continue
-        format, shape, name = v.aval.dtype.name, tuple(v.aval.shape), named.get(v, "")
+        dtype, shape, name = v.aval.dtype.name, tuple(v.aval.shape), named.get(v, "")
         if given is not None:
             rounds = given[:, at]
             smallest, largest = float(rounds[:, 0].min()), float(rounds[:, 1].max())
             zeros, inf, nan = rounds[:, 2:].mean(0).tolist()
             at += 1
             smallest = smallest if math.isfinite(smallest) else 0.0
-            yield Operand(format, shape, smallest, largest, zeros, inf, nan, name)
+            yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name)
             continue
         peak = float(peaks[names(program).index(name)]) if name else 0.0
         largest = peak if math.isfinite(peak) else 0.0
         inf, nan = float(math.isinf(peak)), float(math.isnan(peak))
-        yield Operand(format, shape, 0.0, largest, 0.0, inf, nan, name)
+        yield Operand(dtype, shape, 0.0, largest, 0.0, inf, nan, name)

@@ -57,7 +57,7 @@ class Program:
         fn: takes JAX arrays.
         args: trees of numpy arrays.
         kwargs: likewise.
-        dtype: the low format of autocast; None for no autocast.
+        dtype: the low dtype of autocast; None for no autocast.
         policy: of it.
         cotangent: the gradient of what is differentiated by a result, from its path and shape; None
             not to differentiate.

@@ -13,7 +13,7 @@ from polymp.backends.jax.autocast.known_functions import spelling
 from polymp.backends.jax.autocast.op_facts import LAYOUT
 from polymp.backends.jax.diagnostics.call_site import Scope, source
 from polymp.backends.jax.diagnostics.flops import flops
-from polymp.backends.jax.diagnostics.kept_for_backward import bytes_of, float_format, kept_bytes
+from polymp.backends.jax.diagnostics.kept_for_backward import bytes_of, float_dtype, kept_bytes
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Followed, Record, op_named
 from polymp.diagnostics.call_record import Call
@@ -73,13 +73,13 @@ def _call(
     for site in sites:
         eqn = site.eqn
         for v in eqn.invars:
-            if not hasattr(v, "val") and id(v) not in made and (f := float_format(v)):
+            if not hasattr(v, "val") and id(v) not in made and (f := float_dtype(v)):
                 if v not in inputs and len(site.parent) > len(outside) and str(v.aval) in given:
                     given.remove(str(v.aval))  # a cast's result, by its name in the function
                     made.add(id(v))
                 else:
                     inputs.setdefault(v, f)
-        outputs = _formats(eqn.outvars) or outputs
+        outputs = _dtypes(eqn.outvars) or outputs
         if _is_cast(eqn):
             times = 1 if eqn.invars[0] in site.fixed else site.times
             hoisted += site.times - times
@@ -88,7 +88,7 @@ def _call(
             continue
         if eqn.primitive.name == "polymp_contraction":
             for v in eqn.invars[:2]:
-                if float_format(v) != eqn.params["run"]:
+                if float_dtype(v) != eqn.params["run"]:
                     times = 1 if v in site.fixed else site.times
                     hoisted += site.times - times
                     casts += times
@@ -134,21 +134,21 @@ def _module(sites: Sequence[Site]) -> str:
     return Scope(tuple(names[0] for names in same)).module
 
 
-def _formats(variables: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(filter(None, map(float_format, variables)))
+def _dtypes(variables: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(filter(None, map(float_dtype, variables)))
 
 
 def _run(eqn: Any) -> tuple[str, ...]:
     if eqn.primitive.name == "polymp_contraction":
         return (eqn.params["run"],)
-    return _formats([v for v in eqn.invars if not hasattr(v, "val")]) or _formats(eqn.outvars)
+    return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
 
 
 def _is_cast(eqn: Any) -> bool:
-    """True for a cast from one float format to another."""
+    """True for a cast from one float dtype to another."""
     if eqn.primitive.name != "convert_element_type":
         return False
-    old, new = float_format(eqn.invars[0]), float_format(eqn.outvars[0])
+    old, new = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
     return bool(old and new and old != new) and not hasattr(eqn.invars[0], "val")
 
 
@@ -163,4 +163,4 @@ def _counts(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in _SILENT or name == "convert_element_type":
         return False
-    return any(float_format(v) for v in eqn.invars if not hasattr(v, "val"))
+    return any(float_dtype(v) for v in eqn.invars if not hasattr(v, "val"))

@@ -24,7 +24,7 @@ class Followed(NamedTuple):
 
     Attributes:
         entry: what was decided; None if no row spoke of it.
-        low: the region's format, "" outside of enabled regions.
+        low: the region's dtype, "" outside of enabled regions.
         op: name of the op.
         spelling: jax's name of it.
         saved: casts that were spared, by reason.

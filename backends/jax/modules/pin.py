@@ -1,4 +1,4 @@
-"""Parameters that keep a format when the others are converted."""
+"""Parameters that keep a dtype when the others are converted."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,15 @@ P = TypeVar("P")
 
 
 class Pins:
-    """Some parameters of a tree, and the format that they keep.
+    """Some parameters of a tree, and the dtype that they keep.
 
     Attributes:
-        format: by name.
+        dtype: by name.
         paths: of the pinned leaves, sorted.
     """
 
-    def __init__(self, format: str, paths: Iterable[str]) -> None:
-        self.format = format
+    def __init__(self, dtype: str, paths: Iterable[str]) -> None:
+        self.dtype = dtype
         self.paths = tuple(sorted(paths))
 
     def to(self, params: P, dtype: Any) -> P:
@@ -36,7 +36,7 @@ class Pins:
             dtype: for the float leaves that are not pinned.
 
         Raises:
-            PolicyError: a pinned leaf is not there, or is narrower than its format: what it lost
+            PolicyError: a pinned leaf is not there, or is narrower than its dtype: what it lost
                 cannot be brought back. Nothing is converted then.
             TypeError: `dtype` is no float dtype.
         """
@@ -45,7 +45,7 @@ class Pins:
             raise TypeError(f"to(params, dtype) needs a float dtype, got {dtype!r}")
         self.check(params)
         converted: P = _converted(
-            params, lambda path: self.format if path in self.paths else target.name
+            params, lambda path: self.dtype if path in self.paths else target.name
         )
         return converted
 
@@ -53,47 +53,47 @@ class Pins:
         """Find pinned parameters that something else has converted.
 
         Raises:
-            PolicyError: one is not there, or narrower than its format.
+            PolicyError: one is not there, or narrower than its dtype.
         """
         found = dict(_leaves(params))
         for path in self.paths:
             if path not in found:
                 raise PolicyError(f"pinned parameter {path!r} is not in the tree")
             have = found[path].dtype.name
-            if have not in FORMATS or not FORMATS[have].holds(FORMATS[self.format]):
+            if have not in FORMATS or not FORMATS[have].holds(FORMATS[self.dtype]):
                 raise PolicyError(
-                    f"parameter {path!r} is pinned to {self.format} and has become {have}: what it "
+                    f"parameter {path!r} is pinned to {self.dtype} and has become {have}: what it "
                     "lost cannot be brought back. Convert with `pins.to(params, dtype)`."
                 )
 
     def __repr__(self) -> str:
-        return f"Pins({self.format!r}, {len(self.paths)} parameters)"
+        return f"Pins({self.dtype!r}, {len(self.paths)} parameters)"
 
 
-def pin(params: Any, format: str, paths: Sequence[str] = ("*",)) -> Pins:
-    """Keep parameters in a format when the tree is converted to another.
+def pin(params: Any, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
+    """Keep parameters in a dtype when the tree is converted to another.
 
         pins = pin(params, "float32", ["*.norm"])
         params = pins.to(params, "bfloat16")        # all but the normalisations
         pins.check(params)                          # an error if something else converted them
 
-    Storage only: in which format ops compute is the policy's business.
+    Storage only: in which dtype ops compute is the policy's business.
 
     Args:
         params: a pytree of arrays, or a flax nnx module. The path of a leaf is its keys, joined by
             dots: "params.block.norm.scale".
-        format: "float32", "float64", "bfloat16" or "float16".
+        dtype: "float32", "float64", "bfloat16" or "float16".
         paths: patterns; one that matches a part of the tree holds for every leaf in it.
 
     Returns:
         The pins.
 
     Raises:
-        PolicyError: a pattern matches no float leaf, a leaf is narrower than the format, or there
-            is no such format.
+        PolicyError: a pattern matches no float leaf, a leaf is narrower than the dtype, or there
+            is no such dtype.
     """
-    if format not in FORMATS:
-        raise PolicyError(f"pin(): no format {format!r}; known: {', '.join(FORMATS)}")
+    if dtype not in FORMATS:
+        raise PolicyError(f"pin(): no dtype {dtype!r}; known: {', '.join(FORMATS)}")
     if isinstance(paths, str):
         raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
     leaves = [path for path, leaf in _leaves(params) if is_float(leaf)]
@@ -107,7 +107,7 @@ def pin(params: Any, format: str, paths: Sequence[str] = ("*",)) -> Pins:
                 f"{', '.join(leaves[:3]) or 'none: the tree has no float leaves'}."
             )
         pinned.update(found)
-    pins = Pins(format, pinned)
+    pins = Pins(dtype, pinned)
     pins.check(params)
     return pins
 
@@ -116,9 +116,9 @@ def _leaves(params: Any) -> list[tuple[str, Any]]:
     return [(_path(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(_state(params))[0]]
 
 
-def _converted(params: Any, format_of: Any) -> Any:
+def _converted(params: Any, dtype_of: Any) -> Any:
     def convert(keys: Any, leaf: Any) -> Any:
-        return leaf.astype(format_of(_path(keys))) if is_float(leaf) else leaf
+        return leaf.astype(dtype_of(_path(keys))) if is_float(leaf) else leaf
 
     state = _state(params)
     new = jax.tree_util.tree_map_with_path(convert, state)

@@ -13,7 +13,7 @@ import jax
 
 from polymp.backends.jax.scaler import optimizer_step
 from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
-from polymp.backends.jax.scaler.tree_math import is_carried, shown_format
+from polymp.backends.jax.scaler.tree_math import is_carried, shown_dtype
 from polymp.backends.jax.scaler.value_and_grad import with_scale
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def nnx_train_step(
 
     def as_before(path: Any, x: Any) -> Any:
         old = before.get(path)
-        if isinstance(x, nnx.RngState) or _formats(old) != _formats(x.get_value()):
+        if isinstance(x, nnx.RngState) or _dtypes(old) != _dtypes(x.get_value()):
             return x
         return x.replace(old)
 
@@ -189,9 +189,9 @@ def _values(*nodes: Any) -> dict[Any, Any]:
     return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(nodes))}
 
 
-def _formats(value: Any) -> Any:
+def _dtypes(value: Any) -> Any:
     leaves, structure = jax.tree.flatten(value)
-    return structure, [shown_format(x) if is_carried(x) else x for x in leaves]
+    return structure, [shown_dtype(x) if is_carried(x) else x for x in leaves]
 
 
 def _check(scaler: Any, name: str) -> None:

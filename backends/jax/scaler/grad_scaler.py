@@ -58,7 +58,7 @@ class GradScaler:
             scale at the next good step.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
             The other arguments are then not looked at.
-        dtype: the low format of the region, if the scaler is to be disabled for all but float16.
+        dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
         hysteresis: overflows in a row that do not lower the scale yet.

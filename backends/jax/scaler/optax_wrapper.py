@@ -119,15 +119,15 @@ def _widened(x: Any) -> Any:
 
 def _nothing(updates: Any, grads: Any) -> Any:
     """What adding leaves all as it is: x + -0.0 is x, and 0.0 would turn -0.0 into 0.0."""
-    formats, structure = jax.tree.flatten(updates)
+    dtypes, structure = jax.tree.flatten(updates)
     # Where they can, they follow the gradients: on a mesh these know where they are.
     given: Any = jax.tree.structure(grads)
-    alike = jax.tree.leaves(grads) if given == structure else formats
+    alike = jax.tree.leaves(grads) if given == structure else dtypes
     filled = [
         jnp.full_like(like if jnp.shape(like) == x.shape else x, _zero(x.dtype), x.dtype)
         if jnp.issubdtype(x.dtype, jnp.number)
         else np.zeros(x.shape, x.dtype)  # float0
-        for like, x in zip(alike, formats, strict=True)
+        for like, x in zip(alike, dtypes, strict=True)
     ]
     return jax.tree.unflatten(structure, filled)
 

@@ -27,7 +27,7 @@ from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math
 from polymp.backends.jax.scaler.scale_update import factor
 from polymp.backends.jax.scaler.scale_update import update as next_state
-from polymp.backends.jax.scaler.tree_math import shown_format
+from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 Axes = str | Sequence[str] | None
@@ -209,7 +209,7 @@ def check_replaces(old: Any, new: Any, name: str = "update") -> None:
     was = jax.tree_util.tree_leaves_with_path(old)
     for (path, x), y in zip(was, jax.tree.leaves(new), strict=True):
         if tree_math.is_carried(x) and tree_math.is_carried(y):
-            before, after = shown_format(x), shown_format(y)
+            before, after = shown_dtype(x), shown_dtype(y)
             same = before == after
         else:
             before, after = x, y

@@ -74,7 +74,7 @@ def _one_bool(name: str, value: Any) -> Any:
     try:
         array = jnp.asarray(value)
         good = array.dtype == jnp.bool_ and array.shape == ()
-        shown = tree_math.shown_format(array)
+        shown = tree_math.shown_dtype(array)
     except (TypeError, ValueError):
         good, shown = False, repr(value)
     if not good:

@@ -77,16 +77,16 @@ def is_traced_float(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) and is_scalable(x)
 
 
-def shown_format(x: Any) -> str:
+def shown_dtype(x: Any) -> str:
     """Dtype and shape of an array, as messages show them."""
     kind = jax.typeof(x)
     return f"{kind.dtype}{list(kind.shape)}"
 
 
 def shown(value: Any) -> str:
-    """An array's value, or its format where it has none yet."""
+    """An array's value, or its dtype where it has none yet."""
     if isinstance(value, jax.core.Tracer):
-        return shown_format(value)
+        return shown_dtype(value)
     return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)
 
 

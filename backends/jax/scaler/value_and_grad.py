@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from polymp.backends.jax.scaler import tree_math
 from polymp.backends.jax.scaler.optimizer_step import Axes, look
 from polymp.backends.jax.scaler.scale_update import factor, update
-from polymp.backends.jax.scaler.tree_math import shown_format
+from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 
@@ -61,7 +61,7 @@ _LOSSES = ("float16[]", "bfloat16[]", "float32[]", "float64[]")
 
 
 def _shown(x: Any) -> str:
-    return shown_format(x) if tree_math.is_carried(x) else f"{type(x)}"
+    return shown_dtype(x) if tree_math.is_carried(x) else f"{type(x)}"
 
 
 def value_and_grad(

@@ -1,10 +1,10 @@
-"""Parameters stored in the formats that a program reads them in, for serving.
+"""Parameters stored in the dtypes that a program reads them in, for serving.
 
     serve, served = freeze(autocast(apply), params, tokens)
     logits = jax.jit(serve)(served, tokens)       # the bits of autocast(apply)(params, tokens)
 
-A float32 parameter that the planned program reads with casts to one low format, and in no other
-way, is stored in that format: half the memory, and no cast at each call. Which those are is read
+A float32 parameter that the planned program reads with casts to one low dtype, and in no other
+way, is stored in that dtype: half the memory, and no cast at each call. Which those are is read
 from the plan for some arguments, and checked again for every new trace.
 """
 
@@ -29,9 +29,9 @@ from polymp.rules.region import Region
 
 
 def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tuple["Frozen", Any]:
-    """An autocast function for serving, and its parameters in the formats that it reads them in.
+    """An autocast function for serving, and its parameters in the dtypes that it reads them in.
 
-        float32, every read a cast to one low format    stored in that format
+        float32, every read a cast to one low dtype    stored in that dtype
         float32, read in float32 as well, or returned   as it is
         anything else                                   as it is
 
@@ -41,7 +41,7 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
     are those of `fn` on the float32 parameters: the same bits, the same dtypes.
 
     Gradients with respect to other arguments are those of `fn`, too. A gradient with respect to a
-    stored parameter comes in the format that it is stored in: to train it, use `fn`.
+    stored parameter comes in the dtype that it is stored in: to train it, use `fn`.
 
     Args:
         fn: what `autocast(...)` returned; or what `freeze` returned, to serve other arguments as
@@ -95,16 +95,16 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
     candidates = [places[i] for i, text in why.items() if text is None]
     found, wide = _decided(call, traced, candidates, made.region)
 
-    formats = {i: found[places[i]] for i in typed if places[i] in found}
+    lows = {i: found[places[i]] for i in typed if places[i] in found}
     made_of: dict[tuple[int, str], Any] = {}  # tied parameters stay one array
     served = list(leaves)
-    for i, format in formats.items():
-        key = id(leaves[i]), format
-        served[i] = made_of[key] = made_of.get(key) if key in made_of else _cast(leaves[i], format)
-    stored = {apart.paths[i]: format for i, format in formats.items()}
-    kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in formats}
+    for i, low in lows.items():
+        key = id(leaves[i]), low
+        served[i] = made_of[key] = made_of.get(key) if key in made_of else _cast(leaves[i], low)
+    stored = {apart.paths[i]: low for i, low in lows.items()}
+    kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in lows}
     dtypes = {i: dtype_of(served[i]) for i in typed}
-    expected = FrozenParams(tree, apart, dtypes, formats)
+    expected = FrozenParams(tree, apart, dtypes, lows)
     size = [sum(map(_bytes, {id(xs[i]): xs[i] for i in typed}.values())) for xs in (leaves, served)]
     return Frozen(made, stored, kept, size, expected), apart.together(
         jax.tree.unflatten(tree, served)
@@ -115,7 +115,7 @@ class Frozen:
     """A function for serving: of parameters as they are stored, and other arguments.
 
     Attributes:
-        stored: by the path of a parameter, the format that it is stored in.
+        stored: by the path of a parameter, the dtype that it is stored in.
         kept: by the path of each other array among the parameters, why it is as it was.
         bytes_before: of the parameters as they came.
         bytes_after: of the parameters as they are stored.
@@ -149,12 +149,12 @@ class Frozen:
         Raises:
             TypeError: `served` has another structure or other dtypes.
             PolicyError: with these arguments, the program reads a parameter in float32 that is
-                stored in a low format.
+                stored in a low dtype.
             RuntimeError: called inside an autocast function.
         """
         if regions.AMBIENT.value is not None:
             raise RuntimeError(
-                f"{self!r} was called inside an autocast function, but its formats are settled. "
+                f"{self!r} was called inside an autocast function, but its dtypes are settled. "
                 "Call it outside, or freeze the autocast function around it instead."
             )
         self._expected.check(served)
@@ -162,10 +162,10 @@ class Frozen:
 
     def __repr__(self) -> str:
         name = getattr(self.made.fn, "__name__", repr(self.made.fn))
-        formats = ", ".join(sorted(set(self.stored.values()))) or "a low format"
+        dtypes = ", ".join(sorted(set(self.stored.values()))) or "a low dtype"
         return (
             f"<frozen {name}: {len(self.stored)} of {len(self.stored) + len(self.kept)} arrays in "
-            f"{formats}, {self.bytes_before:,} bytes before, {self.bytes_after:,} after>"
+            f"{dtypes}, {self.bytes_before:,} bytes before, {self.bytes_after:,} after>"
         )
 
     def _traced(
@@ -183,12 +183,12 @@ class Frozen:
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
-        formats = [low[i][1] if i in low else None for i in range(len(arrays))]
-        made = store(traced.plan, formats, call.passed_on(traced))
+        dtypes = [low[i][1] if i in low else None for i in range(len(arrays))]
+        made = store(traced.plan, dtypes, call.passed_on(traced))
         for i, read in made.wide.items():
-            path, format = low[i]
+            path, dtype = low[i]
             raise PolicyError(
-                f"{path} is stored in {format}, but with these arguments {read.why}. Freeze with "
+                f"{path} is stored in {dtype}, but with these arguments {read.why}. Freeze with "
                 "these arguments as well: polymp.jax.freeze(serve, params, ...), where serve is "
                 "this function and params are the float32 parameters, keeps it in float32."
             )
@@ -218,26 +218,26 @@ def _made(fn: Any) -> Made:
 def _decided(
     call: Signature, traced: PlannedCall, candidates: Iterable[int], region: Region
 ) -> tuple[dict[int, str], dict[int, Wide]]:
-    """By place, the format in which an array can be stored, or why it cannot."""
+    """By place, the dtype in which an array can be stored, or why it cannot."""
     free = call.passed_on(traced)
     left: set[int] = set(candidates)
     found: dict[int, str] = {}
     wide: dict[int, Wide] = {}
-    for format in (region.format, *sorted(LOW - {region.format})):
+    for dtype in (region.dtype, *sorted(LOW - {region.dtype})):
         tried, why = set(left), {}
         while tried:
-            formats = [format if i in tried else None for i in range(len(traced.plan.known))]
-            made = store(traced.plan, formats, free)
+            dtypes = [dtype if i in tried else None for i in range(len(traced.plan.known))]
+            made = store(traced.plan, dtypes, free)
             unread = tried - made.read if not made.wide else set()
             why.update(made.wide)
             why.update(dict.fromkeys(unread, Wide(None, "nothing reads it")))
             tried -= made.wide.keys() | unread
             if not made.wide and not unread:
                 break
-        found.update(dict.fromkeys(tried, format))
+        found.update(dict.fromkeys(tried, dtype))
         left -= tried
         wide = {**why, **wide}
-        if not any(wide[i].format in LOW for i in left):
+        if not any(wide[i].dtype in LOW for i in left):
             break
     return found, wide
 
@@ -261,11 +261,11 @@ def _bytes(x: Any) -> int:
     return prod(map(int, x.shape)) * int(x.dtype.itemsize)
 
 
-def _cast(x: Any, format: str) -> Any:
-    """The array, or what stands for one, in a format, on the same devices."""
+def _cast(x: Any, dtype: str) -> Any:
+    """The array, or what stands for one, in a dtype, on the same devices."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, np.dtype(format), sharding=x.sharding)
-    cast = functools.partial(jax.lax.convert_element_type, new_dtype=np.dtype(format))
+        return jax.ShapeDtypeStruct(x.shape, np.dtype(dtype), sharding=x.sharding)
+    cast = functools.partial(jax.lax.convert_element_type, new_dtype=np.dtype(dtype))
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
         return cast(x)
     return jax.jit(cast, out_shardings=x.sharding)(x)

@@ -72,25 +72,21 @@ class FrozenParams:
         tree: of the parameters, their modules taken apart.
         params: the ones it was frozen for.
         dtypes: by number of a leaf, that of an array.
-        formats: by number of a leaf, the low format that it is stored in.
+        lows: by number of a leaf, the low dtype that it is stored in.
     """
 
     def __init__(
-        self, tree: Any, params: nnx.Apart, dtypes: Mapping[int, str], formats: Mapping[int, str]
+        self, tree: Any, params: nnx.Apart, dtypes: Mapping[int, str], lows: Mapping[int, str]
     ) -> None:
         self.tree = tree
         self.params = params._replace(parts=None, together=lambda parts: parts)  # holds no array
         self.dtypes = dtypes
-        self.formats = formats
+        self.lows = lows
 
     def low(self, call: Signature) -> dict[int, tuple[str, str]]:
-        """By place among all arrays, path and format of what is stored low."""
+        """By place among all arrays, path and dtype of what is stored low."""
         pairs = zip(self.dtypes, call.first(self.params), strict=True)
-        return {
-            place: (self.params.paths[i], self.formats[i])
-            for i, place in pairs
-            if i in self.formats
-        }
+        return {place: (self.params.paths[i], self.lows[i]) for i, place in pairs if i in self.lows}
 
     def check(self, served: Any) -> None:
         """Refuse parameters that are not of this structure and these dtypes."""

@@ -1,10 +1,10 @@
-"""A plan whose inputs come in a low format already: casts fall away, nothing else changes.
+"""A plan whose inputs come in a low dtype already: casts fall away, nothing else changes.
 
     planned     w float32 -> reshape -> cast to bfloat16 -> product
     stored      w bfloat16 -> reshape -> product
 
 Every step stays the one that was planned. A low value goes where its float32 original went, as long
-as numbers are only moved, until it is read with a cast to its own format, which is then nothing to
+as numbers are only moved, until it is read with a cast to its own dtype, which is then nothing to
 do. That the numbers are the same needs no comparison of two plans: rounding commutes with moving.
 Anything else that reads the value, reads it wide, and is told with the row that makes it so.
 
@@ -34,23 +34,23 @@ class Low(NamedTuple):
     """A value that is low where the plan has float32.
 
     Attributes:
-        format: its own.
+        dtype: its own.
         inputs: numbers of the program's inputs that it is made of.
     """
 
-    format: str
+    dtype: str
     inputs: frozenset[int]
 
 
 class Wide(NamedTuple):
-    """Why an input cannot come in a low format.
+    """Why an input cannot come in a low dtype.
 
     Attributes:
-        format: in which it is read; None for no read.
+        dtype: in which it is read; None for no read.
         why: who reads it, as a clause.
     """
 
-    format: str | None
+    dtype: str | None
     why: str
 
 
@@ -60,7 +60,7 @@ class Stored(NamedTuple):
     Attributes:
         plan: sound if nothing is read wide.
         outs: the outputs that are low.
-        wide: by input, the first read that is not in its low format.
+        wide: by input, the first read that is not in its low dtype.
         read: inputs that are read in it.
     """
 
@@ -70,22 +70,22 @@ class Stored(NamedTuple):
     read: frozenset[int]
 
 
-def store(plan: Plan, formats: Sequence[str | None], free: Iterable[int] = ()) -> Stored:
-    """A planned program, with everything inside it, for inputs in these formats.
+def store(plan: Plan, dtypes: Sequence[str | None], free: Iterable[int] = ()) -> Stored:
+    """A planned program, with everything inside it, for inputs in these dtypes.
 
     Args:
         plan: of float32 inputs; keeps what is made of it.
-        formats: by input, the low format that it comes in; None for as planned.
+        dtypes: by input, the low dtype that it comes in; None for as planned.
         free: the outputs that may come low, where they only move inputs.
     """
-    key = store, tuple(formats), frozenset(free)
+    key = store, tuple(dtypes), frozenset(free)
     if key not in plan.made:
         plan.made[key] = _LowInputs(plan, key[1], key[2]).stored()
     stored: Stored = plan.made[key]
     return stored
 
 
-# These move numbers and change none of them, in any format.
+# These move numbers and change none of them, in any dtype.
 _MOVES = op_facts.LAYOUT | {"concatenate", "gather", "split", "stack", "unstack"}
 # These too, each operand to the result in its place.
 _EACH = frozenset(
@@ -101,9 +101,9 @@ Held = list[Low | None]
 class _LowInputs:
     """One plan, as its steps take low values."""
 
-    def __init__(self, plan: Plan, formats: tuple[str | None, ...], free: frozenset[int]) -> None:
+    def __init__(self, plan: Plan, dtypes: tuple[str | None, ...], free: frozenset[int]) -> None:
         self.plan = plan
-        self.formats = formats
+        self.dtypes = dtypes
         self.free = free
         self.env: dict[Any, Low] = {}
         self.wide: dict[int, Wide] = {}
@@ -111,9 +111,9 @@ class _LowInputs:
 
     def stored(self) -> Stored:
         plan, invars = self.plan, compat.binders(self.plan.jaxpr)[1]
-        for i, (var, format) in enumerate(zip(invars, self.formats, strict=True)):
-            if format is not None:
-                self.env[var] = Low(format, frozenset({i}))
+        for i, (var, dtype) in enumerate(zip(invars, self.dtypes, strict=True)):
+            if dtype is not None:
+                self.env[var] = Low(dtype, frozenset({i}))
         steps = [self.step(step) for step in plan.steps]
         lows = []
         for i, operand in enumerate(plan.results):
@@ -122,21 +122,21 @@ class _LowInputs:
                 self.refuse(low, Wide("float32", "it is handed on in float32, as a result"))
                 low = None
             lows.append(low)
-        known, outs = _lowered(plan.known, self.formats), _lowered(plan.outs, _formats(lows))
+        known, outs = _lowered(plan.known, self.dtypes), _lowered(plan.outs, _dtypes(lows))
         made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, made={})
         return Stored(made, tuple(lows), self.wide, frozenset(self.read))
 
     def held(self, operand: Any) -> Low | None:
-        """The low value that an operand hands on; one that is cast to its own format is read."""
+        """The low value that an operand hands on; one that is cast to its own dtype is read."""
         if type(operand) is Literal:
             return None
         if type(operand) is not Cast:
             return self.env.get(operand)
         low = None if type(operand.atom) is Literal else self.env.get(operand.atom)
-        if low is not None and low.format == operand.format:
+        if low is not None and low.dtype == operand.dtype:
             self.read |= low.inputs
         elif low is not None:
-            self.refuse(low, Wide(operand.format, f"it is read in {operand.format}"))
+            self.refuse(low, Wide(operand.dtype, f"it is read in {operand.dtype}"))
         return None
 
     def refuse(self, low: Low | None, wide: Wide) -> None:
@@ -161,14 +161,14 @@ class _LowInputs:
         none: Held = [None] * len(eqn.outvars)
         if step.kind is Kind.CONTRACT:
             for at, low in enumerate(lows):
-                if low is not None and at < 2 and step.low == low.format:
+                if low is not None and at < 2 and step.low == low.dtype:
                     self.read |= low.inputs
                     lows[at] = None
         elif step.kind is Kind.CAST:
             return self.moved(step, lows)
         elif step.kind is Kind.BIND and name == "convert_element_type":
             (low,) = lows
-            if low is not None and eqn.params["new_dtype"] == low.format:  # as written by the user
+            if low is not None and eqn.params["new_dtype"] == low.dtype:  # as written by the user
                 self.read |= low.inputs
                 return step, none
         elif step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None:
@@ -180,14 +180,14 @@ class _LowInputs:
                 return self.moved(step, [low] * len(eqn.outvars))
         elif step.inside is not None:
             return self.inside(step, step.inside, lows)
-        format = step.low if step.kind is Kind.CONTRACT else "float32"
+        dtype = step.low if step.kind is Kind.CONTRACT else "float32"
         for low in lows:
             if low is not None and not low.inputs <= self.wide.keys():  # the first read is told
-                self.refuse(low, Wide(format, self.reader(step, format)))
+                self.refuse(low, Wide(dtype, self.reader(step, dtype)))
         return step, none
 
     def moved(self, step: Step, outs: Held) -> tuple[Step, Held]:
-        writes = tuple(low.format if low else f for low, f in zip(outs, step.writes, strict=True))
+        writes = tuple(low.dtype if low else f for low, f in zip(outs, step.writes, strict=True))
         return step._replace(writes=writes), outs
 
     def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
@@ -209,7 +209,7 @@ class _LowInputs:
         results = (m.outs for m, program in zip(made, programs, strict=True) if program.gives)
         moved, outs = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
         plans = tuple(m.plan for m in made)
-        return moved._replace(inside=whole.stored(plans, _formats(lows), self.of_rule)), outs
+        return moved._replace(inside=whole.stored(plans, _dtypes(lows), self.of_rule)), outs
 
     def free_outputs(
         self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
@@ -218,14 +218,14 @@ class _LowInputs:
         free = [i for i in whole.passed_on() if i >= programs[0].carries]
         if step.eqn.primitive.name == "cond":
             pairs = zip(programs, whole.plans, strict=True)
-            made = [store(plan, _formats(branch.of(lows)), free).outs for branch, plan in pairs]
-            alike = [len({*_formats(several)}) == 1 for several in zip(*made, strict=True)]
+            made = [store(plan, _dtypes(branch.of(lows)), free).outs for branch, plan in pairs]
+            alike = [len({*_dtypes(several)}) == 1 for several in zip(*made, strict=True)]
             free = [i for i in free if alike[i]]
         return free
 
     def enter(self, plan: Plan, lows: Held, free: Iterable[int]) -> Stored:
         """The plan of a body whose inputs these are; what it reads, this program reads."""
-        made = store(plan, _formats(lows), free)
+        made = store(plan, _dtypes(lows), free)
         for i, wide in made.wide.items():
             self.refuse(lows[i], wide)
         for i in made.read:
@@ -234,26 +234,26 @@ class _LowInputs:
         return made._replace(outs=outs)
 
     def of_rule(
-        self, plan: Plan, formats: Sequence[str | None], free: Iterable[int], name: str
+        self, plan: Plan, dtypes: Sequence[str | None], free: Iterable[int], name: str
     ) -> tuple[Plan, list[str | None]]:
         """The plan of a derivative rule, which is asked for when something is differentiated."""
-        made = store(plan, formats, free)
+        made = store(plan, dtypes, free)
         for at, wide in made.wide.items():
             raise PolicyError(
                 f"The derivative rule of {name!r} cannot take a parameter that is stored in "
-                f"{formats[at]}: {wide.why}. Freeze the function that computes the gradient, "
+                f"{dtypes[at]}: {wide.why}. Freeze the function that computes the gradient, "
                 "polymp.jax.freeze(autocast(gradient), params, ...), which keeps it in float32."
             )
-        return made.plan, _formats(made.outs)
+        return made.plan, _dtypes(made.outs)
 
     def tell(self, step: Step, before: set[int]) -> None:
         """Say of what was refused since that this step reads it."""
         for i in self.wide.keys() - before:
-            format = self.wide[i].format
-            self.wide[i] = Wide(format, self.reader(step, format))
+            dtype = self.wide[i].dtype
+            self.wide[i] = Wide(dtype, self.reader(step, dtype))
 
-    def reader(self, step: Step, format: str | None) -> str:
-        """Who reads, in which format, by which row, and where it is written; as a clause."""
+    def reader(self, step: Step, dtype: str | None) -> str:
+        """Who reads, in which dtype, by which row, and where it is written; as a clause."""
         eqn, name = step.eqn, step.eqn.primitive.name
         region, _ = NameStacks().place(eqn.source_info.name_stack, self.plan.region)
         if name == SECTION:
@@ -271,33 +271,33 @@ class _LowInputs:
         elif policy is None or eqn.primitive.name not in op_facts.FREE | {SECTION}:
             row = "it runs as written"
         else:
-            winner = policy.at(region.scope).winner(op, region.format, spelled)
-            row = str(Why(op or name, region.format, region.scope, winner, policy.name))
-            if winner is not None and winner.rule is Rule.LOWER and format == "float32":
+            winner = policy.at(region.scope).winner(op, region.dtype, spelled)
+            row = str(Why(op or name, region.dtype, region.scope, winner, policy.name))
+            if winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
                 row = "it runs as written, for that is what it asks for"
-        return f"{name!r} reads it in {format}: {row} ({where})"
+        return f"{name!r} reads it in {dtype}: {row} ({where})"
 
 
 def _joined(eqn: Any, lows: Held) -> Low | None:
-    """What an equation moves, if all its float operands are low in one format."""
+    """What an equation moves, if all its float operands are low in one dtype."""
     floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
-    return _of_all(floats) if len(set(_formats(floats))) == 1 else None
+    return _of_all(floats) if len(set(_dtypes(floats))) == 1 else None
 
 
 def _of_all(several: Sequence[Low | None]) -> Low | None:
-    """A value that is made of several, which are low in one format, or none of which is low."""
+    """A value that is made of several, which are low in one dtype, or none of which is low."""
     low = several[0]
-    return low and Low(low.format, frozenset().union(*map(_inputs, several)))
+    return low and Low(low.dtype, frozenset().union(*map(_inputs, several)))
 
 
 def _inputs(low: Low | None) -> frozenset[int]:
     return low.inputs if low else frozenset()
 
 
-def _lowered(known: Sequence[Known], formats: Sequence[str | None]) -> tuple[Known, ...]:
-    pairs = zip(known, formats, strict=True)
-    return tuple(k._replace(format=f) if f else k for k, f in pairs)
+def _lowered(known: Sequence[Known], dtypes: Sequence[str | None]) -> tuple[Known, ...]:
+    pairs = zip(known, dtypes, strict=True)
+    return tuple(k._replace(dtype=f) if f else k for k, f in pairs)
 
 
-def _formats(lows: Sequence[Low | None]) -> list[str | None]:
-    return [low and low.format for low in lows]
+def _dtypes(lows: Sequence[Low | None]) -> list[str | None]:
+    return [low and low.dtype for low in lows]

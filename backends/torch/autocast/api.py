@@ -1,4 +1,4 @@
-"""`autocast`: regions in which every op runs in the format that suits it.
+"""`autocast`: regions in which every op runs in the dtype that suits it.
 
 The drop-in for `torch.autocast`. Arguments are checked here, in torch.amp's words; what a region
 does is in `regions`, which ops it changes in `policies/`.
@@ -46,8 +46,8 @@ class autocast:  # the name is torch's
     """A region of mixed precision, as a context manager or a decorator.
 
         with autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_fn(model(x), y)          # each op in the format that the policy names
-        loss.backward()                          # outside: backward runs in the forward's formats
+            loss = loss_fn(model(x), y)          # each op in the dtype that the policy names
+        loss.backward()                          # outside: backward runs in the forward's dtypes
 
     As a decorator it wraps functions, generators, coroutines and async generators; a generator
     or coroutine is in the region while it runs and out of it while it is suspended.
@@ -57,11 +57,11 @@ class autocast:  # the name is torch's
 
     Args:
         device_type: whose ops: "cpu", "cuda", "xpu", "mps", ...
-        dtype: the low format; None takes torch's default for the device (cpu bfloat16, cuda
+        dtype: the low dtype; None takes torch's default for the device (cpu bfloat16, cuda
             float16), or that of the region the object is made in.
-        enabled: False makes a subregion in which ops run in the formats of their inputs.
+        enabled: False makes a subregion in which ops run in the dtypes of their inputs.
         cache_enabled: keep the casts of parameters until the region ends; None means yes.
-        policy: which ops run in which format: a `Policy`, a shipped policy's name, the path of a
+        policy: which ops run in which dtype: a `Policy`, a shipped policy's name, the path of a
             TOML file, or plain data. None is torch's own table for the device, at native speed.
 
     Raises:

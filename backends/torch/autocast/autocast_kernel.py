@@ -13,7 +13,7 @@ import torch
 from torch.library import get_kernel
 
 from polymp.backends.torch.autocast import held_casts, op_facts, region_casts, regions, torch_table
-from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, formats, runner
+from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.rules import decision_log
 from polymp.rules.policy import Decision
@@ -107,8 +107,8 @@ def entry_of(
     op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, args: Sequence[Any]
 ) -> decision_log.Entry:
     """What a record says of a call of an op."""
-    asked, region, row = tuple(formats(op, device, args)), ruling.region, ruling.row
+    asked, region, row = tuple(dtypes(op, device, args)), ruling.region, ruling.row
     parts = Decision(Rule.PARTS)
-    decision = parts if row is None else ruling.policy.apply(row, asked, region.format)
-    at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.format, region.scope
+    decision = parts if row is None else ruling.policy.apply(row, asked, region.dtype)
+    at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
     return decision_log.Entry(*at, row, asked, decision, ruling.policy.name)

@@ -87,7 +87,7 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
 
         MyNorm.apply(x)         # in float32, forward and backward, in any enabled region
 
-    Inside, autocast is off: the code sees the formats that the rule named. Where a policy says
+    Inside, autocast is off: the code sees the dtypes that the rule named. Where a policy says
     "parts", the code runs in the region as if it were not registered.
 
     Args:
@@ -144,7 +144,7 @@ class _Decided:
         self._ruled = inside
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class's own `apply`, in the format that the rule names."""
+        """As the class's own `apply`, in the dtype that the rule names."""
         return _decided(self.name, self.function.apply, self._ruled.apply, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -163,9 +163,9 @@ def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) ->
     if device is None or not torch.is_autocast_enabled(device):
         return plain(*args, **kwargs)
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
-    formats = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
+    dtypes = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
     low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
-    rule, run, out = _decision(name, device, low, formats, *policy_code.in_force())
+    rule, run, out = _decision(name, device, low, dtypes, *policy_code.in_force())
     if rule == "parts":
         return plain(*args, **kwargs)
     if run:
@@ -179,14 +179,14 @@ def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) ->
 
 @dynamo.at_trace_time
 def _decision(
-    name: str, device: str, low: str, formats: str, *code: torch.dtype
+    name: str, device: str, low: str, dtypes: str, *code: torch.dtype
 ) -> tuple[str, str, str]:
-    """Rule, format of the inputs and format of the results; "" leaves them. Plain values only."""
+    """Rule, dtype of the inputs and dtype of the results; "" leaves them. Plain values only."""
     policy = policy_code.policy_at(device, *code) or torch_table.policy(device)
     row = policy.winner(name, low)
     if row is None:
         return "parts", "", ""
-    asked = formats.split(",") if formats else []
+    asked = dtypes.split(",") if dtypes else []
     decision = policy.apply(row, asked, low)
     if (found := decision_log.current()) is not None:
         (spelled,) = vocabulary().ops[name].aten

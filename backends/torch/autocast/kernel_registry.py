@@ -73,7 +73,7 @@ def prepare(region: Region) -> None:
     with now.lock:
         checkpoint.keep_policies()  # also before there is one: backward may run under the first
         if region.policy is not None:
-            install(region.policy, region.device, region.format if region.enabled else "")
+            install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
             region_casts.watch(region.device)
             front_kernel.put_on(region.device)
@@ -86,18 +86,18 @@ def installed(device: str) -> tuple[str, ...]:
     return tuple(sorted(op for on, op in now.ops if on == device))
 
 
-def install(policy: Policy, device: str, format: str = "") -> None:
+def install(policy: Policy, device: str, dtype: str = "") -> None:
     """Put kernels on the ops in which `policy` differs from what torch does on the device.
 
     Args:
         policy: without rows that wait for a scope.
         device: whose autocast key.
-        format: the one whose kernels are to be there; "" if that is not known yet.
+        dtype: the one whose kernels are to be there; "" if that is not known yet.
 
     Raises:
         PolicyError: a row that torch cannot honour; nothing is installed then.
     """
-    check(policy, device, format)
+    check(policy, device, dtype)
     checkpoint.keep_policies()
     put(device, sorted(differing(policy, device)))
 

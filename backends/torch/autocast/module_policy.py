@@ -19,7 +19,7 @@ def enter(code: Code) -> None:
     """Put a module's policy in force in this thread, whatever the device.
 
     Its code is `policy_code.of_scope`. It speaks for every enabled region, the one around and those
-    entered inside that have no policy of their own. Region, format and cache stay as they are.
+    entered inside that have no policy of their own. Region, dtype and cache stay as they are.
 
     Raises:
         PolicyError: the call is being exported.

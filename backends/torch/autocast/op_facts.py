@@ -67,7 +67,7 @@ FACTORIES = frozenset(
     "_local_scalar_dense is_same_size _has_same_storage_numel".split()
 )
 
-# Ops whose number keeps something from being zero: what the format makes zero is then missing.
+# Ops whose number keeps something from being zero: what the dtype makes zero is then missing.
 ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
 
 # Kernels that add up, of whose operands the magnitudes can be put in their place.
@@ -106,8 +106,8 @@ def in_float32(overload: str) -> bool:
 _HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
 
 
-def has_low(overload: str, device: str, format: str) -> bool:
-    """True unless torch is known to have no kernel of the op for a low format on the device.
+def has_low(overload: str, device: str, dtype: str) -> bool:
+    """True unless torch is known to have no kernel of the op for a low dtype on the device.
 
     Linear algebra has none anywhere, Fourier transforms none but in float16 on GPUs.
 
@@ -119,5 +119,5 @@ def has_low(overload: str, device: str, format: str) -> bool:
     if op is None or overload in _HAVE_LOW:
         return True
     if op.kind == "fft":
-        return device in ("cuda", "xpu") and format == "float16"
+        return device in ("cuda", "xpu") and dtype == "float16"
     return op.kind != "linear_algebra"

@@ -2,14 +2,14 @@
 
 torch's compiled kernels keep a cast of every float32 parameter until the outermost region ends, in
 one map for the whole process, keyed by the parameter alone. That is sound for one thread, one low
-format and constant weights. This module makes it sound for all:
+dtype and constant weights. This module makes it sound for all:
 
-    another low format on the device   drop                       `keep`
+    another low dtype on the device   drop                       `keep`
     a parameter is written in place    drop                       kernels on the writing ops
     an optimizer steps                 drop                       torch's optimizer hook
     a second thread enters a region    it keeps no casts          `keep`, `end`
 
-Our own kernels keep theirs in `cast`, per thread and keyed by format, version and epoch. Weights
+Our own kernels keep theirs in `cast`, per thread and keyed by dtype, version and epoch. Weights
 whose casts outlive regions are `held_casts`'.
 What is not seen is listed in docs/differences.md.
 """
@@ -61,14 +61,14 @@ class _Map:
     Attributes:
         owner: under "thread", a reference to the thread whose casts it holds; dead when that is.
             A dict, for `setdefault` claims it in one step, without a lock.
-        formats: the low format of the casts that are in it, by device.
+        dtypes: the low dtype of the casts that are in it, by device.
         epoch: raised by every drop; casts of our own kernels from before it are stale.
         lock: held to take the map over from a dead thread.
     """
 
     def __init__(self) -> None:
         self.owner: dict[str, weakref.ref[_Thread]] = {}
-        self.formats: dict[str, torch.dtype] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.epoch = 0
         self.lock = threading.Lock()
 
@@ -84,9 +84,9 @@ def drop() -> None:
 
 
 def drop_unknown() -> None:
-    """Forget every kept cast, and that the format of those to come is known."""
+    """Forget every kept cast, and that the dtype of those to come is known."""
     drop()
-    _map.formats.clear()
+    _map.dtypes.clear()
 
 
 @dynamo.no_frame
@@ -94,7 +94,7 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     """May this thread keep casts in torch's map from now on, `depth` regions deep?
 
     True makes the map this thread's; if it will be `casting` to `dtype` on the device, casts to
-    another format, or to an unknown one, are dropped. False while the map belongs to another
+    another dtype, or to an unknown one, are dropped. False while the map belongs to another
     living thread.
     """
     thread = _mine.thread
@@ -102,11 +102,11 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     mine = thread.reference
     if _map.owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
-    formats = _map.formats
-    if casting and formats.get(device) is not dtype:
+    dtypes = _map.dtypes
+    if casting and dtypes.get(device) is not dtype:
         if depth > 1:  # else there is none yet
             drop()
-        formats[device] = dtype
+        dtypes[device] = dtype
     return True
 
 
@@ -137,7 +137,7 @@ def end() -> None:
     if _map.owner.get("thread") is thread.reference:
         _map.epoch += 1
         clear_autocast_cache()
-        _map.formats.clear()
+        _map.dtypes.clear()
         del _map.owner["thread"]
 
 
@@ -198,12 +198,12 @@ def _is_parameter(t: torch.Tensor) -> bool:
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """`t` in `dtype`, for our kernels; a parameter's cast to the low format is kept.
+    """`t` in `dtype`, for our kernels; a parameter's cast to the low dtype is kept.
 
     Args:
         t: any float tensor.
         dtype: target.
-        low: the region's format.
+        low: the region's dtype.
 
     Returns:
         A tensor of `dtype` with the shape of `t`; `t` itself if it has that dtype.

@@ -36,7 +36,7 @@ class Entries(threading.local):
     """What of the regions that this thread has entered, open or not, concerns scalers.
 
     Attributes:
-        latest: by device type, the low format of the region that was entered last.
+        latest: by device type, the low dtype of the region that was entered last.
         unscaled: device types of float16 regions entered with gradients on since a step.
     """
 
@@ -89,7 +89,7 @@ def leave(ticket: str) -> None:
         region_casts.end()
     _, enabled, dtype, cache, code = frame
     if frames and cache:
-        # Back in a region of another format, the casts to this one go. It is not the outermost.
+        # Back in a region of another dtype, the casts to this one go. It is not the outermost.
         region_casts.keep(device, dtype, enabled, depth + 1)
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
@@ -126,7 +126,7 @@ def ticket(region: Region) -> str:
     A number would not do: dynamo makes a symbol of a number that changes.
     """
     policy_code.inside(region, NONE)  # from now on policies are read and written, if it has one
-    dtype = DTYPES[region.format]
+    dtype = DTYPES[region.dtype]
     name = f"region {len(known)}"
     known[name] = region, region.device, region.enabled, dtype, region.cache
     return name
@@ -152,7 +152,7 @@ def note(device: str, dtype: torch.dtype) -> None:
 
 
 def latest_low(device: str) -> torch.dtype | None:
-    """The low format of the region for the device that is in force, or was the latest entered.
+    """The low dtype of the region for the device that is in force, or was the latest entered.
 
     A loss is as often scaled after its region as in it. None if there was none in this thread.
     """

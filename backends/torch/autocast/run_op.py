@@ -66,26 +66,26 @@ class Rulings:
         return found
 
     def _made(self, region: Region) -> Ruling:
-        name, device, format = self.name, self.device, region.format
+        name, device, dtype = self.name, self.device, region.dtype
         if region.policy is None:
-            policy, row = torch_table.policy(device), torch_table.row(device, name, format)
+            policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
             agrees = "::" not in name
         else:
-            policy, row = region.policy, torch_table.table(region.policy, format).get(name)
-            agrees = torch_table.agrees(device, policy, name, format)
+            policy, row = region.policy, torch_table.table(region.policy, dtype).get(name)
+            agrees = torch_table.agrees(device, policy, name, dtype)
         how, decision = Apply.CAST, None
         if row is not None:
-            how = _way(row, device, name, format)
+            how = _way(row, device, name, dtype)
             if row.rule in (Rule.LOWER, Rule.FP32, Rule.KEEP):
-                decision = policy.apply(row, (), format)
+                decision = policy.apply(row, (), dtype)
         return Ruling(region, policy, row, agrees, how, decision)
 
 
-def _way(row: Row, device: str, name: str, format: str) -> Apply:
+def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
     """How a row is brought about: as it says, as the device's own table does, or as is usual."""
     if row.rule is not Rule.FP32:
         return Apply.CAST
-    own = torch_table.row(device, name, format)
+    own = torch_table.row(device, name, dtype)
     if own is not None and own.rule is Rule.FP32:
         return row.apply or own.apply or Apply.CAST
     op = vocabulary().ops.get(vocabulary().of_aten(name))
@@ -98,8 +98,8 @@ def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
     return tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments)
 
 
-def formats(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
-    """The formats that a rule asks for, in order."""
+def dtypes(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
+    """The dtypes that a rule asks for, in order."""
     return [
         dtype_names.NAMES[t.dtype]
         for arg, ask in zip(args, _consulted(op), strict=False)
@@ -129,9 +129,9 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
         decision = ruling.decision
         if decision is None:
-            row, asked = ruling.row, formats(op, device, args)
+            row, asked = ruling.row, dtypes(op, device, args)
             assert row is not None, "an op without a row is not run by one"
-            decision = ruling.policy.apply(row, asked, ruling.region.format)
+            decision = ruling.policy.apply(row, asked, ruling.region.dtype)
             if decision.rule is Rule.FORBID:
                 forbid(ruling.policy, row, name, asked)
             if in_float32 and decision.out in LOW:
@@ -140,7 +140,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             dtype = dtype_names.DTYPES[decision.run or ""]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
-            dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.format]
+            dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
             uncast = written if dtype is torch.float32 else with_low_input
             if prepare is not None:
                 args = prepare(args, dtype)

@@ -55,45 +55,45 @@ def kernels(device: str) -> frozenset[str]:
     return frozenset(op for op in found if not dispatcher.takes_names(op))
 
 
-def table(policy: Policy, format: str) -> Mapping[str, Row]:
-    """The overloads of this torch that a policy rules in regions of a format, with their rows."""
-    return _table(policy, format, len(vocabulary().registered))
+def table(policy: Policy, dtype: str) -> Mapping[str, Row]:
+    """The overloads of this torch that a policy rules in regions of a dtype, with their rows."""
+    return _table(policy, dtype, len(vocabulary().registered))
 
 
 @cache
-def _table(policy: Policy, format: str, registered: int) -> Mapping[str, Row]:
+def _table(policy: Policy, dtype: str, registered: int) -> Mapping[str, Row]:
     words = vocabulary()
     spelled = {overload: op.name for op in words.ops.values() for overload in op.aten}
     own = (row.of.removeprefix("aten:") for row in policy.rows if row.of.startswith("aten:"))
     found: dict[str, Row] = {}
     for overload, op in (dict.fromkeys(own, "") | spelled).items():
-        row = policy.winner(op, format, f"aten:{overload}")
+        row = policy.winner(op, dtype, f"aten:{overload}")
         if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
             continue
         if dispatcher.overload(overload) is None:  # this torch is too old or too new for it
             continue
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
         general = row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST)
-        if not general or has_low(overload, "cpu", format):
+        if not general or has_low(overload, "cpu", dtype):
             found[overload] = row
     return found
 
 
-def row(device: str, op: str, format: str) -> Row | None:
+def row(device: str, op: str, dtype: str) -> Row | None:
     """What torch does with the op: its row, or None where it has no kernel or we no row.
 
     A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
     this build of torch leaves out is never called, and has the row that other builds give it.
     """
     if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
-        return table(policy(device), format).get(op)
+        return table(policy(device), dtype).get(op)
     return None
 
 
 @cache
-def agrees(device: str, other: Policy, op: str, format: str) -> bool:
+def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """True if torch's compiled kernel, or the lack of one, is what `other` asks for the op."""
-    ours, theirs = row(device, op, format), table(other, format).get(op)
+    ours, theirs = row(device, op, dtype), table(other, dtype).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         return in_float32(op)
     if ours is None or theirs is None:

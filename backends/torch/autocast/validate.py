@@ -16,23 +16,23 @@ from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 
-def check(policy: Policy, device: str, format: str = "") -> None:
+def check(policy: Policy, device: str, dtype: str = "") -> None:
     """Refuse a policy with a row that torch cannot honour.
 
     Args:
         policy: all its rows are looked at, also those that wait for a scope.
         device: the device type whose kernels are asked for.
-        format: of the region; "" asks for no kernels.
+        dtype: of the region; "" asks for no kernels.
 
     Raises:
         PolicyError: for the first such row.
     """
     for why in refusals(policy).values():
         raise PolicyError(why)
-    for name, row in torch_table.table(policy, format).items() if format else ():
-        if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, format):
+    for name, row in torch_table.table(policy, dtype).items() if dtype else ():
+        if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, dtype):
             raise PolicyError(
-                f"policy {policy.name!r}: torch has no {format} kernel of {name!r} on {device}, "
+                f"policy {policy.name!r}: torch has no {dtype} kernel of {name!r} on {device}, "
                 f"which the row {row.of} = {row.rule} asks for. Leave the row out, or say fp32."
             )
 
@@ -52,12 +52,7 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
                 f"policy {policy.name!r} has a rule for {spelled!r}, which can have none."
             )
         op = words.ops.get(row.of)
-        if (
-            op is not None
-            and not op.aten
-            and not op.rule
-            and replace(row, format="") not in shipped
-        ):
+        if op is not None and not op.aten and not op.rule and replace(row, dtype="") not in shipped:
             why = f"has a rule for {row.of!r}, which torch lacks. {op.note}"
             refused[row] = f"policy {policy.name!r} {why}"
     for scope in {row.scope for row in policy.rows}:
@@ -88,7 +83,7 @@ def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
     """Why no policy may give an op a rule: the end of a sentence, or nothing."""
     if op._schema.is_mutable and not (rule == Rule.FIRST and _writes_its_first(op)):
         return (
-            "which writes into an argument: the format of its result is given. Give the rule to "
+            "which writes into an argument: the dtype of its result is given. Give the rule to "
             "the op without '_' or out=."
         )
     if not any("Tensor" in str(a.type) for a in op._schema.arguments):

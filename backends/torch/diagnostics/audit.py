@@ -57,7 +57,7 @@ class _Site(NamedTuple):
 
     Attributes:
         bins: of its results.
-        numbers: of the program that its format made zero.
+        numbers: of the program that its dtype made zero.
     """
 
     bins: Bins
@@ -338,8 +338,8 @@ def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]
         with polymp.torch.audit(model, scaler) as a:
             for x, y in batches:
                 train_step(x, y)
-        print(a)                     # largest magnitudes, shares that a format would lose
-        a.plot("audit.png")          # a row for each layer, against the ranges of the formats
+        print(a)                     # largest magnitudes, shares that a dtype would lose
+        a.plot("audit.png")          # a row for each layer, against the ranges of the dtypes
         policy = a.suggest().apply("amp")
 
     What the steps compute is what they compute without: every bit of it. A step takes
@@ -347,7 +347,7 @@ def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]
     the block ends. Largest magnitudes, Inf and NaN are of all values; shares are of up to 4,096
     values of each tensor, spread evenly.
 
-    For float16, what the format loses is told from what was zero anyway: a float16 op runs once
+    For float16, what the dtype loses is told from what was zero anyway: a float16 op runs once
     more, in float32, on the same inputs, at the first of every sixteen calls at its site.
 
     Args:

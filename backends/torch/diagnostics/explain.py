@@ -1,4 +1,4 @@
-"""`explain`: which op ran in which format, and why.
+"""`explain`: which op ran in which dtype, and why.
 
 report = polymp.torch.explain(model, x, dtype=torch.bfloat16)
 with polymp.torch.explain() as report: ...      # forward, backward, whatever runs
@@ -106,7 +106,7 @@ def explain(
     device: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What runs in which format, and why: a report with a row for each op call site.
+    """What runs in which dtype, and why: a report with a row for each op call site.
 
         report = explain(model, x, dtype=torch.bfloat16)
         with explain() as report:                 # any code: forward, backward, a step
@@ -121,7 +121,7 @@ def explain(
         fn: a module or a function; None for a context manager. With `model=` as the only argument
             by name, the context manager calls modules by their paths in it.
         args: of the call; modules and tensors among them in any nesting.
-        dtype: the low format of a region that is opened around the call, bfloat16 or float16;
+        dtype: the low dtype of a region that is opened around the call, bfloat16 or float16;
             None to open none, unless a policy is given.
         policy: of that region, and of the modules in the call, in place of what `scoped` gave them;
             it may have rules by module path. None for torch's own table of the device, and for the
@@ -221,7 +221,7 @@ def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
         dtype = dtype_names.DTYPES[dtype]
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise TypeError(
-            f"explain(dtype={dtype}): the low format of a region is bfloat16 or float16."
+            f"explain(dtype={dtype}): the low dtype of a region is bfloat16 or float16."
         )
     return autocast(device, dtype, policy=policy)
 

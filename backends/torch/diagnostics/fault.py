@@ -21,9 +21,9 @@ class Event(NamedTuple):
         origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
             those that no event made; None for one that cannot be measured.
         ranges: of its results.
-        run: format of its results.
+        run: dtype of its results.
         lost: what float16 did; None where that is not known.
-        numbers: that its format made zero.
+        numbers: that its dtype made zero.
         given: True if a number it was given is not finite.
         reads: dtype and shape of the float tensors that it was given.
         operands: what was in them, where that is measured.
@@ -128,8 +128,8 @@ def _operands_of(event: Event, events: list[Event], provenance: Provenance) -> t
             continue
         largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
         inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
-        format = dtype_names.NAMES[dtype]
-        found.append(Operand(format, tuple(shape), 0.0, largest, 0.0, inf, nan, name))
+        kind = dtype_names.NAMES[dtype]
+        found.append(Operand(kind, tuple(shape), 0.0, largest, 0.0, inf, nan, name))
     return tuple(found)
 
 
@@ -155,5 +155,5 @@ NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is no
 def _operand_of(dtype: torch.dtype, shape: torch.Size, found: torch.Tensor, name: str) -> Operand:
     smallest, largest, zeros, inf, nan = found.tolist()
     smallest = smallest if math.isfinite(smallest) else 0.0
-    format = dtype_names.NAMES[dtype]
-    return Operand(format, tuple(shape), smallest, largest, zeros, inf, nan, name)
+    kind = dtype_names.NAMES[dtype]
+    return Operand(kind, tuple(shape), smallest, largest, zeros, inf, nan, name)

@@ -35,7 +35,7 @@ def locate(
 
     Calls `step_fn(*args, **kwargs)` once more, with everything measured, and follows what is not
     finite at its end, be it the loss or a gradient, back to the op that made it: because its
-    format's range was too small, because a number or a value before it became zero in its format,
+    dtype's range was too small, because a number or a value before it became zero in its dtype,
     because an input was not finite, or because the operation itself has no finite result there.
     The fault names the row of the policy that decided, and what the op was given. Infinities that a
     program means and takes up again, such as those of a mask, are no fault.

@@ -46,12 +46,12 @@ def range_of(t: torch.Tensor) -> Range:
 
 
 def comparable(t: torch.Tensor) -> torch.Tensor:
-    """A tensor, in float32 if it is of one of the formats that torch cannot compare."""
+    """A tensor, in float32 if it is of one of the dtypes that torch cannot compare."""
     return t if t.element_size() > 1 else t.to(torch.float32)
 
 
 def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
-    """0-dim tensors as numbers, by one transfer for each device and format."""
+    """0-dim tensors as numbers, by one transfer for each device and dtype."""
     groups: dict[Any, list[int]] = {}
     for at, x in enumerate(ends):
         groups.setdefault((x.device, x.dtype), []).append(at)

@@ -7,7 +7,7 @@ import torch
 from polymp.backends.torch.autocast import dtype_names, held_casts
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.call_site import CallSite
-from polymp.backends.torch.diagnostics.op_kinds import float_tensors, formats
+from polymp.backends.torch.diagnostics.op_kinds import dtypes, float_tensors
 from polymp.rules.row import Row
 
 
@@ -19,11 +19,11 @@ class OpCall:
         spelling: torch's name, with a prefix.
         place: where it was called.
         direction: "forward", "backward" or "recompute".
-        region: the low format of the region, "" outside.
+        region: the low dtype of the region, "" outside.
         row: that decided; None if none spoke of it.
-        inputs: formats of its float inputs as they came; None until they are known.
-        run: formats of the float inputs of its first op that computes; of a product, of the first.
-        outputs: formats of its float results.
+        inputs: dtypes of its float inputs as they came; None until they are known.
+        run: dtypes of the float inputs of its first op that computes; of a product, of the first.
+        outputs: dtypes of its float results.
         casts: how many.
         cast_bytes: read and written by them.
         saved: casts spared, by reason.
@@ -64,7 +64,7 @@ class OpCall:
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Note a cast that was made for it."""
         if self.inputs is None:
-            self.inputs, self.outputs = formats([source]), formats([result])
+            self.inputs, self.outputs = dtypes([source]), dtypes([result])
         self.casts += 1
         self.cast_bytes += source.nbytes + result.nbytes
         self.cast_storages.add(storage.storage_key(source))
@@ -78,7 +78,7 @@ class OpCall:
         read: tuple[str, ...],
         made: tuple[str, ...],
     ) -> None:
-        """Note an op that it is made of, with the formats that it read and made."""
+        """Note an op that it is made of, with the dtypes that it read and made."""
         if self.inputs is None:
             self.inputs = read
         flops = flop_count.flops(func, args, kwargs, result)

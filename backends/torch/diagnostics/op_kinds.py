@@ -22,7 +22,7 @@ def kind_of(func: torch._ops.OpOverload) -> str:
 
 
 def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """True if a copy is from one float format to another, on one device."""
+    """True if a copy is from one float dtype to another, on one device."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     return (
         isinstance(dtype, torch.dtype)
@@ -65,6 +65,6 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
             _collect(inner, found)
 
 
-def formats(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    """The formats of tensors."""
+def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """The dtypes of tensors."""
     return tuple(dtype_names.NAMES[t.dtype] for t in tensors)

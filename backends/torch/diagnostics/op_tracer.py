@@ -24,8 +24,8 @@ from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import (
+    dtypes,
     float_tensors,
-    formats,
     is_cast,
     kind_of,
     name_of,
@@ -42,7 +42,7 @@ class OpTracer(decision_log.Recorder):
         model: whose module paths are used; None for those of the outermost module that runs.
     """
 
-    # False for a tracer that does not ask for formats, casts and FLOPs, and has no list of calls.
+    # False for a tracer that does not ask for dtypes, casts and FLOPs, and has no list of calls.
     counts = True
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -58,7 +58,7 @@ class OpTracer(decision_log.Recorder):
         self._mode = _Mode(self)
         self._paused = False
         self._pauses = 0
-        self.region = "", ""  # low format and policy of the first region that was met
+        self.region = "", ""  # low dtype and policy of the first region that was met
 
     # What those that follow more override
 
@@ -101,7 +101,7 @@ class OpTracer(decision_log.Recorder):
             direction,
             entry.low,
             entry.row,
-            formats(float_tensors(given)) if self.counts else (),
+            dtypes(float_tensors(given)) if self.counts else (),
         )
         if self.counts:
             self.calls.append(op_call)
@@ -115,7 +115,7 @@ class OpTracer(decision_log.Recorder):
         if entry.row is None and not op_call.ops and not op_call.casts:
             at = next(i for i in reversed(range(len(self.calls))) if self.calls[i] is op_call)
             del self.calls[at]  # a view, or made of others, which speak for themselves
-        op_call.outputs = formats(float_tensors(result))
+        op_call.outputs = dtypes(float_tensors(result))
         if entry.decision.run == "float32" and op_call.run:
             op_call.run = ("float32",)  # also of an op that widens inside, as softmax(dtype=) does
         op_call.spared(given)
@@ -170,7 +170,7 @@ class OpTracer(decision_log.Recorder):
         if entry is not None and entry.spelling == spelling:
             self._next = None
             at = place, direction, entry.low, entry.row
-            return OpCall(entry.op, spelling, *at, entry.formats)
+            return OpCall(entry.op, spelling, *at, entry.dtypes)
         return OpCall(name_of(overload, name), spelling, place, direction)
 
     def made_by(self, op_call: OpCall) -> None:
@@ -265,22 +265,22 @@ class _Mode(TorchDispatchMode):
             tracer.after_cast(op_call, source, result)
             return result
         ran = Ran(op_call, func, args, kwargs, reads)
-        read = formats(reads) if tracer.counts else ()  # before an op writes into one
+        read = dtypes(reads) if tracer.counts else ()  # before an op writes into one
         kept = tracer.before(ran)
         result = func(*args, **kwargs)
         made = float_tensors(result)
         if tracer.counts:
-            op_call.computed(func, args, kwargs, result, read, formats(made))
+            op_call.computed(func, args, kwargs, result, read, dtypes(made))
         tracer.after(ran, result, made, kept)
         return result
 
 
 def _low(t: torch.Tensor) -> str:
-    """The low format of our region that is in force for a tensor; "" outside of any.
+    """The low dtype of our region that is in force for a tensor; "" outside of any.
 
     Read off the regions that are open: below autocast, where this is asked, torch says of every
     region that it is disabled.
     """
     opened = (frame[0] for frame in reversed(regions.stack.frames))
     inner = next((region for region in opened if region.device == t.device.type), None)
-    return inner.format if inner is not None and inner.enabled else ""
+    return inner.dtype if inner is not None and inner.enabled else ""

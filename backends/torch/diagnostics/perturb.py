@@ -169,7 +169,7 @@ def _movement(
 ) -> torch.Tensor:
     """How far one result of an op may be from the exact one, number by number."""
     (of, kind), name = _op(func), func.overloadpacket.__name__
-    format = dtype_names.NAMES[t.dtype]
+    dtype = dtype_names.NAMES[t.dtype]
     flops = flop_count.flops(func, args, kwargs, result)
     size = max(x.numel() for x in reads)
     terms = 1.0
@@ -181,7 +181,7 @@ def _movement(
             terms = max(t.shape, default=1)
         elif name == "cumsum":
             terms = t.shape[args[1]] if t.ndim else 1
-    roundoff, inside = movement(of, "matmul" if flops else kind, format, terms)
+    roundoff, inside = movement(of, "matmul" if flops else kind, dtype, terms)
     magnitude = t.double().abs()
     by = roundoff * magnitude
     if inside and terms > 1 and name in op_facts.SUMS:
@@ -199,7 +199,7 @@ class Program:
         fn: takes tensors.
         args: trees of numpy arrays.
         kwargs: likewise.
-        dtype: the low format of a region on the CPU; None for no region.
+        dtype: the low dtype of a region on the CPU; None for no region.
         policy: of the region.
         cotangent: the gradient of what is differentiated by a result, from its path and shape; None
             not to differentiate.

@@ -1,6 +1,6 @@
-"""`pin`: parameters that keep their format when the model is cast to another.
+"""`pin`: parameters that keep their dtype when the model is cast to another.
 
-In goes a module, a format and patterns of paths; what comes out is a handle. Pinning speaks of what
+In goes a module, a dtype and patterns of paths; what comes out is a handle. Pinning speaks of what
 is stored. What an op computes in is the policy's, and not known here.
 """
 
@@ -21,11 +21,11 @@ class Pin(NamedTuple):
     """What a pinned module keeps.
 
     Attributes:
-        format: of its float parameters and buffers.
+        dtype: of its float parameters and buffers.
         names: of those that are meant; None for all, also ones registered later.
     """
 
-    format: str
+    dtype: str
     names: frozenset[str] | None
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,7 +50,7 @@ class Pinned(subclass.Extension):
             return super()._apply(fn, *recurse)  # type: ignore[no-untyped-call]
         kept = {id(t) for _, t in pin.tensors(self)}
         kept |= {id(p.grad) for p in self._parameters.values() if id(p) in kept and p is not None}
-        dtype = dtype_names.DTYPES[pin.format]
+        dtype = dtype_names.DTYPES[pin.dtype]
 
         def unrounded(t: torch.Tensor) -> torch.Tensor:
             made = fn(t)
@@ -59,12 +59,12 @@ class Pinned(subclass.Extension):
         return super()._apply(unrounded, *recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load, and bring tensors that were put in place of ours to our format."""
+        """Load, and bring tensors that were put in place of ours to our dtype."""
         super()._load_from_state_dict(*args, **kwargs)
         pin = self.__dict__.get(Pinned.KEY)
         if pin is None:
             return
-        dtype = dtype_names.DTYPES[pin.format]
+        dtype = dtype_names.DTYPES[pin.dtype]
         for name, tensor in list(pin.tensors(self)):
             if tensor.dtype is not dtype:  # a new tensor: this one may be the caller's
                 made = tensor.detach().to(dtype)
@@ -83,31 +83,31 @@ def _like(made: torch.Tensor, t: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 class Pinning(subclass.Handle):
     """What `pin` returns: after `remove()` the modules can be cast again."""
 
-    _call = "pin(model, format)"
+    _call = "pin(model, dtype)"
 
-    def __init__(self, format: str, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, dtype: str, modules: Iterable[nn.Module]) -> None:
         super().__init__(Pinned, modules)
-        self.format = format
+        self.dtype = dtype
 
     def __repr__(self) -> str:
-        return f"Pinning({self.format!r}, {len(self._modules)} modules)"
+        return f"Pinning({self.dtype!r}, {len(self._modules)} modules)"
 
 
 def pin(
-    module: nn.Module, format: str | torch.dtype, *, paths: Sequence[str] | None = None
+    module: nn.Module, dtype: str | torch.dtype, *, paths: Sequence[str] | None = None
 ) -> Pinning:
-    """Keep the parameters of a module in a format, whatever the model is cast to later.
+    """Keep the parameters of a module in a dtype, whatever the model is cast to later.
 
         pin(model, "float32", paths=["*.norm*", "lm_head"])
         model.to("cuda", torch.bfloat16)         # all but those; theirs were never rounded
 
     Float parameters, their gradients and float buffers, such as running statistics, are brought to
-    the format now and stay in it through `to`, `half`, `bfloat16`, `double` and the like, and
+    the dtype now and stay in it through `to`, `half`, `bfloat16`, `double` and the like, and
     through `load_state_dict(assign=True)`. They move between devices, and to memory formats, as
     others do. Integer and complex tensors are left alone. A parameter that is tied to another
     module of `module` is kept there, too; so pin in a model that has both.
 
-    This is about storage. In which format the module's ops run is the policy's: in a region, a
+    This is about storage. In which dtype the module's ops run is the policy's: in a region, a
     pinned weight is cast for a matmul like any other. For that, use `scoped`.
 
     The modules are changed in place: the class of each becomes a subclass of the same name, and
@@ -117,7 +117,7 @@ def pin(
 
     Args:
         module: any module, with all that it has in it; modules added later are not pinned.
-        format: a float format by its full name, or torch's dtype.
+        dtype: a float dtype by its full name, or torch's dtype.
         paths: patterns of paths in `module`, as in the scopes of a policy; None for all of it.
 
     Returns:
@@ -125,38 +125,38 @@ def pin(
 
     Raises:
         TypeError: `module` is no module, or has one that cannot be pinned.
-        PolicyError: no such float format; a pattern that is none, or that matches nothing; or a
+        PolicyError: no such float dtype; a pattern that is none, or that matches nothing; or a
             module that is pinned already.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"pin() takes a torch.nn.Module and a format, not {module!r}.")
-    name = _format(format)
+        raise TypeError(f"pin() takes a torch.nn.Module and a dtype, not {module!r}.")
+    name = _dtype(dtype)
     pins = _pins(module, name, paths)
     for path, (own, _) in pins.items():
         what = subclass.check(own, path, "pin")
         if Pinned.KEY in own.__dict__:
             raise PolicyError(
-                f"{what} is pinned already, to {own.__dict__[Pinned.KEY].format}. "
+                f"{what} is pinned already, to {own.__dict__[Pinned.KEY].dtype}. "
                 "Take that off first, by remove() of the handle that pin() returned."
             )
     for own, kept in pins.values():
         subclass.extend(own, Pinned, kept)
-    dtype = dtype_names.DTYPES[name]
-    if any(t.dtype is not dtype for m, kept in pins.values() for _, t in kept.tensors(m)):
+    wanted = dtype_names.DTYPES[name]
+    if any(t.dtype is not wanted for m, kept in pins.values() for _, t in kept.tensors(m)):
         module._apply(lambda t: t)
     return Pinning(name, [m for m, _ in pins.values()])
 
 
-def _format(format: str | torch.dtype) -> str:
-    name = dtype_names.NAMES.get(format, "") if isinstance(format, torch.dtype) else format
+def _dtype(dtype: str | torch.dtype) -> str:
+    name = dtype_names.NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype
     if name not in dtypes.FORMATS or name not in dtype_names.DTYPES:
         known = ", ".join(f for f in dtypes.FORMATS if f in dtype_names.DTYPES)
-        raise PolicyError(f"pin(): {format!r} is no float format of torch. There are {known}.")
+        raise PolicyError(f"pin(): {dtype!r} is no float dtype of torch. There are {known}.")
     return name
 
 
 def _pins(
-    root: nn.Module, format: str, paths: Sequence[str] | None
+    root: nn.Module, dtype: str, paths: Sequence[str] | None
 ) -> dict[str, tuple[nn.Module, Pin]]:
     """The modules to pin, by path, and those that share a parameter with them."""
     modules = dict(root.named_modules())
@@ -166,12 +166,12 @@ def _pins(
             raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
         matched = {pattern: _matched(pattern, modules) for pattern in paths}
         meant = set().union(*matched.values())
-    pins = {path: (m, Pin(format, None)) for path, m in modules.items() if path in meant}
+    pins = {path: (m, Pin(dtype, None)) for path, m in modules.items() if path in meant}
     shared = {id(t) for m, kept in pins.values() for _, t in kept.tensors(m)}
     for path, module in modules.items():
-        names = frozenset(n for n, t in Pin(format, None).tensors(module) if id(t) in shared)
+        names = frozenset(n for n, t in Pin(dtype, None).tensors(module) if id(t) in shared)
         if names and path not in pins:
-            pins[path] = module, Pin(format, names)
+            pins[path] = module, Pin(dtype, names)
     return pins
 
 

@@ -108,7 +108,7 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
             logits = model(ids)              # lm_head in float32, the rest as amp says
 
     While a module is called, `policy.at(path)` is in force in every enabled region, polymp's or
-    torch.amp's, with the region's device, format and cache; outside of regions nothing changes.
+    torch.amp's, with the region's device, dtype and cache; outside of regions nothing changes.
     The innermost word counts: it holds instead of the policy of a region around the model, and a
     region with a policy of its own, entered inside a module, holds up to the next module's call.
 

@@ -55,7 +55,7 @@ def acts_on(device: Any, dtype: Any, enabled: bool) -> bool:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}.")
     if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype must be the region's low format, a float dtype, got {dtype}.")
+        raise TypeError(f"dtype must be the region's low dtype, a float dtype, got {dtype}.")
     acts = enabled and dtype in (None, torch.float16)
     if acts and device == "cuda" and accelerators.cuda_missing():
         warnings.warn(

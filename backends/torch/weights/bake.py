@@ -33,7 +33,7 @@ def bake(
 
     Policies, scopes, regions inside the model, polymp's or torch.amp's, and registered ops count as
     they do when the model runs. The program has none of them: it is loaded, compiled and run
-    without polymp. Parameters keep their names and formats. A parameter is cast once for all its
+    without polymp. Parameters keep their names and dtypes. A parameter is cast once for all its
     uses, and at each use if the region has `cache_enabled=False`.
 
     An op whose own rule is obeyed stays whole; one without, made of ops that have rules, is taken

@@ -1,4 +1,4 @@
-"""`freeze`: weights that a region only ever casts to its low format are stored in that format.
+"""`freeze`: weights that a region only ever casts to its low dtype are stored in that dtype.
 
 In go a model and example calls; out comes a handle. The examples run under autocast, watched by
 `freeze_usage`, which says of each tensor why it cannot be stored low, if there is a reason. What is
@@ -32,7 +32,7 @@ class Frozen(subclass.Handle):
     Attributes:
         stored: names of the parameters and buffers that are stored low, every name of a tied one.
         kept: names of the other float ones, and why each stayed as it was.
-        format: the low format.
+        dtype: the low dtype.
         bytes_before: memory of the model's parameters and buffers as they were.
         bytes_after: that of what the model holds now. What `remove()` needs is not in it.
     """
@@ -57,7 +57,7 @@ class Frozen(subclass.Handle):
             for name in g.tensors
             if g.why and tensors[name].is_floating_point()
         }
-        self.format = dtype_names.NAMES[region.fast_dtype]
+        self.dtype = dtype_names.NAMES[region.fast_dtype]
         self.bytes_before = bytes_before
         self.bytes_after = memory(model)
         self._model = type(model).__name__
@@ -73,22 +73,22 @@ class Frozen(subclass.Handle):
         if self._dropped:
             raise PolicyError(
                 f"freeze(): the float32 weights of {self._model} are gone, because it was frozen "
-                f"with drop=True. Its {len(self.stored)} tensors in {self.format} do not hold what "
+                f"with drop=True. Its {len(self.stored)} tensors in {self.dtype} do not hold what "
                 "was rounded off. Load a checkpoint into a new model."
             )
         for original in self._originals:
-            original.give_back(dtype_names.DTYPES[self.format])
+            original.give_back(dtype_names.DTYPES[self.dtype])
         self._originals = []
         region_casts.drop()
         super().remove()
 
     def __repr__(self) -> str:
-        counts = f"{len(self.stored)} stored in {self.format}, {len(self.kept)} kept"
+        counts = f"{len(self.stored)} stored in {self.dtype}, {len(self.kept)} kept"
         return f"Frozen({self._model}, {counts})"
 
     def __str__(self) -> str:
         before, after = f"{self.bytes_before:,}", f"{self.bytes_after:,}"
-        lines = [f"{self._model}: {len(self.stored)} tensors stored in {self.format}."]
+        lines = [f"{self._model}: {len(self.stored)} tensors stored in {self.dtype}."]
         lines += [f"Bytes of the model: {before} before, {after} now."]
         kept = "The float32 originals are kept as well, for remove()."
         lines += ["The float32 originals are dropped." if self._dropped else kept]
@@ -108,7 +108,7 @@ def freeze(
     policy: PolicyLike | None = None,
     drop: bool = False,
 ) -> Frozen:
-    """Store a model's weights in the low format where autocast would only ever cast them to it.
+    """Store a model's weights in the low dtype where autocast would only ever cast them to it.
 
         model.eval().requires_grad_(False)
         handle = freeze(model, (x,), dtype=torch.bfloat16, drop=True)
@@ -116,8 +116,8 @@ def freeze(
         print(handle)                        # what is stored low, what stayed, and why
 
     The model is called with the examples under `autocast(device_type, dtype, policy=policy)`. A
-    float32 parameter or buffer that does not require gradients, and that is cast to the low format
-    at every use, is stored in that format. The rest stays: what is trained, read in float32,
+    float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
+    at every use, is stored in that dtype. The rest stays: what is trained, read in float32,
     written, not used, pinned, or whose dtype the Python program asks for, since what it does with
     the answer cannot be seen. Tied weights stay tied; tensors that share memory are stored low
     together or not at all. Before this holds, outputs, gradients of what requires them, and the
@@ -132,8 +132,8 @@ def freeze(
     as the cast does.
 
     What holds for the examples holds for calls that take the same branches; give one for each.
-    Nothing is checked later: on another branch a weight may be read in the low format silently, and
-    a stored weight that is made to require gradients is trained in the low format.
+    Nothing is checked later: on another branch a weight may be read in the low dtype silently, and
+    a stored weight that is made to require gradients is trained in the low dtype.
     Freeze in the mode, train or eval, in which the model will run. With gradients enabled the
     examples are run with and without them, else only without. Buffers, attributes, and the random
     numbers of torch, Python and NumPy are put back after each run; what else a call changes is not.
@@ -144,7 +144,7 @@ def freeze(
         example_inputs: the arguments of one call, a tuple, or a list of such tuples.
         kwargs: keyword arguments of every call.
         device_type: whose weights; None for that of the model's tensors, if it is one.
-        dtype: the low format; None for that of the region around, or the device's default.
+        dtype: the low dtype; None for that of the region around, or the device's default.
         policy: as `autocast` takes it.
         drop: False keeps the float32 originals for `remove()`; True lets them go, so that the
             memory of what is stored low halves.

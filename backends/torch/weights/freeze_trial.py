@@ -1,7 +1,7 @@
 """Calls of a model that leave no trace.
 
 In go a model, examples and groups of its tensors; `Trial` runs the examples as the model is and,
-once weights are stored in another format, as it is then, and says in which op that makes a
+once weights are stored in another dtype, as it is then, and says in which op that makes a
 difference. Which weights are stored, and how a model is frozen, is not known here.
 """
 
@@ -181,9 +181,9 @@ class Trial:
         differs = freeze_usage.first_difference(compared, steady)
         ours, theirs = differs or (None, None)
         raised = f" It raises {type(error).__name__}: {error}" if error else ""
-        low_format = dtype_names.NAMES[self._region.fast_dtype]
+        low_dtype = dtype_names.NAMES[self._region.fast_dtype]
         raise PolicyError(
-            f"{what} does not run with weights in {low_format} as under autocast.{raised} "
+            f"{what} does not run with weights in {low_dtype} as under autocast.{raised} "
             f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "
             f"{theirs or 'not there'}. The model is as it was. Freeze the parts that do not do so."
         ) from error

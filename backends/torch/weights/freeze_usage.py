@@ -1,7 +1,7 @@
 """What a program does with the tensors of a model: who reads them, who writes, who asks.
 
-In go groups of tensors, each on one storage, and a low format; out comes, for each group, why it
-cannot be stored in that format, if anything was seen that says so. Ops are watched below autocast
+In go groups of tensors, each on one storage, and a low dtype; out comes, for each group, why it
+cannot be stored in that dtype, if anything was seen that says so. Ops are watched below autocast
 and autograd, where a cast is an op like any other. How a model is run, and what is made of the
 answer, is not known here.
 """
@@ -28,7 +28,7 @@ class Group:
     Attributes:
         tensors: by name, every name of each.
         why: why it stays as it is; "" as long as nothing says so.
-        cast: True once it was seen to be cast to the low format.
+        cast: True once it was seen to be cast to the low dtype.
         saved: what the tensors held, in the order of `tensors`, if a call was about to write them.
     """
 
@@ -63,8 +63,8 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the overload.
-        inputs: formats of the tensors it was given.
-        outputs: formats of those that it made; None if it raised.
+        inputs: dtypes of the tensors it was given.
+        outputs: dtypes of those that it made; None if it raised.
         where: path of the module whose call it ran in.
         digests: of the bits that it made, if they were asked for.
     """
@@ -84,7 +84,7 @@ class Uses(TorchDispatchMode):
     """Notes every op, and of those on watched storages what they do with them.
 
     Attributes:
-        ops: that ran, in order; casts of watched tensors to the low format are left out.
+        ops: that ran, in order; casts of watched tensors to the low dtype are left out.
         touched: storages other than those of the groups, and the first op on each.
     """
 
@@ -122,12 +122,12 @@ class Uses(TorchDispatchMode):
         shown = not self._only_views(ways)
         self._look(func, ways, where)
         if shown:
-            self.ops.append(Op(str(func), _formats((args, kwargs)), None, where))
+            self.ops.append(Op(str(func), _dtypes((args, kwargs)), None, where))
         at = len(self.ops) - 1
         result = func(*args, **kwargs)
         if shown:
             done = tuple(map(compare_bits.digest, _tensors(result))) if self.digests else ()
-            self.ops[at] = self.ops[at]._replace(outputs=_formats(result), digests=done)
+            self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result), digests=done)
         return result
 
     def returned(self, tree: Any) -> None:
@@ -137,7 +137,7 @@ class Uses(TorchDispatchMode):
                 found[1].stays("its cast is returned")
 
     def _cast_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Group | None:
-        """The group of a tensor that is cast to the low format, where that format spares the cast.
+        """The group of a tensor that is cast to the low dtype, where that dtype spares the cast.
 
         None if the op is anything else.
         """
@@ -183,7 +183,7 @@ class Uses(TorchDispatchMode):
                 group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
 
 
-# What tells the format of a tensor, or makes it be read where no op is seen.
+# What tells the dtype of a tensor, or makes it be read where no op is seen.
 _ASKS = {
     *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes")),
     *(
@@ -199,7 +199,7 @@ _HARMLESS = {nn.RNNBase.check_input.__code__}
 
 
 class Asks(TorchFunctionMode):
-    """Notes whose format the Python program asks for; what it does with it cannot be seen."""
+    """Notes whose dtype the Python program asks for; what it does with it cannot be seen."""
 
     def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def module_path(paths: Mapping[int, str]) -> str:
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
-    """The first ops in which two runs differ, in formats or bits; None if they are the same."""
+    """The first ops in which two runs differ, in dtypes or bits; None if they are the same."""
     for a, b in zip(one, other, strict=False):
         if a != b:
             return a, b
@@ -270,7 +270,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _formats(tree: Any) -> tuple[str, ...]:
+def _dtypes(tree: Any) -> tuple[str, ...]:
     return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
 
 

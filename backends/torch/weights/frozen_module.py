@@ -69,7 +69,7 @@ def _fits(
         name: what to call the model.
         scoped: True if the model has rules of its own, which hold instead of a region's.
         enabled: as torch says for the device in force.
-        dtype: the low format in force.
+        dtype: the low dtype in force.
         code: of the policies in force.
 
     Raises:
@@ -82,7 +82,7 @@ def _fits(
     region = regions.known[ticket][0]
     policy = policy_code.policy_at(region.device, *code)
     here = _spelled(region.device, dtype_names.NAMES[dtype], policy)
-    frozen = _spelled(region.device, region.format, region.policy)
+    frozen = _spelled(region.device, region.dtype, region.policy)
     raise PolicyError(
         f"{name} was frozen for {frozen}, and is called in {here}. Call it in that region or "
         "outside of all, where it enters its own; or freeze it for this one."
@@ -94,9 +94,9 @@ def is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -
     region = regions.known[ticket][0]
     policy = policy_code.policy_at(region.device, *code)
     same = scoped or policy is region.policy or policy == region.policy
-    return same and dtype is dtype_names.DTYPES[region.format]
+    return same and dtype is dtype_names.DTYPES[region.dtype]
 
 
-def _spelled(device: str, format: str, policy: Any) -> str:
+def _spelled(device: str, dtype: str, policy: Any) -> str:
     rules = "" if policy is None else f", policy={policy.name!r}"
-    return f"autocast({device!r}, torch.{format}{rules})"
+    return f"autocast({device!r}, torch.{dtype}{rules})"

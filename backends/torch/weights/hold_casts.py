@@ -24,7 +24,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
 
     A region of torch.autocast throws its casts away when it ends, and never keeps those of frozen
     weights or in inference mode. Here the numbers stay, for parameters with and without gradients
-    and for buffers, for views of them, in every low format, for every thread; outputs and gradients
+    and for buffers, for views of them, in every low dtype, for every thread; outputs and gradients
     are those without the block, bit for bit. Worth it wherever a region is entered again with the
     same weights: gradient accumulation, decoding, evaluation, sampling, frozen backbones.
 

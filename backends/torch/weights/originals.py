@@ -23,14 +23,14 @@ def memory(model: nn.Module) -> int:
 
 
 class Original:
-    """Tensors on one storage, and what they held before they were stored in another format."""
+    """Tensors on one storage, and what they held before they were stored in another dtype."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self.held = [t.detach() for t in tensors]
 
     def store(self, dtype: torch.dtype) -> None:
-        """Have the tensors hold their values in a format, sharing memory as they do.
+        """Have the tensors hold their values in a dtype, sharing memory as they do.
 
         They stay the same objects, as in `module.to`.
         """
@@ -62,17 +62,17 @@ class Original:
 
 
 def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
-    """True if `t` is `held` in the low format, wherever it is and whatever format it is in now.
+    """True if `t` is `held` in the low dtype, wherever it is and whatever dtype it is in now.
 
-    A model that is converted is not written: `half().float()` goes through another low format.
+    A model that is converted is not written: `half().float()` goes through another low dtype.
     """
     stored = held.to(low).to(t.device)
-    ways = (stored, *(stored.to(getattr(torch, format)) for format in LOW))
+    ways = (stored, *(stored.to(getattr(torch, dtype)) for dtype in LOW))
     return any(compare_bits.same(t.detach(), way.to(t.dtype)) for way in ways)
 
 
 def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The tensors in another format, on one piece of memory for each that they are on now."""
+    """The tensors in another dtype, on one piece of memory for each that they are on now."""
     made: dict[int, torch.Tensor] = {}
     for key in {storage.storage_key(t) for t in tensors}:
         sharing = [t for t in tensors if storage.storage_key(t) == key]

@@ -152,8 +152,8 @@ def test_show_draws_every_op_under_its_class(polymp):
     assert f"{len(ruled)} of {len(vocabulary().ops)} ops have a rule" in out
 
 
-def test_show_of_a_class_and_of_a_format(polymp, answer):
-    shown = answer("show", "matmul", "--op", "class:softmax", "--format", "float16")
+def test_show_of_a_class_and_of_a_dtype(polymp, answer):
+    shown = answer("show", "matmul", "--op", "class:softmax", "--dtype", "float16")
     assert [e["op"] for e in shown["ops"]] == [op.name for op in vocabulary().members("softmax")]
     assert all(e["rules"] == {"float16": "fp32"} for e in shown["ops"])
     _, out, _ = polymp("show", "matmul", "--op", "class:softmax")
@@ -265,7 +265,7 @@ def test_diff_lists_every_op_whose_rule_differs(one, other, answer):
         for low in LOW
     }
     listed = {
-        (d["op"], d["format"]): [r["rule"] for r in d["rules"]]
+        (d["op"], d["dtype"]): [r["rule"] for r in d["rules"]]
         for d in found["differences"]
         if not d["scope"] and ":" not in d["op"] and d["rules"][0]["rule"] != d["rules"][1]["rule"]
     }
@@ -528,7 +528,7 @@ def facts(*devices, frameworks=(TORCH, JAX), engines=(FULL,), nvidia=False):
     ],
     ids=lambda value: value.name.replace(" ", "") if isinstance(value, Device) else None,
 )
-def test_the_format_to_use(device, use, why):
+def test_the_dtype_to_use(device, use, why):
     found, reason = doctor.advice(device)
     assert found == use
     assert why in reason
@@ -536,7 +536,7 @@ def test_the_format_to_use(device, use, why):
     assert (told["use"], told["why"], told["by"]) == (use, reason, device.by)
 
 
-def test_what_shows_that_a_format_is_fast():
+def test_what_shows_that_a_dtype_is_fast():
     assert doctor.cpu("torch", "Xeon", XEON).by == "amx_bf16, avx512_bf16, avx512_fp16"
     assert doctor.cpu("torch", "old", frozenset({"avx2"})).by == "no bf16 or fp16 instructions"
     assert doctor.gpu("torch", "H100", (9, 0)).by == "compute capability 9.0"
@@ -890,9 +890,7 @@ def test_doctor_draws_what_it_measured(polymp, monkeypatch):
     assert "\nuse bfloat16: Because.\nAnd more.\n" in out
     assert "not among the products: attention, 30 % of all FLOPs\n" in out
     assert "float8_e4m3fn: not measured: none here\n" in out
-    assert "fast formats" not in out, (
-        "what the hardware says is not to argue with what was measured"
-    )
+    assert "fast dtypes" not in out, "what the hardware says is not to argue with what was measured"
     assert out.endswith("nothing is wrong\n")
     assert max(map(len, out.splitlines())) <= 80
 

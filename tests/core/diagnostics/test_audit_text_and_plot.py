@@ -223,14 +223,14 @@ def test_parameters_belong_to_the_innermost_module_that_ran() -> None:
     assert found == {"a.b": 2, "x.y": 1, "": 1}
 
 
-def test_the_ranges_are_those_of_the_formats() -> None:
+def test_the_ranges_are_those_of_the_dtypes() -> None:
     left, _ = panels(small().plot())
     lines = {
         (round(float(line.get_xdata()[0]), 6), line.get_color())
         for line in left.lines
         if list(line.get_ydata()) == [0, 1]
     }
-    colors = audit_plot._LIGHT.formats
+    colors = audit_plot._LIGHT.dtypes
     for name in NARROW:
         f = FORMATS[name]
         for edge in (f.smallest_subnormal, f.smallest_normal, f.max):
@@ -238,7 +238,7 @@ def test_the_ranges_are_those_of_the_formats() -> None:
     assert len(lines) == 3 * len(NARROW)
     texts = [t.get_text() for t in drawn_texts(small().plot())]
     assert all(texts.count(name) == 2 for name in NARROW), "each labelled in both panels"
-    one = small().plot(format="bfloat16")
+    one = small().plot(dtype="bfloat16")
     assert [n for n in NARROW if n in {t.get_text() for t in drawn_texts(one)}] == ["bfloat16"]
     assert one.get_figheight() < small().plot().get_figheight()
 
@@ -316,8 +316,8 @@ def test_the_users_own_style_does_not_change_it() -> None:
 def test_bad_input_is_refused_before_anything_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="format='float32' is not one of float16, bfloat16, "):
-        small().plot(format="float32")
+    with pytest.raises(ValueError, match="dtype='float32' is not one of float16, bfloat16, "):
+        small().plot(dtype="float32")
     with pytest.raises(ValueError, match=r"a\.txt' does not end in one of \.png, \.svg, \.pdf"):
         small().plot(tmp_path / "a.txt")
     with pytest.raises(ValueError, match="nothing was measured: run a step inside of the audit"):

@@ -35,9 +35,9 @@ DTYPES = {
 TINY = lower_edge(1)  # below it, bins do not tell values from zero
 
 
-def edges(format: str) -> list[float]:
-    """Where a format changes its mind, and the float32 beside on both sides."""
-    it = FORMATS[format]
+def edges(dtype: str) -> list[float]:
+    """Where a dtype changes its mind, and the float32 beside on both sides."""
+    it = FORMATS[dtype]
     step = 2.0 ** (math.frexp(it.max)[1] - 1 - it.mantissa)
     points = [it.max, it.max + step / 2, it.smallest_normal, it.smallest_subnormal / 2]
     found = [np.float32(p) for p in points if p < 3.4e38]
@@ -46,23 +46,23 @@ def edges(format: str) -> list[float]:
     return [float(x) for x in found]
 
 
-ALL_EDGES = sorted({x for format in NARROW for x in edges(format)})
+ALL_EDGES = sorted({x for dtype in NARROW for x in edges(dtype)})
 
 
-def rounded(values: Any, format: str) -> Shares:
+def rounded(values: Any, dtype: str) -> Shares:
     """What becomes of the values, one by one, by the framework that rounds them."""
     wide = np.abs(np.asarray(values, np.float32))
     with np.errstate(over="ignore"):
-        low = wide.astype(DTYPES[format]).astype(np.float32)
+        low = wide.astype(DTYPES[dtype]).astype(np.float32)
     lost = ~np.isfinite(low)
     zero = (low == 0) & (wide != 0)
-    small = ~lost & ~zero & (wide != 0) & (wide < FORMATS[format].smallest_normal)
+    small = ~lost & ~zero & (wide != 0) & (wide < FORMATS[dtype].smallest_normal)
     return Shares(float(lost.mean()), float(zero.mean()), float(small.mean()))
 
 
-def told(value: float, format: str) -> bool:
+def told(value: float, dtype: str) -> bool:
     """False of the values of which the docstring says that bins do not tell."""
-    size, bottom = abs(value), FORMATS[format].smallest_subnormal / 2
+    size, bottom = abs(value), FORMATS[dtype].smallest_subnormal / 2
     if size == bottom or 0 < size < TINY:
         return False
     return {
@@ -70,7 +70,7 @@ def told(value: float, format: str) -> bool:
         "bfloat16": not (2 - 2**-8) * 2.0**127 <= size < math.inf,
         "float8_e4m3fn": size != 464,
         "float8_e5m2": True,
-    }[format]
+    }[dtype]
 
 
 anything = st.one_of(
@@ -81,19 +81,19 @@ anything = st.one_of(
 )
 
 
-@pytest.mark.parametrize("format", NARROW)
+@pytest.mark.parametrize("dtype", NARROW)
 @settings(max_examples=150)
 @given(st.lists(anything, min_size=1, max_size=30))
 @example([0.0])
 @example(ALL_EDGES)
-def test_shares_are_those_of_rounding_every_value(format: str, values: list[float]) -> None:
-    kept = [x for x in values if told(x, format)]
+def test_shares_are_those_of_rounding_every_value(dtype: str, values: list[float]) -> None:
+    kept = [x for x in values if told(x, dtype)]
     if kept:
-        np.testing.assert_allclose(magnitudes(kept).shares(format), rounded(kept, format))
+        np.testing.assert_allclose(magnitudes(kept).shares(dtype), rounded(kept, dtype))
 
 
 @pytest.mark.parametrize(
-    ("format", "value", "ours", "right"),
+    ("dtype", "value", "ours", "right"),
     [
         ("float16", 65520.0, Shares(0, 0, 0), Shares(1, 0, 0)),
         ("bfloat16", 3.4e38, Shares(0, 0, 0), Shares(1, 0, 0)),
@@ -103,10 +103,10 @@ def test_shares_are_those_of_rounding_every_value(format: str, values: list[floa
     ],
 )
 def test_what_the_docstring_says_is_not_told(
-    format: str, value: float, ours: Shares, right: Shares
+    dtype: str, value: float, ours: Shares, right: Shares
 ) -> None:
-    assert magnitudes([value]).shares(format) == ours
-    assert rounded([value], format) == right
+    assert magnitudes([value]).shares(dtype) == ours
+    assert rounded([value], dtype) == right
 
 
 def test_the_oracle_tells_the_three_apart() -> None:
@@ -119,9 +119,9 @@ def test_the_oracle_tells_the_three_apart() -> None:
 def test_shares_at_a_scale_are_those_of_the_scaled_values(values: list[float], power: int) -> None:
     values = [float(np.float32(x)) for x in values]
     scale = 2.0**power
-    for format in NARROW:
-        found = magnitudes(values).shares(format, scale)
-        assert found == magnitudes([x * scale for x in values]).shares(format)
+    for dtype in NARROW:
+        found = magnitudes(values).shares(dtype, scale)
+        assert found == magnitudes([x * scale for x in values]).shares(dtype)
 
 
 def test_float32_overflows_where_it_is_not_finite() -> None:
@@ -211,17 +211,17 @@ def test_bins_begin_where_they_say_and_numbers_beyond_float32_are_infinite() -> 
 
 
 def patterns(dtype: Any) -> Any:
-    """Every value of a format of 16 bits or less; of float32, one of each of many bits."""
+    """Every value of a dtype of 16 bits or less; of float32, one of each of many bits."""
     if dtype == np.float32:
         return np.arange(0, 2**32, 104729, np.uint64).astype(np.uint32).view(np.float32)
     return np.arange(2**16, dtype=np.uint16).view(dtype)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16"])
-def test_the_backends_count_as_numpy_does(framework: str, format: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_backends_count_as_numpy_does(framework: str, dtype: str) -> None:
     need(framework)
-    values = patterns({**DTYPES, "float32": np.float32}[format])
+    values = patterns({**DTYPES, "float32": np.float32}[dtype])
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         wide = values.astype(np.float32)
     expected = (wide.view(np.uint32) & 0x7FFFFFFF) >> SHIFT
@@ -230,8 +230,8 @@ def test_the_backends_count_as_numpy_does(framework: str, format: str) -> None:
 
         from polymp.backends.torch.diagnostics.measure import _bins_of
 
-        bits = torch.from_numpy(values.view(np.int32 if format == "float32" else np.int16))
-        found = _bins_of(bits.view(getattr(torch, format))).numpy()
+        bits = torch.from_numpy(values.view(np.int32 if dtype == "float32" else np.int16))
+        found = _bins_of(bits.view(getattr(torch, dtype))).numpy()
     else:
         import jax.numpy as jnp
 

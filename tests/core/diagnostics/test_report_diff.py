@@ -83,7 +83,7 @@ def test_torch_with_jax() -> None:
     assert diff.names == ("torch", "jax")
     told = [(r.module, r.op, r.changed) for r in diff if r.direction == "forward"]
     assert told == [
-        # The operands are others, but of the same format, so the linears do not differ in that.
+        # The operands are others, but of the same dtype, so the linears do not differ in that.
         ("blocks.0.attn", "linear", ("casts", "cast_bytes")),
         ("blocks.0.attn", "softmax", ()),
         ("blocks.0.attn", "exp", ()),
@@ -167,7 +167,7 @@ def test_printed_side_by_side() -> None:
     text = str(reports.in_torch().diff(reports.in_jax()))
     assert max(map(len, text.splitlines())) == 100
     head, _, body = text.partition("\n")
-    assert head == "torch and jax: 8 differences, other formats"
+    assert head == "torch and jax: 8 differences, other dtypes"
     lines = [" ".join(line.split()) for line in body.splitlines()]
     assert (
         "add bf16, fp32 -> fp32; no row; model.py:32 bf16 x2 -> bf16; widest, in *.head, mine;"
@@ -178,7 +178,7 @@ def test_printed_side_by_side() -> None:
     sections = [line for line in lines if line.startswith("-- ")]
     assert [s.split()[1] for s in sections] == ["forward", "backward", "recompute:"]
     only = str(reports.in_torch().diff(changed(softmax_only(casts=9))))
-    assert only.startswith("one and other: 1 difference, the same formats\n")
+    assert only.startswith("one and other: 1 difference, the same dtypes\n")
     assert "9 casts of 600 KiB" in only
     assert "linear" not in only
     none = str(reports.in_torch().diff(changed(softmax_only(casts=0, cast_bytes=0))))

@@ -106,7 +106,7 @@ def test_every_call_has_its_row_widest_first() -> None:
     report = reports.in_torch()
     parsed = Parsed(report.to_html())
     assert parsed.rows[0] == [
-        "#", "module", "op", "times", "direction", "source", "rule", "formats", "casts", "bytes",
+        "#", "module", "op", "times", "direction", "source", "rule", "dtypes", "casts", "bytes",
         "saved", "FLOPs", "kept",
     ]  # fmt: skip
     assert len(parsed.rows) == 10
@@ -167,7 +167,7 @@ def test_heads_are_buttons_and_fields_have_labels() -> None:
 def test_totals_are_bars_of_the_right_length() -> None:
     parsed = Parsed(reports.in_torch().to_html())
     assert parsed.texts["figcaption"] == [
-        "FLOPs by format", "Casts", "Bytes cast: 840 KiB", "float32 kept: 1.50 MiB",
+        "FLOPs by dtype", "Casts", "Bytes cast: 840 KiB", "float32 kept: 1.50 MiB",
     ]  # fmt: skip
     lengths = [str(i["style"]) for i in parsed.of("i")]
     assert lengths[:2] == ["width:100.0%", "width:0.5%"]
@@ -196,7 +196,7 @@ def test_a_page_of_differences() -> None:
     page = diff.to_html()
     parsed = Parsed(page)
     assert parsed.rows[0] == ["#", "module", "op", "direction", "what", "torch", "jax"]
-    assert parsed.column("what")[:4] == ["casts", "only in torch", "only in jax", "formats, rule"]
+    assert parsed.column("what")[:4] == ["casts", "only in torch", "only in jax", "dtypes, rule"]
     assert len(parsed.rows) == 1 + len(diff)
     assert parsed.texts["figcaption"] == list(diff.totals())
     assert Parsed(diff._repr_html_()).of("iframe")[0]["srcdoc"] == page

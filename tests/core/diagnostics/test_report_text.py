@@ -17,7 +17,7 @@ from tests.support import reports
 PRINTED = """\
 Net: 9 call sites, policy amp in bfloat16
 
-op           times  source       rule             formats          casts     bytes  saved      FLOPs
+op           times  source       rule             dtypes           casts     bytes  saved      FLOPs
 -----------  -----  -----------  ---------------  ---------------  -----  --------  --------  ------
 
 -- forward -----------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_no_package_is_needed_to_print() -> None:
 
 
 @pytest.mark.parametrize(
-    ("formats", "words"),
+    ("dtypes", "words"),
     [
         ((("float32", "bfloat16"), "bfloat16", ("bfloat16",)), "fp32, bf16 -> bf16"),
         ((("bfloat16",), "float32", ("bfloat16",)), "bf16 -> bf16 (in fp32)"),
@@ -220,8 +220,8 @@ def test_no_package_is_needed_to_print() -> None:
         ((("float8_e4m3fn",), "float8_e5m2", ()), "e4m3 -> none (in e5m2)"),
     ],
 )
-def test_formats_in_short(formats: tuple, words: str) -> None:
-    assert plain_text.formats(*formats) == words
+def test_dtypes_in_short(dtypes: tuple, words: str) -> None:
+    assert plain_text.dtypes(*dtypes) == words
 
 
 @pytest.mark.parametrize(

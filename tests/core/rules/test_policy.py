@@ -17,7 +17,7 @@ from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary, vocabulary
 from tests.core.rules.test_scopes import deepest
 
-FORMAT = st.sampled_from(LOW)
+DTYPE = st.sampled_from(LOW)
 NAMES = st.sampled_from([*FORMATS, "float8_e4m3fnuz"])  # the last one dtypes lacks
 
 MINE = Policy(
@@ -80,11 +80,11 @@ DECISIONS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "formats", "low", "expected"), DECISIONS)
-def test_decide(op, formats, low, expected):
-    assert MINE.decide(op, formats, region(low)) == expected
+@pytest.mark.parametrize(("op", "dtypes", "low", "expected"), DECISIONS)
+def test_decide(op, dtypes, low, expected):
+    assert MINE.decide(op, dtypes, region(low)) == expected
     row = MINE.winner(op, low)
-    assert row is None or MINE.apply(row, formats, low) == expected
+    assert row is None or MINE.apply(row, dtypes, low) == expected
 
 
 def test_every_rule_is_decided_above():
@@ -96,7 +96,7 @@ def test_a_disabled_region_casts_nothing(op):
     assert MINE.decide(op, ["float32"], region(enabled=False)) == Decision(Rule.PARTS)
 
 
-def test_decide_hears_the_spelling_the_format_and_the_scope():
+def test_decide_hears_the_spelling_the_dtype_and_the_scope():
     policy = Policy(
         "p",
         (
@@ -119,24 +119,24 @@ def test_decide_hears_the_spelling_the_format_and_the_scope():
     assert rule("", "float16", spelling="aten:brand_old") is Rule.PARTS
 
 
-@given(FORMAT, st.lists(NAMES, max_size=4))
-def test_widest_holds_every_input_but_float64_and_unknown_ones(low, formats):
-    run = MINE.decide("add", formats, region(low)).run
-    assert run == widest([low, *(f for f in formats if f in FORMATS and f != "float64")])
+@given(DTYPE, st.lists(NAMES, max_size=4))
+def test_widest_holds_every_input_but_float64_and_unknown_ones(low, dtypes):
+    run = MINE.decide("add", dtypes, region(low)).run
+    assert run == widest([low, *(f for f in dtypes if f in FORMATS and f != "float64")])
 
 
-@given(FORMAT, st.lists(NAMES, max_size=4))
-def test_fp32_keep_returns_the_widest_input(low, formats):
-    kept = [f for f in formats if f in FORMATS and f != "float64"]
+@given(DTYPE, st.lists(NAMES, max_size=4))
+def test_fp32_keep_returns_the_widest_input(low, dtypes):
+    kept = [f for f in dtypes if f in FORMATS and f != "float64"]
     out = widest(kept) if kept else None
-    assert MINE.decide("layer_norm", formats, region(low)) == (Rule.FP32_KEEP, "float32", out)
+    assert MINE.decide("layer_norm", dtypes, region(low)) == (Rule.FP32_KEEP, "float32", out)
 
 
-@given(FORMAT, st.lists(NAMES, max_size=4))
-def test_halves_raise_refuses_a_second_low_format_only_before_a_float32(low, formats):
+@given(DTYPE, st.lists(NAMES, max_size=4))
+def test_halves_raise_refuses_a_second_low_dtype_only_before_a_float32(low, dtypes):
     strict = Policy("strict", (Row("add", Rule.WIDEST),), halves="raise")
-    decision = strict.decide("add", formats, region(low))
-    seen = [f for f in formats if f != "float64"]
+    decision = strict.decide("add", dtypes, region(low))
+    seen = [f for f in dtypes if f != "float64"]
     before = seen[: seen.index("float32")] if "float32" in seen else seen
     assert (decision.rule is Rule.FORBID) == any(f != low for f in before)
 
@@ -158,7 +158,7 @@ PATTERNS = ["*", "a", "b", "a.b", "*.b", "a.*", "?.b", "a.?", "*.a.b"]
 PATHS = ["", "a", "b", "a.b", "a.c", "a.b.c", "c.a.b", "b.b"]
 
 
-# What is asked: op, format, spelling.
+# What is asked: op, dtype, spelling.
 QUESTIONS = [
     *((op, low, "") for op in KINDS for low in LOW),
     *((op, low, spelling) for spelling, op in SPELLINGS.items() for low in LOW),
@@ -213,30 +213,30 @@ def selects(row, op, spelling):
 
 
 def by_design(how, rank, low):
-    """An op over a class over the rest; then the scope, a spelling over its op, the format."""
+    """An op over a class over the rest; then the scope, a spelling over its op, the dtype."""
     return min(how, 2), rank, how, low
 
 
 def expected(policy, question, path, order=by_design):
     """What `describe` says of the strongest row; None for no row, "conflict" for a tie."""
-    op, format, spelling = question
+    op, dtype, spelling = question
     ranks = {row.key: rank(row, path) for row in policy.rows}
     there = [row for row in policy.rows if ranks[row.key]]
     for one in there:
         for two in there:
-            same = (one.of, one.format, ranks[one.key]) == (two.of, two.format, ranks[two.key])
+            same = (one.of, one.dtype, ranks[one.key]) == (two.of, two.dtype, ranks[two.key])
             if same and one.rule is not two.rule:
                 return "conflict"
     found = [
-        (order(how, ranks[row.key], bool(row.format)), describe(row, path))
+        (order(how, ranks[row.key], bool(row.dtype)), describe(row, path))
         for row in there
-        if row.format in ("", format) and (how := selects(row, op, spelling)) is not None
+        if row.dtype in ("", dtype) and (how := selects(row, op, spelling)) is not None
     ]
     return max(found)[1] if found else None
 
 
 def describe(row, path):
-    """All but the format: where a row loses one of two formats, it may be left with the other."""
+    """All but the dtype: where a row loses one of two dtypes, it may be left with the other."""
     return row.of, row.rule.value, rank(row, path)
 
 
@@ -256,16 +256,16 @@ def test_the_most_specific_row_wins(case):
 
 @settings(max_examples=200)
 @given(CASES, st.lists(NAMES, max_size=3))
-def test_what_is_decided_is_what_the_winner_says(case, formats):
+def test_what_is_decided_is_what_the_winner_says(case, dtypes):
     policy, (op, low, spelling), path = case
     found = expected(*case)
     if found == "conflict":
         with pytest.raises(PolicyError, match="neither pattern is the more exact"):
-            policy.decide(op, formats, region(low, scope=path), spelling)
+            policy.decide(op, dtypes, region(low, scope=path), spelling)
         return
     alone = Policy("alone", (Row("mm", Rule(found[1])),) if found else ())
-    decision = policy.decide(op, formats, region(low, scope=path), spelling)
-    assert decision == alone.decide("mm", formats, region(low))
+    decision = policy.decide(op, dtypes, region(low, scope=path), spelling)
+    assert decision == alone.decide("mm", dtypes, region(low))
 
 
 # Rows, as `str` writes them up to the rule: which one wins for softmax.int in float16 at "a.b".
@@ -312,9 +312,9 @@ ORDERS = {
     "no op over its class": lambda how, rank, low: (how == 0, rank, -how, low),
     "an op over its spelling": lambda how, rank, low: (min(how, 2), rank, -how, low),
     "a spelling over every scope": lambda how, rank, low: (how, rank, low),
-    "the format before the spelling": lambda how, rank, low: (min(how, 2), rank, low, how),
-    "the format before the scope": lambda how, rank, low: (min(how, 2), low, rank, how),
-    "any format before one": lambda how, rank, low: (min(how, 2), rank, how, not low),
+    "the dtype before the spelling": lambda how, rank, low: (min(how, 2), rank, low, how),
+    "the dtype before the scope": lambda how, rank, low: (min(how, 2), low, rank, how),
+    "any dtype before one": lambda how, rank, low: (min(how, 2), rank, how, not low),
     "the outermost scope": lambda how, rank, low: (min(how, 2), [-r for r in rank], how, low),
     "no scope over one": lambda how, rank, low: (min(how, 2), rank == (0, 0), rank, how, low),
     "the default over a class": lambda how, rank, low: (min(how, 2) or 1.5, rank, how, low),
@@ -387,7 +387,7 @@ def test_why_is_a_sentence():
     )
 
 
-def test_why_where_a_row_speaks_of_one_format():
+def test_why_where_a_row_speaks_of_one_dtype():
     policy = load({"name": "p", "rules": {"class:softmax": {"float16": "fp32"}}})
     assert str(policy.why("softmax", "float16")) == (
         "softmax in float16: fp32, by the row class:softmax (float16) = fp32, policy 'p'"
@@ -459,9 +459,9 @@ def test_at_where_two_patterns_say_as_much():
     agreed = scoped(one, Row("mm", Rule.FP32, scope="?.b"), Row("exp", Rule.KEEP, scope="?.b"))
     assert agreed.at("a.b").winner("mm", "float16").rule is Rule.FP32
     assert agreed.at("a.b").winner("exp", "float16").rule is Rule.KEEP
-    formats = scoped(one, Row("mm", Rule.LOWER, "float16", scope="?.b"))
-    assert formats.at("a.b").winner("mm", "float16").rule is Rule.LOWER
-    assert formats.at("a.b").winner("mm", "bfloat16").rule is Rule.FP32
+    dtypes = scoped(one, Row("mm", Rule.LOWER, "float16", scope="?.b"))
+    assert dtypes.at("a.b").winner("mm", "float16").rule is Rule.LOWER
+    assert dtypes.at("a.b").winner("mm", "bfloat16").rule is Rule.FP32
 
 
 # --- policies that stand on others ----------------------------------------------------------------
@@ -496,7 +496,7 @@ def test_over_hears_its_own_rows_before_those_below(case):
 
 
 def _of(row, source):
-    return Row(row.of, row.rule, row.format, row.scope, source=source)
+    return Row(row.of, row.rule, row.dtype, row.scope, source=source)
 
 
 def test_a_class_replaces_what_was_said_of_its_ops_and_their_spellings():
@@ -529,7 +529,7 @@ def test_a_class_replaces_what_was_said_of_its_ops_and_their_spellings():
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_a_class_in_one_format_replaces_its_ops_in_that_format(low):
+def test_a_class_in_one_dtype_replaces_its_ops_in_that_dtype(low):
     policy = load("torch-cuda").override(rules={"class:softmax": {low: "lower"}})
     (other,) = set(LOW) - {low}
     for op in ("softmax", "log_softmax", "logsumexp"):
@@ -710,7 +710,7 @@ def test_rows_are_values_whatever_their_source():
         (("mm", "lo"), f"a policy's row: rule 'lo' for op 'mm' is not one of {ALL}."),
         (
             ("mm", "fp32", "float32"),
-            "a policy's row: format 'float32' for op 'mm' is not one of float16, bfloat16.",
+            "a policy's row: dtype 'float32' for op 'mm' is not one of float16, bfloat16.",
         ),
         (
             ("mm", "fp32", "", "", "magic"),

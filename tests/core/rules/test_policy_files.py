@@ -195,7 +195,7 @@ FAULTS = {
     ),
     "[rules]\nmm = 3\n": "op 'mm' has 3, which is neither a rule nor a table.",
     '[rules]\nmm = { instead = "bmm" }\n': (
-        "no rule for op 'mm'. Write a rule, or one for a format."
+        "no rule for op 'mm'. Write a rule, or one for a dtype."
     ),
     "rules = 3\n": "rules must be a table from op to rule, got 3.",
     "scopes = 3\n": "scopes must be a table from pattern to rules, got 3.",

@@ -95,7 +95,7 @@ def test_whatever_the_order_of_leaving_the_first_state_comes_back(data):
         else:
             region = data.draw(st.sampled_from([A, B, C]))
             stack.frames.append((region, state[region.device]))
-            state[region.device] = region.format
+            state[region.device] = region.dtype
             entered.append(region)
         for device in state:
             if not any(r.device == device for r in entered):

@@ -20,7 +20,7 @@ from polymp.testing import (
     ParityError,
     assert_casts,
     assert_parity,
-    assert_same_formats,
+    assert_same_dtypes,
 )
 from polymp.testing import fw as fw
 from polymp.testing.align import first_parted, strictly_parted
@@ -99,7 +99,7 @@ def test_the_same_call_has_the_same_tolerance() -> None:
 
 
 @pytest.mark.usefixtures("both")
-def test_a_longer_sum_has_a_wider_tolerance_and_a_lower_format_too() -> None:
+def test_a_longer_sum_has_a_wider_tolerance_and_a_lower_dtype_too() -> None:
     def tolerance_of(n: int, dtype: str | None) -> float:
         x = np.full((1, n), 1.0)
         import jax.numpy as jnp
@@ -153,7 +153,7 @@ def test_a_gap() -> None:
     assert rounding.gap("result", infinite, -infinite, spread).part
 
 
-# --- structure, formats and bad input -------------------------------------------------------------
+# --- structure, dtypes and bad input -------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("both")
@@ -171,13 +171,13 @@ def test_nested_inputs_and_results_integers_and_constants() -> None:
 
     inputs = [{"w": [X, W]}, np.array([2, 0]), True]
     parity = assert_parity(ours, theirs, inputs)
-    assert parity.formats == {"['low']": "bfloat16", "['at']": "int", "['more'][0]": "bool"}
+    assert parity.dtypes == {"['low']": "bfloat16", "['at']": "int", "['more'][0]": "bool"}
     assert [gap.what for gap in parity.gaps][-2:] == [
         "gradient of input[0]['w'][0]",
         "gradient of input[0]['w'][1]",
     ]
     named = {"tree": inputs[0], "at": inputs[1], "flag": False}
-    assert assert_parity(ours, theirs, named, probes=2).formats == parity.formats
+    assert assert_parity(ours, theirs, named, probes=2).dtypes == parity.dtypes
     with pytest.raises(ParityError, match=r"result\['at'\]: off by"):
         assert_parity(ours, lambda *a: {**theirs(*a), "at": theirs(*a)["at"] + 1}, inputs)
 
@@ -219,7 +219,7 @@ def test_bad_inputs(inputs: Any, error: type[Exception], said: str) -> None:
 
 @pytest.mark.usefixtures("both")
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="dtype='float8' is not a format to hold regions in"):
+    with pytest.raises(ValueError, match="dtype='float8' is not a dtype to hold regions in"):
         assert_parity(in_torch, in_jax, [X, W], dtype="float8")
     with pytest.raises(ValueError, match="probes=1"):
         assert_parity(in_torch, in_jax, [X, W], probes=1)
@@ -277,10 +277,10 @@ def test_all_products_are_one_op_and_jax_may_spare_a_rounding() -> None:
     assert first_parted([call("mul", "float32")], [call("mul", "bfloat16", "jax")]) is not None
 
 
-# --- formats and casts ----------------------------------------------------------------------------
+# --- dtypes and casts ----------------------------------------------------------------------------
 
 
-def test_the_same_formats(fw: Any) -> None:
+def test_the_same_dtypes(fw: Any) -> None:
     x, w = fw.array(X), fw.array(W)
 
     def one(x: Any, w: Any) -> Any:
@@ -289,30 +289,30 @@ def test_the_same_formats(fw: Any) -> None:
     def other(x: Any, w: Any) -> Any:
         return fw.np.tanh(x @ w)
 
-    assert_same_formats(one, one, x, w, dtype="bfloat16")
+    assert_same_dtypes(one, one, x, w, dtype="bfloat16")
     report = fw.explain(one, x, w, dtype="bfloat16")
-    assert_same_formats(report, one, x, w, dtype="bfloat16")
-    with pytest.raises(ParityError, match="the formats part at exp, not the same ops") as caught:
-        assert_same_formats(one, other, x, w, dtype="bfloat16")
+    assert_same_dtypes(report, one, x, w, dtype="bfloat16")
+    with pytest.raises(ParityError, match="the dtypes part at exp, not the same ops") as caught:
+        assert_same_dtypes(one, other, x, w, dtype="bfloat16")
     assert "tanh" in caught.value.side_by_side
-    with pytest.raises(ParityError, match="in other formats") as caught:
-        assert_same_formats(report, one, x, w, dtype="float16")
+    with pytest.raises(ParityError, match="in other dtypes") as caught:
+        assert_same_dtypes(report, one, x, w, dtype="float16")
     assert caught.value.op in ("matmul", "linear")
     with pytest.raises(TypeError, match="functions and reports, got 3"):
-        assert_same_formats(one, 3, x, w)
+        assert_same_dtypes(one, 3, x, w)
 
 
 @pytest.mark.usefixtures("both")
-def test_the_same_formats_in_two_frameworks() -> None:
+def test_the_same_dtypes_in_two_frameworks() -> None:
     import jax.numpy as jnp
     import torch
 
     ours, theirs = [torch.tensor(a).float() for a in (X, W)], [jnp.asarray(a) for a in (X, W)]
     region = {"dtype": "bfloat16", "policy": "amp"}
-    assert_same_formats(in_torch, in_jax, *ours, other_args=theirs, **region)
+    assert_same_dtypes(in_torch, in_jax, *ours, other_args=theirs, **region)
     left = polymp.explain(in_torch, *ours, **region)
     with pytest.raises(ParityError) as caught:
-        assert_same_formats(left, polymp.explain(in_jax, *theirs))
+        assert_same_dtypes(left, polymp.explain(in_jax, *theirs))
     assert caught.value.op == "matmul"
     assert "jax" in caught.value.side_by_side
 

@@ -27,9 +27,9 @@ LOW = ("bfloat16", "float16")
 SIZES = (1, 2, 3, 5, 8, 33)
 
 
-def rounded(x: Any, format: str) -> np.ndarray:
-    """The array as the low format holds it, in float64."""
-    return np.asarray(x).astype(jnp.dtype(format)).astype(np.float64)
+def rounded(x: Any, dtype: str) -> np.ndarray:
+    """The array as the low dtype holds it, in float64."""
+    return np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def dot(lhs, rhs, dims, run="bfloat16", out="float32"):
@@ -38,7 +38,7 @@ def dot(lhs, rhs, dims, run="bfloat16", out="float32"):
 
 
 def close(got: Any, true: Any, length: int) -> None:
-    """Within the rounding of a float32 sum of `length` terms, and of the result's own format.
+    """Within the rounding of a float32 sum of `length` terms, and of the result's own dtype.
 
     A sum of n terms in any order errs by at most (n - 1) u sum|terms|; here the largest result
     stands for the sum of sizes, times a headroom of 8 for cancellation.
@@ -77,10 +77,10 @@ def products(draw):
         (places(lhs, "b"), places(rhs, "b")),
     )
     turn = draw(st.permutations(range(len(groups["b"] + groups["l"] + groups["r"]))))
-    formats = draw(st.tuples(*[st.sampled_from(("float32", "low"))] * 2))
+    dtypes = draw(st.tuples(*[st.sampled_from(("float32", "low"))] * 2))
     length = int(np.prod(groups["c"], initial=1))
     shapes = [s for *_, s in lhs], [s for *_, s in rhs]
-    return shapes, dims, tuple(turn), formats, length, draw(st.integers(0, 2**16))
+    return shapes, dims, tuple(turn), dtypes, length, draw(st.integers(0, 2**16))
 
 
 class Exact:
@@ -115,12 +115,12 @@ class Exact:
 @settings(max_examples=40)
 @given(products(), st.sampled_from(LOW), st.booleans())
 def test_any_product_and_both_gradients(product, run, low_out):
-    (left, right), dims, turn, formats, length, seed = product
+    (left, right), dims, turn, dtypes, length, seed = product
     random = np.random.default_rng(seed)
-    formats = [run if f == "low" else f for f in formats]
+    dtypes = [run if f == "low" else f for f in dtypes]
     lhs, rhs = (
         jnp.asarray(random.standard_normal(shape, np.float32).astype(jnp.dtype(f)))
-        for shape, f in zip((left, right), formats, strict=True)
+        for shape, f in zip((left, right), dtypes, strict=True)
     )
     out = run if low_out else "float32"
 
@@ -132,7 +132,7 @@ def test_any_product_and_both_gradients(product, run, low_out):
     ct = np.cos(true).astype(jnp.dtype(out))
     value, *grads = with_gradients(ours)(lhs, rhs, ct)
     wanted = exact.gradients(rounded(ct, run).transpose(np.argsort(turn)))
-    assert (value.dtype, *(g.dtype for g in grads)) == (out, *formats)
+    assert (value.dtype, *(g.dtype for g in grads)) == (out, *dtypes)
     close(value, true, length)
     for grad, want in zip(grads, wanted, strict=True):
         close(grad, want, value.size)
@@ -270,7 +270,7 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)  # each form in one of the formats
+@pytest.mark.one_in(2)  # each form in one of the dtypes
 @pytest.mark.parametrize("run", LOW)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_any_convolution_and_both_gradients(name, run):
@@ -322,23 +322,23 @@ def convolution_and_gradients(name, run):
     return plain, with_gradients(ours), (lhs, rhs, ct)
 
 
-def formats_of_convolutions(module):
-    """The formats of both operands and the result of every convolution in StableHLO."""
+def dtypes_of_convolutions(module):
+    """The dtypes of both operands and the result of every convolution in StableHLO."""
     tensor = r"tensor<(?:\d+x)*(\w+)>"
     return re.findall(rf"stablehlo.convolution.*: \({tensor}, {tensor}\) -> {tensor}", module)
 
 
 @pytest.mark.parametrize("run", LOW)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions_have_one_format_on_gpus(name, run):
+def test_convolutions_have_one_dtype_on_gpus(name, run):
     """XLA has no others there."""
     _, both, args = convolution_and_gradients(name, run)
     short = {"bfloat16": "bf16", "float16": "f16"}[run]
     for platform in ("cuda", "rocm"):
         module = export.export(both, platforms=[platform])(*args).mlir_module()
-        assert formats_of_convolutions(module) == [(short,) * 3] * 3
+        assert dtypes_of_convolutions(module) == [(short,) * 3] * 3
     module = export.export(both, platforms=["tpu"])(*args).mlir_module()
-    results = sorted(result for *_, result in formats_of_convolutions(module))
+    results = sorted(result for *_, result in dtypes_of_convolutions(module))
     assert results == [short, "f32", "f32"], "the first operand is low, so is its gradient"
 
 
@@ -363,7 +363,7 @@ def test_convolutions_round_once_on_gpus(name, run):
     assert (value.dtype, dl.dtype, dr.dtype) == ("float32", run, "float32")
     for got, want, length in ((value, true, rhs.size), (dl, wl, rhs.size), (dr, wr, value.size)):
         low = got.astype(run)
-        assert np.array_equal(low.astype(got.dtype), got), "more than the low format holds"
+        assert np.array_equal(low.astype(got.dtype), got), "more than the low dtype holds"
         close(low, np.asarray(want), length)
 
 

@@ -1,10 +1,10 @@
-"""Autocast on whole programs: formats, values, gradients, and what stands in the trace.
+"""Autocast on whole programs: dtypes, values, gradients, and what stands in the trace.
 
-    results and gradients   in the documented formats, finite, near float32's
+    results and gradients   in the documented dtypes, finite, near float32's
     enabled=False           the program itself, bit for bit
     the trace               nothing low that must not be, nothing left in float32 that should be low
 
-How near is near is in `rounding`: a bound derived from the format and the program. Run with `-s`
+How near is near is in `rounding`: a bound derived from the dtype and the program. Run with `-s`
 to see the counts.
 """
 
@@ -54,9 +54,9 @@ def faults_of_run(it: Problem, fmt: str, transform: Transform) -> list[str]:
     """What is wrong with the results and gradients of a transformed program."""
     ran = run(it, transform(it.fn, dtype=jnp.dtype(fmt)), scale_of(it.program, fmt))
     want = reference(it.program.name)
-    formats = tuple(str(x.dtype) for x in ran.out)
-    if formats != it.program.formats(fmt):
-        return [f"formats are {formats}, documented is {it.program.formats(fmt)}"]
+    dtypes = tuple(str(x.dtype) for x in ran.out)
+    if dtypes != it.program.dtypes(fmt):
+        return [f"dtypes are {dtypes}, documented is {it.program.dtypes(fmt)}"]
     found = [
         f"a gradient of a {b.dtype} parameter is {a.dtype}"
         for a, b in zip(ran.grads, want.grads, strict=True)
@@ -114,10 +114,10 @@ def test_results_and_gradients(it, fmt):
     assert faults_of_run(it, fmt, autocast) == []
 
 
-@pytest.mark.one_in(2)  # each program in one of the formats
+@pytest.mark.one_in(2)  # each program in one of the dtypes
 @pytest.mark.parametrize("fmt", RUNS)
 @pytest.mark.parametrize("name", ALL)
-def test_formats_in_the_trace(it, fmt):
+def test_dtypes_in_the_trace(it, fmt):
     assert faults_of_trace(it, fmt, autocast) == []
 
 
@@ -179,7 +179,7 @@ def test_lowering_nothing_is_caught(it):
         "forward: low:",
         "gradient: low:",
     }
-    expected = "formats" if LOW in it.program.out else "nothing was rounded"
+    expected = "dtypes" if LOW in it.program.out else "nothing was rounded"
     assert expected in faults_of_run(it, "bfloat16", identity)[0]
 
 
@@ -198,13 +198,13 @@ def test_a_lost_derivative_rule_is_caught(it):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_coarser_format_is_caught(it):
+def test_a_coarser_dtype_is_caught(it):
     assert too_far(name_of(it), "bfloat16", emulated(it, nearest("four bits")))
     assert too_far(name_of(it), "float16", emulated(it, nearest("bfloat16")))
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_format_itself_is_not(it):
+def test_the_dtype_itself_is_not(it):
     for fmt in RUNS:
         assert too_far(name_of(it), fmt, emulated(it, nearest(fmt))) == []
 
@@ -213,7 +213,7 @@ def test_the_format_itself_is_not(it):
 def test_a_narrowed_float64_is_caught(it):
     faults = faults_of_trace(it, "bfloat16", narrows_all)
     assert any(fault.startswith("forward: narrow") for fault in faults)
-    assert "formats" in faults_of_run(it, "bfloat16", narrows_all)[0]
+    assert "dtypes" in faults_of_run(it, "bfloat16", narrows_all)[0]
 
 
 @pytest.mark.parametrize("name", ["mlp_logits"])

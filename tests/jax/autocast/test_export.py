@@ -27,7 +27,7 @@ OWN = {
     "rules": {"softmax": "lower", "class:normalisation": "lower", "gelu": "fp32", "tanh": "fp32"},
 }
 POLICIES: dict[str, Any] = {"amp": "amp", "lean": "lean", "own": OWN}
-FORMATS = {"bfloat16": "bf16", "float16": "f16"}
+DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 WIDTH = 8
 
@@ -59,15 +59,15 @@ def arguments() -> tuple[dict[str, jax.Array], jax.Array]:
 
 class Case(NamedTuple):
     policy: str
-    format: str
+    dtype: str
     way: str  # what is exported, and what is asked of it
 
     def __str__(self) -> str:
-        return f"{self.policy}-{self.format}-{self.way}"
+        return f"{self.policy}-{self.dtype}-{self.way}"
 
     def function(self) -> Callable[..., Any]:
         what = block if self.way == "value" else loss
-        return autocast(what, dtype=jnp.dtype(self.format), policy=POLICIES[self.policy])
+        return autocast(what, dtype=jnp.dtype(self.dtype), policy=POLICIES[self.policy])
 
     def exported(self, *platforms: str) -> export.Exported:
         fn = jax.grad(self.function()) if self.way == "gradient" else self.function()
@@ -84,7 +84,7 @@ def here(case: Case) -> list[np.ndarray]:
 
 WAYS = ("value", "gradient", "gradient of the artifact")
 RUN = (("amp", "bfloat16"), ("own", "bfloat16"), ("lean", "float16"))
-CASES = [Case(policy, format, way) for policy, format in RUN for way in WAYS]
+CASES = [Case(policy, dtype, way) for policy, dtype in RUN for way in WAYS]
 
 # Takes a folder of artifacts and writes what they come to. The name's end says how to call one.
 ELSEWHERE = f"""
@@ -131,7 +131,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list
 
 
 def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
-    """The same formats and bits."""
+    """The same dtypes and bits."""
     return len(ours) == len(theirs) and all(
         a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True)
     )
@@ -143,7 +143,7 @@ def test_an_artifact_gives_the_bits_of_the_jitted_function(case, elsewhere):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_comparison_sees_another_policy_and_another_format(way, elsewhere):
+def test_the_comparison_sees_another_policy_and_another_dtype(way, elsewhere):
     ours = here(Case("amp", "bfloat16", way))
     assert not same(elsewhere(Case("own", "bfloat16", way)), ours)
     assert not same(elsewhere(Case("lean", "float16", way)), ours)
@@ -156,9 +156,9 @@ def foreign(text: str) -> list[str]:
 
 
 def products(text: str) -> list[str]:
-    """The formats of the operands of every matrix product in a module."""
+    """The dtypes of the operands of every matrix product in a module."""
     found = re.findall(r"dot_general.*: \(tensor<(?:\d+x)*(\w+)>, tensor<(?:\d+x)*(\w+)>\)", text)
-    return [format for pair in found for format in pair]
+    return [dtype for pair in found for dtype in pair]
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
@@ -175,13 +175,13 @@ def test_stablehlo_has_plain_converts_and_low_products(policy, way):
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-@pytest.mark.parametrize("format", FORMATS)
-def test_it_lowers_for_machines_that_are_not_here(format, way):
-    exported = Case("own", format, way).exported("cuda", "tpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_lowers_for_machines_that_are_not_here(dtype, way):
+    exported = Case("own", dtype, way).exported("cuda", "tpu")
     text = exported.mlir_module()
     assert exported.platforms == ("cuda", "tpu")
     assert foreign(text) == []
-    assert set(products(text)) == {FORMATS[format]}
+    assert set(products(text)) == {DTYPES[dtype]}
     copy = export.deserialize(exported.serialize())
     assert copy.out_avals == exported.out_avals
     with pytest.raises(ValueError, match="platform"):

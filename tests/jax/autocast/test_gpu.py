@@ -1,4 +1,4 @@
-"""On a real GPU: formats, what XLA makes of products and convolutions, and steps without waits.
+"""On a real GPU: dtypes, what XLA makes of products and convolutions, and steps without waits.
 
 Everything here is skipped where jax has no GPU. What is lowered for GPUs, and needs none, is in
 test_contraction.py and test_transforms.py.
@@ -40,7 +40,7 @@ def compiled(fn: Any, *args: Any) -> str:
     return jax.jit(fn).lower(*args).compile().as_text()
 
 
-# --- formats and values ---------------------------------------------------------------------------
+# --- dtypes and values ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def fw() -> ModuleType:
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if valued(op)], ids=lambda op: op.name)
-def test_shared_ops_have_the_formats_and_values_of_the_table(fw: ModuleType, op: Op) -> None:
+def test_shared_ops_have_the_dtypes_and_values_of_the_table(fw: ModuleType, op: Op) -> None:
     rows = valued(op)
     exact, results = computed(fw, op, rows)
-    assert [format for format, _ in results] == [case.jax for case in rows]
+    assert [dtype for dtype, _ in results] == [case.jax for case in rows]
     far = [
-        too_far(case, "jax", format, result, exact)
-        for case, (format, result) in zip(rows, results, strict=True)
+        too_far(case, "jax", dtype, result, exact)
+        for case, (dtype, result) in zip(rows, results, strict=True)
     ]
     assert [words for words in far if words] == []
 
@@ -66,16 +66,16 @@ def test_regions_inside_each_other(fw: ModuleType, op: str) -> None:
     seen: dict[str, str] = {}
     for case in BY_OP[op]:
         if case.jax != RAISES:
-            wanted[str(case)], seen[str(case)] = case.jax, _format_of_a_run(fw, case)
+            wanted[str(case)], seen[str(case)] = case.jax, _dtype_of_a_run(fw, case)
     assert seen == wanted
 
 
-def _format_of_a_run(fw: Any, case: Case) -> str:
-    """The format that comes out on the device, not only in the trace."""
+def _dtype_of_a_run(fw: Any, case: Case) -> str:
+    """The dtype that comes out on the device, not only in the trace."""
     assert found(fw, case) == case.jax
-    with fw.wide() if "float64" in case.formats else contextlib.nullcontext():
+    with fw.wide() if "float64" in case.dtypes else contextlib.nullcontext():
         call = fw.ops[case.op], arrays(fw, case), case.regions, case.made
-        return str(fw.format(fw.run(*call)))
+        return str(fw.dtype(fw.run(*call)))
 
 
 # --- convolutions ---------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_and_both_gradients_run_low(name: str, low: str) -> None:
-    """By the formats in the program that XLA compiled, and near the values in float32."""
+    """By the dtypes in the program that XLA compiled, and near the values in float32."""
     left, right, options = CONVOLUTIONS[name]
     options = {"window_strides": (1,) * (len(left) - 2), "padding": "SAME", **options}
     keys = jax.random.split(jax.random.key(0))
@@ -151,7 +151,7 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("out", ["low", "float32"])
 def test_a_long_sum_is_added_up_in_float32(low: str, out: str) -> None:
-    """Over 2**18 terms a kernel may split the sum, and round the parts to the result's format."""
+    """Over 2**18 terms a kernel may split the sum, and round the parts to the result's dtype."""
     length = 2**18
     keys = jax.random.split(jax.random.key(0))
     # All of one sign: what is lost in each addition shows.

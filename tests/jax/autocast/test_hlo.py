@@ -68,7 +68,7 @@ def rounded(x: jax.Array) -> float:
     return float((values == values.astype(jnp.bfloat16).astype(np.float32)).mean())
 
 
-# The step: formats of contractions
+# The step: dtypes of contractions
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])

@@ -217,7 +217,7 @@ def test_a_helper_of_ones_own_with_an_innocent_name_is_not_left_alone():
 # Contractions of the backend, and what became narrower.
 
 
-def test_a_contraction_in_a_format_that_is_not_the_regions_is_found():
+def test_a_contraction_in_a_dtype_that_is_not_the_regions_is_found():
     assert rules(lambda x: ours(x, x), X, run="float16") == {"foreign"}
     assert rules(lambda x: ours(x, x, out="float16"), X) == {"foreign"}
     assert rules(lambda x: ours(x, x, run="float32", out="float32"), X) == {"foreign"}

@@ -30,10 +30,10 @@ softmax = jax.nn.softmax  # a name of ours for it, so that no test depends on ho
 
 
 class Ran(NamedTuple):
-    """What a traced call decided: of each op that a row spoke of, and the formats that came out."""
+    """What a traced call decided: of each op that a row spoke of, and the dtypes that came out."""
 
     ops: list[str]
-    formats: list[tuple[str, ...]]
+    dtypes: list[tuple[str, ...]]
     scopes: list[str]
     rules: list[str]
     out: Any
@@ -44,7 +44,7 @@ def traced(fn: Callable[..., Any], *args: Any, policy: Any) -> Ran:
         out = jax.eval_shape(autocast(fn, policy=policy), *args)
     return Ran(
         [entry.op for entry in report.entries],
-        [entry.formats for entry in report.entries],
+        [entry.dtypes for entry in report.entries],
         [entry.scope for entry in report.entries],
         [str(entry.row.rule) for entry in report.entries],
         jax.tree.map(lambda x: x.dtype.name, out),
@@ -324,12 +324,12 @@ def test_two_calls_are_two_ops() -> None:
             x = layer(x)
         return x
 
-    assert traced(line, X, policy=lowers("softmax")).formats == [("float32",), ("bfloat16",)]
+    assert traced(line, X, policy=lowers("softmax")).dtypes == [("float32",), ("bfloat16",)]
     assert traced(loop, X, policy=lowers("softmax")).ops == ["softmax"] * 3
     assert traced(layers, X, policy={"rules": {"layer_norm": "fp32"}}).ops == ["layer_norm"] * 2
 
 
-def test_neighbouring_calls_keep_their_own_formats() -> None:
+def test_neighbouring_calls_keep_their_own_dtypes() -> None:
     def apart(x: Any) -> Any:
         low = x @ x
         return softmax(low), softmax(x)
@@ -420,7 +420,7 @@ def test_code_is_found_under_wrappers() -> None:
         known_functions.Functions().add(np.sin, "sin")
 
 
-# --- formats --------------------------------------------------------------------------------------
+# --- dtypes --------------------------------------------------------------------------------------
 
 
 def test_a_gain_and_a_bias_do_not_say_what_comes_out() -> None:
@@ -432,12 +432,12 @@ def test_a_gain_and_a_bias_do_not_say_what_comes_out() -> None:
     for call in layers.values():
         ran = traced(lambda x, call=call: call(x @ x), X, policy="lean")
         assert ran.out == "bfloat16"
-        assert ran.formats[ran.ops.index("layer_norm")] == ("bfloat16",)
+        assert ran.dtypes[ran.ops.index("layer_norm")] == ("bfloat16",)
         assert traced(call, X, policy="lean").out == "float32"
         assert traced(lambda x, call=call: call(x @ x), X, policy="amp").out == "float32"
 
 
-def test_running_statistics_stay_in_their_format() -> None:
+def test_running_statistics_stay_in_their_dtype() -> None:
     net = linen.BatchNorm(use_running_average=False)
     state = net.init(KEY, X)
 

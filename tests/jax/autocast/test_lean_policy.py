@@ -22,7 +22,7 @@ BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
 class Saved(NamedTuple):
     """What is saved for backward and is no argument."""
 
-    format: str
+    dtype: str
     size: int
     bytes: int
 
@@ -59,7 +59,7 @@ def saved(block: Any, policy: str, low: Any) -> list[Saved]:
 
 def in_float32(found: list[Saved]) -> list[Saved]:
     """Activations among it that are float32; means and sums of rows are smaller."""
-    return [one for one in found if one.format == "float32" and one.size >= BATCH * LENGTH * WIDTH]
+    return [one for one in found if one.dtype == "float32" and one.size >= BATCH * LENGTH * WIDTH]
 
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
@@ -88,7 +88,7 @@ def test_the_example_saves_less_than_under_amp(example, low):
 
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
-def test_queries_keys_and_values_have_one_format(low):
+def test_queries_keys_and_values_have_one_dtype(low):
     """Kernels such as flash-attention's refuse anything else."""
     rngs = nnx.Rngs(0)
     project = [nnx.Linear(8, 8, rngs=rngs) for _ in range(3)]
@@ -98,11 +98,11 @@ def test_queries_keys_and_values_have_one_format(low):
         q, k, v = (layer(x) for layer in project)
         return norm_q(q), norm_k(k), v
 
-    def formats(policy: str) -> list[Any]:
+    def dtypes(policy: str) -> list[Any]:
         return [one.dtype for one in autocast(heads, dtype=low, policy=policy)(jnp.ones((4, 8)))]
 
-    assert formats("lean") == [low, low, low]
-    assert formats("amp") == [jnp.float32, jnp.float32, low]
+    assert dtypes("lean") == [low, low, low]
+    assert dtypes("amp") == [jnp.float32, jnp.float32, low]
 
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])

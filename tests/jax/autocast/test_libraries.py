@@ -1,6 +1,6 @@
 """Train steps of the libraries that people build models with, unchanged but for `autocast`.
 
-Each model learns the same regression with optax, in float32 and under autocast in both formats. It
+Each model learns the same regression with optax, in float32 and under autocast in both dtypes. It
 has to get as far, with float32 parameters and gradients, and to compute its products low.
 """
 
@@ -44,7 +44,7 @@ Wrap = Callable[[Any], Any]
 
 
 def products(jaxpr: Any) -> set[str]:
-    """The formats in which the contractions of a program run."""
+    """The dtypes in which the contractions of a program run."""
     found = set()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name == "polymp_contraction":

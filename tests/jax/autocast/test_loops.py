@@ -72,7 +72,7 @@ def mean_loss(loss: Loss) -> Loss:
 
 
 def accumulated(loss: Loss, into: Any = jnp.float32) -> Callable[..., Any]:
-    """Gradients of microbatches, added up by a scan in the format `into`."""
+    """Gradients of microbatches, added up by a scan in the dtype `into`."""
 
     def gradient(params: Any, batches: Any) -> Any:
         def turn(sums: Any, batch: Any) -> tuple[Any, None]:
@@ -151,7 +151,7 @@ def test_a_cast_that_a_barrier_keeps_in_a_loop_is_seen():
     args = jnp.ones((24, 40)), jnp.ones((40, 24)), jnp.ones((8, 24))
     seen = hlo.repeated_casts(text(jax.jit(f).lower(*args).compile(hlo.AS_FOR_USERS)))
     assert (24, 40) in {op.shape for op in seen}
-    assert not {(40, 24), (8, 24)} & {op.shape for op in seen if op.format == "bfloat16"}
+    assert not {(40, 24), (8, 24)} & {op.shape for op in seen if op.dtype == "bfloat16"}
 
 
 LOOP = """HloModule jit_f, is_scheduled=true

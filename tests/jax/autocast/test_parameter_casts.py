@@ -1,7 +1,7 @@
 """Casts of parameters are not merged: gradients are as exact however often a weight is used.
 
 One low copy of a weight that is used 64 times, or in 256 turns of a loop, would hand on cotangents
-that were added up in the low format. Both are planted here, and noticed.
+that were added up in the low dtype. Both are planted here, and noticed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def merge_all_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One low copy of a parameter for all that read it."""
     real = Frame.read
 
-    def read(self: Any, atom: Any, format: str | None) -> Any:
-        operand = real(self, atom, format)
+    def read(self: Any, atom: Any, dtype: str | None) -> Any:
+        operand = real(self, atom, dtype)
         return operand._replace(shared=True) if type(operand) is Cast else operand
 
     monkeypatch.setattr(Frame, "read", read)

@@ -46,21 +46,21 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(getattr(inner, "jaxpr", inner))
 
 
-def formats(atoms: Any) -> list[str]:
+def dtypes(atoms: Any) -> list[str]:
     return [str(getattr(atom.aval, "dtype", "")) for atom in atoms]
 
 
 def casts(jaxpr: Any) -> int:
-    """The casts from one float format to another."""
+    """The casts from one float dtype to another."""
     found = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
-    pairs = [(*formats(e.invars), *formats(e.outvars)) for e in found]
+    pairs = [(*dtypes(e.invars), *dtypes(e.outvars)) for e in found]
     return sum(old != new and old in FLOATS and new in FLOATS for old, new in pairs)
 
 
 def roundings(jaxpr: Any) -> int:
     """The low results that are computed, and not only moved."""
     found = [e for e in equations(jaxpr) if e.primitive.name not in MOVES and not _calls(e)]
-    return sum(f in LOW for e in found for f in formats(e.outvars))
+    return sum(f in LOW for e in found for f in dtypes(e.outvars))
 
 
 def _calls(eqn: Any) -> bool:
@@ -434,4 +434,4 @@ def test_code_that_is_off_is_not_moved_into():
     found = [
         e for e in equations(forward(autocast(fn), W, V, X)) if e.primitive.name == "transpose"
     ]
-    assert [formats(e.outvars) for e in found] == [["float32"]]
+    assert [dtypes(e.outvars) for e in found] == [["float32"]]

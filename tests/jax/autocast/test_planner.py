@@ -72,7 +72,7 @@ def test_rule_1_operands_that_are_declared_alike_stay_alike():
     assert dtypes(autocast(f)(X, W)) == ("float32",) * 4 + ("bfloat16",)
 
 
-def test_rule_1_what_no_table_names_gets_its_declared_formats():
+def test_rule_1_what_no_table_names_gets_its_declared_dtypes():
     bits = autocast(lambda x, w: lax.bitcast_convert_type(x @ w, jnp.int32))(X, W)
     assert bits.shape == (4, 4)
     assert bits.dtype == jnp.int32
@@ -171,14 +171,14 @@ def test_rule_4_a_bias_does_not_promote_and_any_other_parameter_does():
     assert conv(X, W, b).dtype == jnp.bfloat16
 
 
-def test_rule_5_a_carry_is_never_narrower_than_its_start_and_has_one_format():
+def test_rule_5_a_carry_is_never_narrower_than_its_start_and_has_one_dtype():
     def scan(mark):
         return autocast(lambda c: lax.scan(lambda c, _: (c @ W, c), mark(c), None, length=2))(X)
 
     assert dtypes(scan(lambda c: c)) == ("float32", "float32")
     assert dtypes(scan(lower)) == ("bfloat16", "bfloat16")
 
-    def swap(a, b, w):  # b's format reaches a one round later
+    def swap(a, b, w):  # b's dtype reaches a one round later
         body = lambda _, s: (s[1], s[0] @ w)  # noqa: E731
         return lax.fori_loop(0, 3, body, (lower(a), lower(b)))
 
@@ -187,7 +187,7 @@ def test_rule_5_a_carry_is_never_narrower_than_its_start_and_has_one_format():
         lower(a), b)))(X, X, W)) == ("float32", "float32")  # fmt: skip
 
 
-def test_rule_5_lower_starts_a_loop_in_the_low_format():
+def test_rule_5_lower_starts_a_loop_in_the_low_dtype():
     def f(x, w):
         return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), lower(x), None, length=3)[0]
 
@@ -195,7 +195,7 @@ def test_rule_5_lower_starts_a_loop_in_the_low_format():
     assert f(X, W).dtype == jnp.float32  # outside of a region a marker is nothing
 
 
-def test_rule_6_branches_meet_in_the_widest_format_and_numbers_follow():
+def test_rule_6_branches_meet_in_the_widest_dtype_and_numbers_follow():
     def f(p, x, w):
         low = x @ w
         return (
@@ -354,7 +354,7 @@ def test_rule_9_a_rule_runs_in_the_region_of_the_call():
     assert [op.params["run"] for op in found] == ["float16"] * 3
 
 
-def test_rule_10_a_sum_over_devices_keeps_its_format_and_no_cast_moves_through_it():
+def test_rule_10_a_sum_over_devices_keeps_its_dtype_and_no_cast_moves_through_it():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AUTO,))
 
     def loss(w, x):
@@ -494,7 +494,7 @@ def test_rule_15_gradients_of_a_wrapped_loss_have_the_parameters_dtype():
     assert autocast(jax.grad(autocast(loss)))(W, X).dtype == jnp.bfloat16
 
 
-def test_rule_16_results_come_in_the_format_they_were_computed_in():
+def test_rule_16_results_come_in_the_dtype_they_were_computed_in():
     out = autocast(lambda x, w: (x @ w, jnp.exp(x @ w), x, 3))(X, W)
     assert dtypes(out[:3]) == ("bfloat16", "float32", "float32")
     assert out[3] == 3
@@ -535,7 +535,7 @@ def test_rule_17_ordered_effects_keep_their_order_and_see_declared_dtypes():
     assert seen == [("first", "float32"), ("second", "float32")]
 
 
-def test_rule_18_a_scatter_carries_its_update_in_its_own_format():
+def test_rule_18_a_scatter_carries_its_update_in_its_own_dtype():
     def f(x, w):
         low = x @ w
         return low.at[0].add(low[1]), low.at[0].max(low[1]), low.at[0].mul(low[1])
@@ -608,7 +608,7 @@ def test_a_primitive_with_an_unknown_program_inside_runs_as_written_and_is_named
         out = autocast(f)(X)
     assert [str(w.message) for w in caught] == [
         "polymp.jax.autocast does not know the primitive 'mystery': the program inside it runs in "
-        "the formats it is written in."
+        "the dtypes it is written in."
     ]
     assert out.dtype == jnp.float32
 

@@ -17,7 +17,7 @@ LOW = jnp.bfloat16
 W, X, ACC = jnp.ones((8, 8)) / 8, jnp.ones((4, 8)), jnp.full((4, 8), 0.125)
 
 
-def format_of(fn: Any, *args: Any, **how: Any) -> str:
+def dtype_of(fn: Any, *args: Any, **how: Any) -> str:
     return jax.eval_shape(autocast(fn, **how), *args).dtype.name
 
 
@@ -28,7 +28,7 @@ def loop(w: Any, x: Any) -> Any:
     return jax.lax.scan(turn, jnp.zeros_like(x), None, length=3)[0]
 
 
-# A program, and the format of its result where float32 is strong and where it is weak.
+# A program, and the dtype of its result where float32 is strong and where it is weak.
 PROGRAMS: dict[str, tuple[Any, str, str]] = {
     "an argument": (lambda w, x, a: a * (x @ w), "float32", "bfloat16"),
     "an accumulator": (lambda w, x, a: jnp.zeros((4, 8)) + x @ w + x @ w, "float32", "bfloat16"),
@@ -55,9 +55,9 @@ PROGRAMS: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_who_widens(name):
     fn, strong, weak = PROGRAMS[name]
-    assert format_of(fn, W, X, ACC) == strong
-    assert format_of(fn, W, X, ACC, promotion="strong") == strong
-    assert format_of(fn, W, X, ACC, promotion="weak") == weak
+    assert dtype_of(fn, W, X, ACC) == strong
+    assert dtype_of(fn, W, X, ACC, promotion="strong") == strong
+    assert dtype_of(fn, W, X, ACC, promotion="weak") == weak
 
 
 def test_the_numbers_are_those_of_the_low_program():
@@ -98,9 +98,9 @@ def test_the_innermost_region_decides(jitted):
         return low, part(w, x, a)
 
     for outer, inner in (("strong", "weak"), ("weak", "strong")):
-        formats = {"strong": "float32", "weak": "bfloat16"}
+        dtypes = {"strong": "float32", "weak": "bfloat16"}
         made = jax.eval_shape(autocast(partial(inside, how=inner), promotion=outer), W, X, ACC)
-        assert [m.dtype.name for m in made] == [formats[inner], formats[outer]]
+        assert [m.dtype.name for m in made] == [dtypes[inner], dtypes[outer]]
 
 
 def test_what_left_a_weak_region_widens_in_a_strong_one():
@@ -109,7 +109,7 @@ def test_what_left_a_weak_region_widens_in_a_strong_one():
             a = jnp.tanh(a)
         return a * (x @ w)
 
-    assert format_of(fn, W, X, ACC) == "float32"
+    assert dtype_of(fn, W, X, ACC) == "float32"
 
 
 def test_code_that_is_off_runs_as_written():
@@ -117,21 +117,21 @@ def test_code_that_is_off_runs_as_written():
         with autocast(enabled=False, promotion="weak"):
             return product(w, x, a)
 
-    assert format_of(fn, W, X, ACC, promotion="weak") == "float32"
+    assert dtype_of(fn, W, X, ACC, promotion="weak") == "float32"
 
 
 def test_a_trace_of_one_is_not_used_for_the_other():
     jitted = jax.jit(product)
     calls = [autocast(jitted, promotion=how) for how in ("strong", "weak", "strong", "weak")]
-    formats = [call(W, X, ACC).dtype.name for call in calls]
-    assert formats == ["float32", "bfloat16"] * 2
+    dtypes = [call(W, X, ACC).dtype.name for call in calls]
+    assert dtypes == ["float32", "bfloat16"] * 2
 
 
 def test_a_float16_number_that_underflows_is_kept():
     def fn(w: Any, x: Any, a: Any) -> Any:
         return (x @ w) * 1e-12 + a
 
-    assert format_of(fn, W, X, ACC, dtype=jnp.float16, promotion="weak") == "float32"
+    assert dtype_of(fn, W, X, ACC, dtype=jnp.float16, promotion="weak") == "float32"
 
 
 def scaled_blocks(params: Any, x: Any) -> Any:
@@ -186,6 +186,6 @@ def test_it_is_seen():
 
 
 def test_low_stays_low():
-    assert format_of(lambda w, x, a: lower(a) * upper(x @ w), W, X, ACC, promotion="weak") == (
+    assert dtype_of(lambda w, x, a: lower(a) * upper(x @ w), W, X, ACC, promotion="weak") == (
         "float32"
     )

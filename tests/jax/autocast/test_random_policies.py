@@ -28,7 +28,7 @@ from tests.support.frameworks import in_jax as fw
 from tests.support.random_policies import MINE, NAMES, SIZE, WRONG, Call, Framework, Module
 from tests.support.sizes import size
 
-POLICIES = size(200, 500)  # traced under jit: formats, and what is recorded
+POLICIES = size(200, 500)  # traced under jit: dtypes, and what is recorded
 VALUED = size(30, 120)  # of these, run op by op: numbers
 JITTED = size(8, 30)  # and compiled
 PAIRS = size(8, 25)  # of policies, under each of which one function runs in turn
@@ -66,12 +66,10 @@ def registered() -> Iterator[None]:
         yield
 
 
-def near(one: Any, other: Any, ulps: float, format: str = "") -> bool:
-    """Equal up to some units in the last place of the largest number, in its format or another."""
+def near(one: Any, other: Any, ulps: float, dtype: str = "") -> bool:
+    """Equal up to some units in the last place of the largest number, in its dtype or another."""
     a, b = fw.numbers(one), fw.numbers(other)
-    limit = (
-        ulps * FORMATS[format or fw.format(one)].eps * max(1.0, np.nanmax(np.abs(b), initial=0.0))
-    )
+    limit = ulps * FORMATS[dtype or fw.dtype(one)].eps * max(1.0, np.nanmax(np.abs(b), initial=0.0))
     finite = np.isfinite(a) & np.isfinite(b)
     return bool(
         np.abs(a - b)[finite].max(initial=0) <= limit and finite.sum() == np.isfinite(b).sum()
@@ -85,7 +83,7 @@ def same(one: Any, other: Any, op: str) -> bool:
     return bool(np.array_equal(fw.numbers(one), fw.numbers(other), equal_nan=True))
 
 
-EAGER = Framework(OPS, fw.format, fw.cast, False, same)
+EAGER = Framework(OPS, fw.dtype, fw.cast, False, same)
 # In a fusion, XLA may skip the rounding of a value that is returned rounded.
 FUSED = EAGER._replace(same=lambda one, other, op: near(one, other, 4, "bfloat16"))
 
@@ -144,21 +142,21 @@ def mistakes(
 
 
 def traced(call: Any) -> Any:
-    """Formats of a jitted function's results."""
+    """Dtypes of a jitted function's results."""
     return lambda values: [s.dtype.name for s in jax.jit(call).eval_shape(values)]
 
 
 @pytest.fixture(scope="module")
 def jitted() -> list[tuple[int, Policy, str, Any, list[Any]]]:
-    """For each policy: the policy, the format, the formats of all values, and what was recorded."""
+    """For each policy: the policy, the dtype, the dtypes of all values, and what was recorded."""
     found = []
     with polymp.recording() as report:
         for seed in range(POLICIES):
             policy, low, start = given.policy(seed), LOW[seed % 2], len(report)
-            formats = ran(seed, policy, low, arguments(0), traced)
+            dtypes = ran(seed, policy, low, arguments(0), traced)
             its = [(e.op, e.decision) for e in report.entries[start:]]
             ruled = [(op, decision) for op, decision in its if decision.rule is not Rule.PARTS]
-            found.append((seed, policy, low, formats, ruled))
+            found.append((seed, policy, low, dtypes, ruled))
     return found
 
 

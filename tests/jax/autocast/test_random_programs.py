@@ -1,6 +1,6 @@
 """Random programs under autocast against the same programs with casts by hand.
 
-What comes out has to have the formats of the program with casts. Values are the same bits in nearly
+What comes out has to have the dtypes of the program with casts. Values are the same bits in nearly
 all cases; XLA may add up in another order, so what is asked of them is a bound. It comes from the
 program with casts itself: run with every low value (forward) or every low cotangent (backward) off
 by a random relative error of at most `UNITS` roundoffs, it scatters as far as the program's own
@@ -98,7 +98,7 @@ def size(x: Any) -> float:
     return float(np.linalg.norm(array(x).ravel()))
 
 
-def formats(outs: Any) -> list[str]:
+def dtypes(outs: Any) -> list[str]:
     return [x.dtype.name for x in outs]
 
 
@@ -123,8 +123,8 @@ class Expected:
         return _bound(self.grads[name], self.noisy_grads[name]) + LEAST + FLOOR * largest
 
     def near(self, outs: list[Any], what: str) -> None:
-        """Formats equal, values within the bound."""
-        assert formats(outs) == formats(self.outs), what
+        """Dtypes equal, values within the bound."""
+        assert dtypes(outs) == dtypes(self.outs), what
         self.found[f"{what}: results"] += len(outs)
         for at, (x, y) in enumerate(zip(outs, self.outs, strict=True)):
             self.found[f"{what}: same bits"] += np.array_equal(array(x), array(y))
@@ -188,7 +188,7 @@ def check_results(it: Program, env: Env, want: Expected) -> None:
     want.near(compiled(fn, env), "jit")
     want.near(fn(env), "eager")
     other = arguments(Program(it.block, it.low, it.seed + 1))
-    assert formats(fn({**other, INDEX: env[INDEX]})) == formats(want.outs)
+    assert dtypes(fn({**other, INDEX: env[INDEX]})) == dtypes(want.outs)
 
     rows = {name: jnp.stack([env[name], other[name]]) for name in ("r0", "r1", INDEX)}
 
@@ -214,7 +214,7 @@ def check_gradients(it: Program, env: Env, want: Expected) -> None:
     ruled = any(isinstance(s, Do) and s.kind.startswith("custom") for s in every(it.block))
     forward = "custom_vjp" not in it.counts()
     rng = np.random.default_rng(it.seed)
-    # Exact in every format: a tangent is rounded where it goes in, a gradient is not.
+    # Exact in every dtype: a tangent is rounded where it goes in, a gradient is not.
     tangents = {n: jnp.float32(rng.integers(-4, 5, x.shape) / 4) for n, x in floats(env).items()}
 
     def both(env: Env) -> Any:
@@ -226,7 +226,7 @@ def check_gradients(it: Program, env: Env, want: Expected) -> None:
 
     grads, moved = compiled(both, env)
     want.grads_near(grads, "grad")
-    if not ruled:  # a rule's own ops return the formats that they run in
+    if not ruled:  # a rule's own ops return the dtypes that they run in
         for name in ("m0", "m1", "layers"):
             if _rounded_to(want.grads[name], it.low) is False:
                 assert not _rounded_to(grads[name], it.low), f"the gradient of {name} was rounded"
@@ -346,9 +346,9 @@ def test_checking_leaks_finds_a_leak():
 
 @pytest.mark.parametrize("at", SOME)
 def test_with_jit_off(some, at):
-    """Then loops are unrolled as they are traced, and what they carry has no format of its own.
+    """Then loops are unrolled as they are traced, and what they carry has no dtype of its own.
 
-    So the formats are those of a program without loops, and the roundings are more.
+    So the dtypes are those of a program without loops, and the roundings are more.
     """
     it = some[at]
     env = arguments(it)
@@ -472,7 +472,7 @@ def test_the_casts_by_hand_are_the_documented_ones(block, low, casts):
 
 def _narrow(carry: Any, outs: Any) -> list[Any]:
     pairs = zip(carry, outs, strict=True)
-    return [b.format if b.format in ("bfloat16", "float16") else a for a, b in pairs]
+    return [b.dtype if b.dtype in ("bfloat16", "float16") else a for a, b in pairs]
 
 
 def _rounded_gradients(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -487,7 +487,7 @@ def _without_rule(rules: Any, step: Any, values: Any) -> Any:
 
 
 def _narrowest(outs: Any) -> str:
-    return next((k.format for k in outs if k.format != "float32"), "float32")
+    return next((k.dtype for k in outs if k.dtype != "float32"), "float32")
 
 
 def _doing(kind: str, *blocks: Block, args: tuple[str, ...] = ()) -> Block:
@@ -497,7 +497,7 @@ def _doing(kind: str, *blocks: Block, args: tuple[str, ...] = ()) -> Block:
 LAYER = _block(Op("a", "dot", ("r0", "m0")), Op("b", "bias", ("a", "v0")), results=("b",))
 DECAY = _block(Op("c", "decay", ("r0",)), results=("c",))
 HALVED = _block(Op("a", "times", ("r0",), 0.5), results=("a",))
-# A sum that has no digits left in a low format.
+# A sum that has no digits left in a low dtype.
 LARGE = _block(
     Op("a", "dot", ("r0", "m0")),
     Op("b", "plus", ("a",), 300.0),

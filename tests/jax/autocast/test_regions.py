@@ -423,7 +423,7 @@ BY_NAME = (
     "Write autocast(fn, dtype=...)."
 )
 NO_LOW = (
-    "autocast(dtype=float32): the low format of a region is bfloat16 or float16. For a region in "
+    "autocast(dtype=float32): the low dtype of a region is bfloat16 or float16. For a region in "
     "which ops run as written, use enabled=False."
 )
 NO_GENERATOR = (
@@ -442,7 +442,7 @@ async def waits(x):
 
 NO_OP = "policy 'unnamed': no op 'lineer'. Did you mean linear, inner, bilinear?"
 NO_PRIMITIVE = (
-    "policy 'unnamed': jax has no primitive 'dot_genral' whose format a policy may choose. Did you "
+    "policy 'unnamed': jax has no primitive 'dot_genral' whose dtype a policy may choose. Did you "
     "mean dot_general, ragged_dot_general?"
 )
 NO_OP_OF_JAX = (

@@ -35,7 +35,7 @@ def test_every_way_that_ran_is_looked_at(on_mesh):
 
 def test_what_devices_computed_is_added_up_in_float32_and_rounded_once(on_mesh):
     seen = on_mesh["reduced"]
-    assert seen["formats"] == ["f32"]
+    assert seen["dtypes"] == ["f32"]
     assert seen["dtype"] == "bfloat16"
     assert seen["error"] <= 1.01 * 2**-8
 

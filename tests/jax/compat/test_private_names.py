@@ -174,13 +174,13 @@ def test_a_scope_can_be_put_inside_a_name_stack():
     assert compat.transforms(compat.no_scopes()) == frozenset()
 
 
-def test_the_formats_that_would_come_out():
+def test_the_dtypes_that_would_come_out():
     (dot,) = traced(lambda x: lax.dot(x, x), X).eqns
-    assert compat.formats_out(dot, ["float16", "float16"]) == ("float16",)
+    assert compat.dtypes_out(dot, ["float16", "float16"]) == ("float16",)
     (sort,) = traced(lambda x: lax.sort((x, x), num_keys=1), X).eqns
-    assert compat.formats_out(sort, ["bfloat16", None]) == ("bfloat16", "float32")
+    assert compat.dtypes_out(sort, ["bfloat16", None]) == ("bfloat16", "float32")
     (top,) = traced(lambda x: lax.top_k(x, 1), X).eqns
-    assert compat.formats_out(top, ["float16"]) == ("float16", "int32")
+    assert compat.dtypes_out(top, ["float16"]) == ("float16", "int32")
 
 
 def test_the_frames_of_an_equation():

@@ -189,7 +189,7 @@ def test_nnx(jit, scaled):
     [loss, autocast(loss), lambda w, x: loss(w, x.astype(jnp.bfloat16))],
     ids=["float32", "bfloat16", "casts to bfloat16"],
 )
-def test_other_formats_need_no_scaler(cost):
+def test_other_dtypes_need_no_scaler(cost):
     assert expect_scaler(graded(cost, False), S, W, X)
 
 

@@ -17,7 +17,7 @@ from polymp.backends.jax.scaler import gradient_stats
 from polymp.jax import GradScaler
 from polymp.scaling.gradient_report import Gradient
 
-FORMATS = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2fnuz")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2fnuz")
 # Near every border: 0 of both signs, float16's least and least normal, float32's subnormals.
 SPECIAL = [
     *[0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -3.5, 2.0**-14, -(2.0**-14), 2.0**-15, 2.0**-24],
@@ -25,13 +25,13 @@ SPECIAL = [
 ]
 
 
-def numbers(format: str, values: Any) -> np.ndarray:
+def numbers(dtype: str, values: Any) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return np.asarray(values, np.float64).astype(jnp.dtype(format))
+        return np.asarray(values, np.float64).astype(jnp.dtype(dtype))
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """In float64, which holds every value of every format; float32's subnormals are 0."""
+    """In float64, which holds every value of every dtype; float32's subnormals are 0."""
     wide = x.astype(np.float64)
     return np.where(np.abs(wide) < 2.0**-126, 0, wide) if x.dtype.itemsize in (2, 4) else wide
 
@@ -58,10 +58,10 @@ values = st.lists(
 )
 
 
-@given(st.tuples(*[values for _ in FORMATS]))  # one shape, one program
+@given(st.tuples(*[values for _ in DTYPES]))  # one shape, one program
 def test_counts_are_numpys(given):
-    given = zip(FORMATS, given, strict=True)
-    arrays = [numbers(format, np.resize(v or [0.0], 20)) for format, v in given]
+    given = zip(DTYPES, given, strict=True)
+    arrays = [numbers(dtype, np.resize(v or [0.0], 20)) for dtype, v in given]
     with jax.enable_x64(True):
         rows = GradScaler().report([jnp.asarray(a) for a in arrays]).gradients
     assert [counts(row) for row in rows] == [by_numpy(a) for a in arrays]

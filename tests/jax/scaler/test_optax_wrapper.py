@@ -156,7 +156,7 @@ def test_without_a_loss_the_scale_is_to_blame():
     assert numbers(state.scaler.state) == (4.0, 0, 1, 0, 1)
 
 
-def test_other_formats_than_float32():
+def test_other_dtypes_than_float32():
     """Complex ones, none, and float16: its moments are float32, as its gradients are."""
     params = {"z": jnp.asarray([1 + 2j]), "h": jnp.ones(2, jnp.float16), "none": None}
     ours = scaled(optax.adam(0.5), GradScaler(4.0))

@@ -25,7 +25,7 @@ B16, F16 = "bfloat16", "float16"
 
 
 def parameter(name: str, *shape: int) -> jax.Array:
-    """A float32 array that no low format holds."""
+    """A float32 array that no low dtype holds."""
     return jax.random.normal(jax.random.key(sum(map(ord, name))), shape)
 
 
@@ -50,7 +50,7 @@ def faults(fn: Callable[..., Any], params: Any, *args: Any, eager: bool = False)
 
 @dataclass(frozen=True)
 class Case:
-    """A function of parameters and X, and the format of each that is stored."""
+    """A function of parameters and X, and the dtype of each that is stored."""
 
     name: str
     fn: Callable[..., Any]
@@ -68,7 +68,7 @@ STACK = parameter("stack", 2, 4, 4)
 
 def case(params: dict[str, Any], **stored: str) -> Callable[[Any], Any]:
     def enter(fn: Any) -> Any:
-        paths = {f"['{name}']": format for name, format in stored.items()}
+        paths = {f"['{name}']": dtype for name, dtype in stored.items()}
         CASES.append(Case(fn.__name__, fn, params, paths))
         return fn
 
@@ -194,7 +194,7 @@ def off(p, x):
 
 
 @case({"w": W, "v": V, "u": STACK[0]}, w=F16, u=B16)
-def in_regions_of_two_formats(p, x):
+def in_regions_of_two_dtypes(p, x):
     with autocast(dtype="float16"):
         h = x @ p["w"] @ p["v"]
     return h @ p["u"] @ p["v"]
@@ -273,7 +273,7 @@ def test_what_is_stored_and_that_the_bits_are_the_same(it):
 
 
 def test_the_cases_cover_what_is_stored_and_what_is_not():
-    stored = [format for it in CASES for format in it.stored.values()]
+    stored = [dtype for it in CASES for dtype in it.stored.values()]
     assert stored.count(B16) >= 28
     assert F16 in stored
     assert sum(len(it.params) for it in CASES) - len(stored) >= 22
@@ -289,7 +289,7 @@ REASONS = {
     "unread": ("unread", "nothing reads it"),
     "carried": ("w", "a scan carries it in float32 ("),
     "off": ("w", "'dot_general' reads it in float32: autocast is off there ("),
-    "in_regions_of_two_formats": ("v", "'dot_general' reads it in float16: linear in float16"),
+    "in_regions_of_two_dtypes": ("v", "'dot_general' reads it in float16: linear in float16"),
     "cast_by_the_user": ("v", "a cast to float16 reads it ("),
     "of_a_higher_precision": ("w", "'dot_general' reads it in float32: it runs as written, for"),
     "of_other_dtypes": ("i", "it is int32, not float32"),
@@ -327,9 +327,9 @@ def test_a_checker_that_takes_sums_for_moves_is_noticed(monkeypatch):
     assert faults(autocast(fn), {"w": W, "v": V}, X) == ["result 0"]
 
 
-@pytest.mark.parametrize("format", [B16, F16])
-def test_every_kind_of_number_is_stored_as_the_program_would_cast_it(format):
-    """Overflows, NaNs, zeros with a sign, subnormal numbers of both formats, ties."""
+@pytest.mark.parametrize("dtype", [B16, F16])
+def test_every_kind_of_number_is_stored_as_the_program_would_cast_it(dtype):
+    """Overflows, NaNs, zeros with a sign, subnormal numbers of both dtypes, ties."""
     ends = [0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, -65520.0, 65519.0, 1e-41, 6e-8, -3e-8]
     ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-133, 2.0**-24]
     w = jnp.asarray(np.array([*ends, *ties, *np.random.default_rng(0).normal(size=15)], np.float32))
@@ -337,9 +337,9 @@ def test_every_kind_of_number_is_stored_as_the_program_would_cast_it(format):
     def fn(w, x):
         return x @ w[:, None], lower(w)
 
-    fn = autocast(fn, dtype=format)
+    fn = autocast(fn, dtype=dtype)
     serve, served = freeze(fn, w, jnp.eye(32))
-    assert serve.stored == {"": format}
-    assert bits(served) == bits(jax.jit(lambda w: w.astype(format))(w))
+    assert serve.stored == {"": dtype}
+    assert bits(served) == bits(jax.jit(lambda w: w.astype(dtype))(w))
     assert faults(fn, w, jnp.eye(32)) == []
     assert faults(fn, w, jnp.eye(32), eager=True) == []

@@ -46,7 +46,7 @@ def test_functions_that_cannot_be_frozen():
     serve, served = freeze(autocast(plain), W, X)
     refused(
         RuntimeError,
-        f"{serve!r} was called inside an autocast function, but its formats are settled. Call it "
+        f"{serve!r} was called inside an autocast function, but its dtypes are settled. Call it "
         "outside, or freeze the autocast function around it instead.",
         lambda: autocast(lambda x: serve(served, x))(X),
     )

@@ -51,9 +51,9 @@ class Training:
         """Scale the loss from now on."""
         self.scaler = GradScaler(init_scale=scale)
 
-    def compute_in(self, format: str) -> None:
-        """Take another low format from now on."""
-        self.dtype = format
+    def compute_in(self, dtype: str) -> None:
+        """Take another low dtype from now on."""
+        self.dtype = dtype
         self.scaler = GradScaler(dtype=self.dtype)
 
     @property
@@ -195,7 +195,7 @@ LEAN_SUMS = polymp.policy("lean").override(name="lean-sums", fp32_keep=["sum"])
 
 
 def sparse(random: Random) -> Training:
-    """The magnitude of an input; its policy rounds a sum to the format that its terms came in."""
+    """The magnitude of an input; its policy rounds a sum to the dtype that its terms came in."""
     x = random.normal(64, 4)
     layers = {"up": random.normal(4, 64) * 0.5, "down": random.normal(64, 1) * 0.1}
     return Training(layers, (x, np.abs(x[:, 0])), Penalty(), policy=LEAN_SUMS)

@@ -53,9 +53,9 @@ class Training:
         """Scale the loss from now on."""
         self.scaler = polymp.torch.GradScaler("cpu", init_scale=scale)
 
-    def compute_in(self, format: str) -> None:
-        """Take another low format from now on."""
-        self.dtype = getattr(torch, format)
+    def compute_in(self, dtype: str) -> None:
+        """Take another low dtype from now on."""
+        self.dtype = getattr(torch, dtype)
         self.scaler = polymp.torch.GradScaler("cpu", dtype=self.dtype)
 
     def step(self, *batch: Tensor) -> Tensor:

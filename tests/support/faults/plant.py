@@ -1,7 +1,7 @@
 """The faults: each changes a number, or a value of the data, in a training that was healthy.
 
 Where it can be, what a fault changes in one place is undone in another, so that the training is
-the same in exact arithmetic and only the format can be what breaks it.
+the same in exact arithmetic and only the dtype can be what breaks it.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
 when it is asked for, so that either works where the other is missing.
 
     name        "torch" or "jax"
-    array       (numbers, format) -> an array; "int" is the framework's own integer, "bool" its bool
-    cast        (array, format) -> the same
-    format      array -> "float32", "bfloat16", ...; "int" for integers of any width
+    array       (numbers, dtype) -> an array; "int" is the framework's own integer, "bool" its bool
+    cast        (array, dtype) -> the same
+    dtype      array -> "float32", "bfloat16", ...; "int" for integers of any width
     numbers     array -> numpy float64 array
     region      opens or makes one region
     run         (function, arrays, regions, made, region) -> its result, computed in nested regions
-    format_of   the same arguments -> the format of the result, or "raises"
+    dtype_of   the same arguments -> the dtype of the result, or "raises"
     together    (functions, arrays) -> the results of all of them
     wide        a context in which float64 exists
     ops         name -> function of arrays; the same names and arguments in both
@@ -18,7 +18,7 @@ when it is asked for, so that either works where the other is missing.
     jit         compiles a function, where that is what the framework does
     Scaler      a `GradScaler` that steps by gradient descent
 
-A region is a format, in which an enabled region runs, or "off"; several are nested, the outermost
+A region is a dtype, in which an enabled region runs, or "off"; several are nested, the outermost
 first.
 """
 

@@ -17,15 +17,15 @@ from polymp.jax import GradScaler, autocast
 name = "jax"
 
 
-def array(values: Any, format: str) -> jax.Array:
-    return jnp.asarray(values, "int32" if format == "int" else format)
+def array(values: Any, dtype: str) -> jax.Array:
+    return jnp.asarray(values, "int32" if dtype == "int" else dtype)
 
 
-def cast(x: jax.Array, format: str) -> jax.Array:
-    return x.astype("int32" if format == "int" else format)
+def cast(x: jax.Array, dtype: str) -> jax.Array:
+    return x.astype("int32" if dtype == "int" else dtype)
 
 
-def format(x: jax.Array) -> str:
+def dtype(x: jax.Array) -> str:
     return "int" if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype.name
 
 
@@ -80,22 +80,22 @@ def product(x: Any) -> Any:
     return (x.reshape(-1, 1) @ jnp.ones((1, 1))).reshape(x.shape)
 
 
-# Both shorten compiling: what is asked is which format and which numbers, not how fast.
+# Both shorten compiling: what is asked is which dtype and which numbers, not how fast.
 _QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # a newer XLA has no such option
     _QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
-def format_of(
+def dtype_of(
     fn: Callable[..., Any],
     arrays: Sequence[Any],
     regions: Sequence[str] = (),
     made: Sequence[bool] = (),
     region: Callable[..., Any] = region,
 ) -> str:
-    """The format of `run`'s result, by tracing; for a refusal see `run` itself, too."""
+    """The dtype of `run`'s result, by tracing; for a refusal see `run` itself, too."""
     try:
-        return format(
+        return dtype(
             jax.eval_shape(lambda *arrays: run(fn, arrays, regions, made, region), *arrays)
         )
     except Exception:

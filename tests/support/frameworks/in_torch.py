@@ -15,15 +15,15 @@ from polymp.torch import GradScaler, autocast
 name = "torch"
 
 
-def array(values: Any, format: str) -> torch.Tensor:
-    return cast(torch.tensor(np.asarray(values)), format)
+def array(values: Any, dtype: str) -> torch.Tensor:
+    return cast(torch.tensor(np.asarray(values)), dtype)
 
 
-def cast(x: torch.Tensor, format: str) -> torch.Tensor:
-    return x.to(getattr(torch, "int64" if format == "int" else format))
+def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
+    return x.to(getattr(torch, "int64" if dtype == "int" else dtype))
 
 
-def format(x: torch.Tensor) -> str:
+def dtype(x: torch.Tensor) -> str:
     if not x.is_floating_point() and x.dtype is not torch.bool:
         return "int"
     return str(x.dtype).removeprefix("torch.")
@@ -75,9 +75,9 @@ def product(x: torch.Tensor) -> torch.Tensor:
     return (x.reshape(-1, 1) @ x.new_ones(1, 1)).reshape(x.shape)
 
 
-def format_of(*args: Any, **kwargs: Any) -> str:
+def dtype_of(*args: Any, **kwargs: Any) -> str:
     try:
-        return format(run(*args, **kwargs))
+        return dtype(run(*args, **kwargs))
     except Exception:
         return "raises"
 

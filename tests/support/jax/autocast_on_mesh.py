@@ -1,8 +1,8 @@
 """What `test_sharding` runs on eight devices: gradients of one loss, sharded in every way.
 
 Run as a module with eight CPU devices; prints one line of JSON: for each way the gradients' error
-against float32 on one device, their dtypes and shardings, and the formats of the products; and in
-which format the devices' parts of a product are added up.
+against float32 on one device, their dtypes and shardings, and the dtypes of the products; and in
+which dtype the devices' parts of a product are added up.
 """
 
 import json
@@ -86,7 +86,7 @@ def in_shard_map(fn: Callable[..., Any], mesh: Any, **settings: Any) -> Callable
 
 
 def reduced() -> dict[str, Any]:
-    """Of a product over a sharded dimension: the formats that are added up, and the error."""
+    """Of a product over a sharded dimension: the dtypes that are added up, and the error."""
     mesh = jax.make_mesh((8,), ("t",), axis_types=(AxisType.Auto,))
     x = jax.random.normal(jax.random.key(3), (16, 2048))
     w = jax.random.normal(jax.random.key(4), (2048, 32))
@@ -105,7 +105,7 @@ def reduced() -> dict[str, Any]:
         w.astype(low.dtype), np.float64
     )
     error = np.abs(np.asarray(low, np.float64) - exact) / np.abs(exact)
-    return {"formats": sorted(set(sums)), "dtype": low.dtype.name, "error": float(error.max())}
+    return {"dtypes": sorted(set(sums)), "dtype": low.dtype.name, "error": float(error.max())}
 
 
 def main() -> None:

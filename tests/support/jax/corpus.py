@@ -1,7 +1,7 @@
 """A corpus of small JAX programs: what autocast is tried on, whole, one after another.
 
 A program is a `Program`: a function of float32 arrays (and whatever else), the arguments, the
-formats in which torch's documented rules let its results come out, and what it exercises. The
+dtypes in which torch's documented rules let its results come out, and what it exercises. The
 programs stand in the files `corpus_*`: in plain JAX, and built from installed packages.
 Everything is deterministic, tiny and needs no file.
 """
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LOW = "low"  # stands for the region's format
+LOW = "low"  # stands for the region's dtype
 F32 = "float32"
 
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -33,7 +33,7 @@ class Program:
     Attributes:
         name: the name of the function that makes it.
         make: gives the function and its arguments; float32 leaves are differentiated.
-        out: the format of each result under autocast, `LOW` for the region's.
+        out: the dtype of each result under autocast, `LOW` for the region's.
         tags: the transformations, ops and kinds of model in it.
         needs: the package that it is built from.
         x64: it runs with 64-bit types enabled.
@@ -59,7 +59,7 @@ class Program:
     def missing(self) -> bool:
         return importlib.util.find_spec(self.needs) is None
 
-    def formats(self, run: str) -> tuple[str, ...]:
+    def dtypes(self, run: str) -> tuple[str, ...]:
         return tuple(run if fmt == LOW else fmt for fmt in self.out)
 
 

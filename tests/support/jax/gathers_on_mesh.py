@@ -156,8 +156,8 @@ def looked_at(fn: Any, name: str, args: Any, folder: Path) -> tuple[dict[str, An
     ops = [op for body in hlo.read(text).values() for op in body.values()]
     found = [op for op in ops if op.opcode.startswith("all-gather")]
     seen = {
-        "gathers": sorted(op.format for op in found),
-        "bytes": sum(int(np.prod(op.shape)) * np.dtype(op.format).itemsize for op in found),
+        "gathers": sorted(op.dtype for op in found),
+        "bytes": sum(int(np.prod(op.shape)) * np.dtype(op.dtype).itemsize for op in found),
         "saved": hlo.residual_bytes(fn, *args),
     }
     return seen, np.concatenate([np.ravel(g) for g in jax.tree.leaves(compiled(*args))])

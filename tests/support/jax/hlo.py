@@ -1,8 +1,8 @@
 """What XLA made of a program, read from its optimised HLO; and what a program saves for backward.
 
-In: the text of `compiled.as_text()`. Out: every contraction in it with the formats of its operands
+In: the text of `compiled.as_text()`. Out: every contraction in it with the dtypes of its operands
 and of its result, wherever it stands (entry, fusion, loop body); the casts that run in every turn
-of a loop, and those of them that make the same in every turn. XLA rewrites formats as it likes, so
+of a loop, and those of them that make the same in every turn. XLA rewrites dtypes as it likes, so
 the jaxpr cannot answer this: on the CPU of jax 0.10 a contraction of bfloat16 with a bfloat16
 result is run on float32 operands.
 `residual_bytes` reads a jaxpr instead. Nothing here knows of polymp.
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-FORMATS = {
+DTYPES = {
     "bf16": "bfloat16",
     "f16": "float16",
     "f32": "float32",
@@ -47,13 +47,13 @@ _CHANGING = {"rng", "rng-bit-generator", "rng-get-and-update-state", "infeed", "
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO; format and shape are those of its first result.
+    """One line of HLO; dtype and shape are those of its first result.
 
     `place` is the number of a parameter, or the place of what is taken from a tuple.
     """
 
     name: str
-    format: str
+    dtype: str
     shape: tuple[int, ...]
     opcode: str
     operands: tuple[str, ...]
@@ -82,7 +82,7 @@ class Contraction:
 
     @property
     def low(self) -> bool:
-        """Whether both operands are read in a low format."""
+        """Whether both operands are read in a low dtype."""
         return LOW.issuperset(self.operands)
 
     @property
@@ -111,8 +111,8 @@ def contractions(text: str) -> list[Contraction]:
     return [
         Contraction(
             kind=op.opcode if op.opcode != "custom-call" else op.text("custom_call_target"),
-            operands=(body[op.operands[0]].format, body[op.operands[1]].format),
-            result=op.format,
+            operands=(body[op.operands[0]].dtype, body[op.operands[1]].dtype),
+            result=op.dtype,
             shape=op.shape,
             backward="transpose(" in op.text("op_name"),
             looped=name in looped,
@@ -140,10 +140,10 @@ def looped_casts(text: str, size: int) -> list[Instruction]:
 
 
 def casts(text: str) -> int:
-    """How many casts from one float format to another there are, those in fusions too."""
-    floats = set(FORMATS.values())
+    """How many casts from one float dtype to another there are, those in fusions too."""
+    floats = set(DTYPES.values())
     return sum(
-        op.opcode == "convert" and floats.issuperset((op.format, body[op.operands[0]].format))
+        op.opcode == "convert" and floats.issuperset((op.dtype, body[op.operands[0]].dtype))
         for body in read(text).values()
         for op in body.values()
     )
@@ -171,7 +171,7 @@ def residual_bytes(loss: Callable[..., Any], params: Any, *rest: Any) -> int:
     """How much memory the forward pass of `loss` leaves to the backward pass.
 
     Every array that the pullback of `jax.vjp` holds counts once. Arguments do not count, as they
-    are there anyway; a copy of an argument in another format does. Nothing is run.
+    are there anyway; a copy of an argument in another dtype does. Nothing is run.
     """
 
     def saved(params: Any, *rest: Any) -> list[Any]:
@@ -187,13 +187,13 @@ def _instruction(name: str, text: str) -> Instruction:
     # A tuple's type holds spaces, and layouts such as {1,0:T(8,128)} hold brackets.
     end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
     array = _ARRAY.search(text[:end])
-    format, shape = array.groups() if array else ("", "")
+    dtype, shape = array.groups() if array else ("", "")
     call = text[end:].lstrip()
     opcode, _, arguments = call.partition("(")
     close = _closing("(" + arguments)
     return Instruction(
         name=name,
-        format=FORMATS.get(format, format),
+        dtype=DTYPES.get(dtype, dtype),
         shape=tuple(int(n.strip("<=")) for n in shape.split(",") if n),
         opcode=opcode,
         operands=tuple(_NAME.findall(arguments[: close - 1])),

@@ -70,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Program:
-    """A block that is read in a region of a low format, and the seed of its arguments."""
+    """A block that is read in a region of a low dtype, and the seed of its arguments."""
 
     block: Block
     low: str

@@ -1,12 +1,12 @@
 """The random programs with their casts inserted by hand, from what docs/jax.md says.
 
 A second reading of `programs`, which knows nothing of the package: it goes through the steps,
-decides by the documented tables in which format each one runs, and writes the function with an
+decides by the documented tables in which dtype each one runs, and writes the function with an
 `astype` wherever that asks for one. A product takes rounded operands to float32, adds up there
 and is rounded once. Where the documentation leaves a choice, this says what it takes it to mean.
 
 With `noise`, every low value and every low cotangent is moved by random relative errors of the
-size of its format's roundoff, which shows how far roundings may carry.
+size of its dtype's roundoff, which shows how far roundings may carry.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 class Kind(NamedTuple):
-    """A value's format, and what the table "Mixed operands" calls it."""
+    """A value's dtype, and what the table "Mixed operands" calls it."""
 
-    format: str
+    dtype: str
     what: str = "computed"  # or "given" (a parameter), "product", "number"
 
     @property
     def low(self) -> bool:
-        return self.format != "float32"
+        return self.dtype != "float32"
 
 
 Kinds = dict[str, Kind]
-Region = str  # a low format, or "off"
+Region = str  # a low dtype, or "off"
 
 
 class Step(NamedTuple):
-    """One step and how it runs: its format, or the planned blocks inside it."""
+    """One step and how it runs: its dtype, or the planned blocks inside it."""
 
     of: Op | Do
     region: Region
@@ -79,14 +79,14 @@ class Step(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A block whose formats are decided.
+    """A block whose dtypes are decided.
 
     Attributes:
         params: its parameters.
         steps: in order, those of vmaps and regions among the others.
         results: names of the results.
         kinds: of all values.
-        wanted: formats that the results take; None leaves them.
+        wanted: dtypes that the results take; None leaves them.
     """
 
     params: tuple[str, ...]
@@ -106,7 +106,7 @@ class Rules:
     """The documented rules. Wrong ones are made of it by overriding, to see that they are found."""
 
     def run(self, op: Op, region: Region, kinds: list[Kind]) -> str:
-        """The format that an op runs in."""
+        """The dtype that an op runs in."""
         if region == "off" or op.name in (*FLOAT32_OPS, "upper", "explicit"):
             return "float32"
         if op.name in (*LOW_OPS, "lower"):
@@ -114,7 +114,7 @@ class Rules:
         decide = [k for k in kinds if k.what != "number"]
         if self.is_bias(op, decide):
             decide = [k for k in decide if k.what == "product"]
-        run = self.widest([k.format for k in decide])
+        run = self.widest([k.dtype for k in decide])
         number = abs(op.number)
         if op.name in ("times", "plus") and run != "float32":
             if not SMALLEST[run] <= number <= LARGEST[run]:
@@ -122,13 +122,13 @@ class Rules:
         return run
 
     def is_bias(self, op: Op, kinds: list[Kind]) -> bool:
-        products = {k.format for k in kinds if k.what == "product"}
+        products = {k.dtype for k in kinds if k.what == "product"}
         added = op.name in ("add", "bias")
         return added and len(products) == 1 and all(k.what in ("product", "given") for k in kinds)
 
-    def widest(self, formats: list[str]) -> str:
+    def widest(self, dtypes: list[str]) -> str:
         """Of bfloat16 and float16 neither holds the other, so it is float32."""
-        return formats[0] if len(set(formats)) == 1 else "float32"
+        return dtypes[0] if len(set(dtypes)) == 1 else "float32"
 
     def result(self, op: Op, region: Region, run: str, kinds: list[Kind]) -> Kind:
         if region == "off":
@@ -144,7 +144,7 @@ class Rules:
 
     def joined(self, carry: tuple[str, ...], after: list[Kind]) -> tuple[str, ...]:
         """A carry is the widest of what goes in and what comes round."""
-        return tuple(self.widest([a, b.format]) for a, b in zip(carry, after, strict=False))
+        return tuple(self.widest([a, b.dtype]) for a, b in zip(carry, after, strict=False))
 
     def pulls(self) -> bool:
         return True
@@ -202,21 +202,21 @@ class _Planner:
         blocks = tuple(self.plan(block, region, inside) for block in step.blocks)
         outs = blocks[0].outs()
         if step.kind == "switch":
-            formats = tuple(
-                self.rules.widest([k.format for k in some])
+            dtypes = tuple(
+                self.rules.widest([k.dtype for k in some])
                 for some in zip(*(b.outs() for b in blocks), strict=True)
             )
-            blocks = tuple(self.plan(b, region, inside, formats) for b in step.blocks)
-            outs = [Kind(f) for f in formats]
+            blocks = tuple(self.plan(b, region, inside, dtypes) for b in step.blocks)
+            outs = [Kind(f) for f in dtypes]
         if step.kind in WITH_RULES:
-            outs = [k if k.what == "product" else Kind(k.format) for k in outs]
+            outs = [k if k.what == "product" else Kind(k.dtype) for k in outs]
         kinds.update(zip(step.targets, outs, strict=True))
         return Step(step, region, None, blocks)
 
     def loop(self, step: Do, region: Region, inside: Kinds, kinds: Kinds) -> Step:
         (block,) = step.blocks
         inside[block.params[-1]] = Kind("float32", "given")  # a layer's matrix, in a scan
-        start = [kinds[self.name(a)].format for a in step.args]
+        start = [kinds[self.name(a)].dtype for a in step.args]
         if step.kind == "while" and region == "off":  # stop_gradient runs as written
             start = ["float32"] * len(start)
             inside.update({self.name(n): Kind("float32") for n in free(block)})
@@ -228,7 +228,7 @@ class _Planner:
             if wider == carry:
                 break
             carry = wider
-        made = tuple(k.format for k in planned.outs()[len(carry) :])
+        made = tuple(k.dtype for k in planned.outs()[len(carry) :])
         planned = planned._replace(wanted=(*carry, *made))
         kinds.update(zip(step.targets, planned.outs(), strict=True))
         return Step(step, region, None, (planned,), carry)
@@ -245,12 +245,12 @@ class _Planner:
                 if eligible and target in up and target not in other:
                     kinds[target] = Kind("float32")
                     step = steps[at] = step._replace(run="float32")
-            for name, format in self.reads(step):
-                upward = format == "float32" and kinds[name].low
+            for name, dtype in self.reads(step):
+                upward = dtype == "float32" and kinds[name].low
                 (up if upward else other).add(name)
 
     def reads(self, step: Step) -> list[tuple[str, str | None]]:
-        """The names that a step reads, and in which format; None as they are."""
+        """The names that a step reads, and in which dtype; None as they are."""
         of = step.of
         if isinstance(of, Op):
             names = [self.name(a) for a in of.args]
@@ -260,8 +260,8 @@ class _Planner:
             return [(name, None if as_is else step.run) for name in names]
         off = of.kind == "while" and step.region == "off"
         inner = [(self.name(n), "float32" if off else None) for n in free(*of.blocks)]
-        formats = step.carry or (None,) * len(of.args)
-        return [*zip(map(self.name, of.args), formats, strict=True), *inner]
+        dtypes = step.carry or (None,) * len(of.args)
+        return [*zip(map(self.name, of.args), dtypes, strict=True), *inner]
 
 
 # The casts
@@ -299,7 +299,7 @@ class _Casts:
             else:
                 env.update(zip(step.of.targets, self.do(step, step.of, env), strict=True))
         results = [env[name] for name in planned.results]
-        assert [x.dtype.name for x in results] == [planned.kinds[n].format for n in planned.results]
+        assert [x.dtype.name for x in results] == [planned.kinds[n].dtype for n in planned.results]
         if planned.wanted is None:
             return results
         return [x.astype(w) for x, w in zip(results, planned.wanted, strict=True)]

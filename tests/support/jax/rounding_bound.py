@@ -1,7 +1,7 @@
-"""How far rounding may move the results of a program: a bound derived from the format.
+"""How far rounding may move the results of a program: a bound derived from the dtype.
 
 Monte Carlo arithmetic (D. Stott Parker, 1997): the float32 program is run again with a random
-relative error of at most the format's unit roundoff wherever a region may round. The results of
+relative error of at most the dtype's unit roundoff wherever a region may round. The results of
 several such runs scatter round the float32 ones as far as the program's own conditioning carries
 an error of that size; a rounded run has to stay within a fixed multiple of that scatter. Nothing
 is known of a program but its jaxpr, and the multiple is the same for all.
@@ -10,7 +10,7 @@ A region may round the operands and the result of every contraction, and those o
 op that a low value reaches before a float32 function does, together with the constants and the
 parameters in it. Backward, it may round the cotangents of those results, and wherever a low value
 takes part. What is exact in any
-format (selection, layout, comparison) stays exact.
+dtype (selection, layout, comparison) stays exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tests.support.jax.walker import AS_WRITTEN, CONTRACTIONS, FLOAT32, LINALG, LINEAR
 
 # bits behind the point, smallest subnormal's exponent
-FORMATS = {"bfloat16": (7, -133), "float16": (10, -24), "four bits": (3, -133)}
+DTYPES = {"bfloat16": (7, -133), "float16": (10, -24), "four bits": (3, -133)}
 EXPONENT_BITS = {"bfloat16": 8, "float16": 5, "four bits": 8}
 
 EXACT = frozenset(
@@ -50,7 +50,7 @@ Rounding = Callable[[jax.Array], jax.Array]
 
 
 class Kind(IntEnum):
-    """What is known of the format of a float32 value in a region; a join is the maximum."""
+    """What is known of the dtype of a float32 value in a region; a join is the maximum."""
 
     FREE = 0  # a parameter, a constant and what comes of them
     LOW = 1  # a contraction's result and what comes of it
@@ -68,7 +68,7 @@ def scatter(unit: jax.Array, tiny: jax.Array, seed: jax.Array) -> Rounding:
     """A rounding that errs at random, by at most `unit` of the value plus `tiny`.
 
     With zeros for both it changes nothing. The error is a hash of the value and the seed: equal
-    values are rounded alike, as a format rounds a weight alike wherever it is used.
+    values are rounded alike, as a dtype rounds a weight alike wherever it is used.
     """
 
     def rounding(x: jax.Array) -> jax.Array:
@@ -80,8 +80,8 @@ def scatter(unit: jax.Array, tiny: jax.Array, seed: jax.Array) -> Rounding:
 
 
 def nearest(fmt: str) -> Rounding:
-    """Round to the format itself: what a region does, emulated."""
-    bits, subnormal = FORMATS[fmt]
+    """Round to the dtype itself: what a region does, emulated."""
+    bits, subnormal = DTYPES[fmt]
 
     def rounding(x: jax.Array) -> jax.Array:
         normal = lax.reduce_precision(x, EXPONENT_BITS[fmt], bits)  # flushes subnormals
@@ -95,8 +95,8 @@ def nearest(fmt: str) -> Rounding:
 
 
 def scatter_of(fmt: str, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The arguments of `scatter` for a format."""
-    bits, subnormal = FORMATS[fmt]
+    """The arguments of `scatter` for a dtype."""
+    bits, subnormal = DTYPES[fmt]
     return (
         jnp.float32(2.0 ** -(bits + 1)),
         jnp.float32(2.0 ** max(subnormal - 1, -126)),

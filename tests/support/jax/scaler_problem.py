@@ -1,7 +1,7 @@
 """A problem that float16 cannot learn without a scaler, and how far with one it may end up.
 
 Least squares with a loss so small that every cotangent rounds to 0 in float16. Everything else is
-exact in float16, so that what the format costs can be bounded.
+exact in float16, so that what the dtype costs can be bounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small transformer in plain JAX: one source for float32, hand-written bfloat16 and autocast.
 
 In: a `Size`, parameters as a pytree of float32 arrays, tokens. Out: the loss. `compute` is the
-format that somebody who casts by hand would choose, the way jmp's users do: parameters and
+dtype that somebody who casts by hand would choose, the way jmp's users do: parameters and
 activations in `compute`, and norms, softmax and loss in float32. With `compute=float32` every cast
 below is of a float32 value to float32, which leaves nothing in the trace: that program, untouched,
 is what autocast gets. Nothing here knows of polymp.

@@ -1,12 +1,12 @@
-"""What a traced program runs in which format, read from its jaxpr alone.
+"""What a traced program runs in which dtype, read from its jaxpr alone.
 
-A jaxpr goes in; `equations` gives every equation at every depth with the formats of its operands
-and results, and `violations` lists those that run in a format the policy "amp" does not allow.
+A jaxpr goes in; `equations` gives every equation at every depth with the dtypes of its operands
+and results, and `violations` lists those that run in a dtype the policy "amp" does not allow.
 The rules are written down here a second time, from torch's documentation of autocast on CUDA and
 from what the backend documents; nothing is imported from the package that is being judged.
 
 A contraction of the backend is one equation named `polymp_contraction`, which says in `run` what
-format it runs in and in `out` what format it returns.
+dtype it runs in and in `out` what dtype it returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FLOAT32 = {
 }
 
 # Sums that differentiation makes: of the cotangents of a broadcast, of the ties of a maximum. torch
-# documents that backward runs in the formats of forward, so what is low there is summed as it is.
+# documents that backward runs in the dtypes of forward, so what is low there is summed as it is.
 LINEAR = ("reduce_sum", "cumsum")
 
 # What runs as the program wrote it.
@@ -64,7 +64,7 @@ LINALG = frozenset(
 
 @dataclass(frozen=True)
 class Site:
-    """One equation: its primitive, the formats of operands and results, and where it stands."""
+    """One equation: its primitive, the dtypes of operands and results, and where it stands."""
 
     op: str
     operands: tuple[str, ...]
@@ -85,8 +85,8 @@ class Site:
         return "jvp(" in self.scope
 
     def __str__(self) -> str:
-        formats = f"({', '.join(self.operands)}) -> {', '.join(self.results)}"
-        return f"{self.op} {formats} in {self.where or 'the program'} [{self.scope}]"
+        dtypes = f"({', '.join(self.operands)}) -> {', '.join(self.results)}"
+        return f"{self.op} {dtypes} in {self.where or 'the program'} [{self.scope}]"
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,17 @@ def equations(jaxpr: Any, off: str = "as_written") -> Iterator[Site]:
 def violations(
     jaxpr: Any, run: str, off: str = "as_written", gradient: bool = False
 ) -> list[Violation]:
-    """The equations that a region of format `run` may not contain.
+    """The equations that a region of dtype `run` may not contain.
 
         float32  a function of torch's float32 list has a low operand
-        shift    the difference that an exponential takes was rounded to a low format before
+        shift    the difference that an exponential takes was rounded to a low dtype before
         low      a contraction runs in float32 where nothing asks for it
-        foreign  a contraction runs in a low format that is not the region's
+        foreign  a contraction runs in a low dtype that is not the region's
         narrow   float64 or complex became narrower
 
     A contraction with an operand in float64 or complex, and one whose precision the program has
     set, are the program's own. In the `gradient` of a program that was rewritten before, JAX's own
-    derivative rules may sum and invert in the formats of forward, and narrow what forward widened.
+    derivative rules may sum and invert in the dtypes of forward, and narrow what forward widened.
     """
     judged = ((site, _judge(site, run)) for site in equations(jaxpr, off))
     found = [v for site, v in judged if v is not None and not (gradient and _derived(site))]
@@ -180,8 +180,8 @@ def _walk(jaxpr: Any, where: str, scope: str, as_written: bool, off: str) -> Ite
         left = as_written or op in AS_WRITTEN or name in LINALG or _under(here, off)
         yield Site(
             op,
-            tuple(_format(v) for v in eqn.invars),
-            tuple(_format(v) for v in eqn.outvars),
+            tuple(_dtype(v) for v in eqn.invars),
+            tuple(_dtype(v) for v in eqn.outvars),
             eqn.params,
             where,
             here,
@@ -199,7 +199,7 @@ def _under(scope: str, off: str) -> bool:
 
 
 def _shifts(jaxpr: Any, off: str) -> Iterator[Site]:
-    """Low differences whose only way on is up, into an exponential: a softmax in a low format."""
+    """Low differences whose only way on is up, into an exponential: a softmax in a low dtype."""
     for body, scope, left in _jaxprs(jaxpr, "", False, off):
         made = {id(v): eqn for eqn in body.eqns for v in eqn.outvars}
         for eqn in body.eqns:
@@ -211,8 +211,8 @@ def _shifts(jaxpr: Any, off: str) -> Iterator[Site]:
             source = made.get(id(up.invars[0]))
             if source is None or source.primitive.name != "sub":
                 continue
-            operands = tuple(_format(v) for v in source.invars)
-            results = tuple(_format(v) for v in source.outvars)
+            operands = tuple(_dtype(v) for v in source.invars)
+            results = tuple(_dtype(v) for v in source.outvars)
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             if results[0] in LOW and not _under(here, off):
                 yield Site("sub", operands, results, source.params, "the shift", here, False)
@@ -247,5 +247,5 @@ def _open(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "eqns") and not hasattr(jaxpr, "jaxpr") else jaxpr.jaxpr
 
 
-def _format(var: Any) -> str:
+def _dtype(var: Any) -> str:
     return str(getattr(var.aval, "dtype", "none"))

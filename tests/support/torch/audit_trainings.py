@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import polymp.torch
 from polymp.torch import autocast
 
-# Of each format: dtype, and the scaler that goes with it.
-FORMATS: dict[str, tuple[torch.dtype | None, Any]] = {
+# Of each dtype: dtype, and the scaler that goes with it.
+DTYPES: dict[str, tuple[torch.dtype | None, Any]] = {
     "fp32": (None, None),
     "bf16": (torch.bfloat16, None),
     "fp16": (torch.float16, polymp.torch.GradScaler),
@@ -76,17 +76,17 @@ class Training:
 
     Args:
         model: name of it.
-        format: name of it.
+        dtype: name of it.
         optimizer: name of it.
         parts: how many backward passes a step has.
     """
 
     def __init__(
-        self, model: str = "mlp", format: str = "fp16", optimizer: str = "plain", parts: int = 1
+        self, model: str = "mlp", dtype: str = "fp16", optimizer: str = "plain", parts: int = 1
     ) -> None:
         torch.manual_seed(0)
         self.model, self.x = MODELS[model]()
-        self.dtype, scaler = FORMATS[format]
+        self.dtype, scaler = DTYPES[dtype]
         self.scaler = None if scaler is None else scaler("cpu", 2.0**10, growth_interval=2)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.parts = parts

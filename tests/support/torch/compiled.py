@@ -57,12 +57,12 @@ def one_region(net: nn.Module, x: torch.Tensor) -> Any:
     return y, net(x)
 
 
-def formats(tensors: Any) -> list[torch.dtype]:
+def dtypes(tensors: Any) -> list[torch.dtype]:
     return [t.dtype for t in tensors]
 
 
 def gradients(y: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
-    """Gradients of one result; of several, eager torch would add some up in the low format."""
+    """Gradients of one result; of several, eager torch would add some up in the low dtype."""
     loss = y.float().square().sum()
     found = torch.autograd.grad(
         loss, list(net.parameters()), retain_graph=True, materialize_grads=True
@@ -71,8 +71,8 @@ def gradients(y: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
 
 
 def assert_same(compiled: Any, eager: Any, net: nn.Module | None = None) -> None:
-    """The same formats and bits; of the gradients too, if the net is given."""
-    assert formats(compiled) == formats(eager)
+    """The same dtypes and bits; of the gradients too, if the net is given."""
+    assert dtypes(compiled) == dtypes(eager)
     assert all(map(torch.equal, compiled, eager))
     if net is not None:
         for ours, theirs in zip(compiled, eager, strict=True):

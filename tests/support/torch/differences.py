@@ -58,7 +58,7 @@ def after_a_change(amp: Amp, change: Callable[[torch.Tensor], None]) -> float:
 
 
 @program
-def two_formats_on_one_weight(amp: Amp) -> str:
+def two_dtypes_on_one_weight(amp: Amp) -> str:
     w = weight()
     with amp.autocast("cpu", BF16):
         torch.mm(X, w)

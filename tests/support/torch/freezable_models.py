@@ -48,7 +48,7 @@ def bits(t: torch.Tensor) -> bytes:
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """All that a model is, to the bit: objects, formats, memory, version, class, attributes."""
+    """All that a model is, to the bit: objects, dtypes, memory, version, class, attributes."""
     every = {
         name: (id(t), t.dtype, t.data_ptr(), t._version, t.requires_grad, bits(t))
         for name, t in originals.names(model).items()

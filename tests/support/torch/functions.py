@@ -59,7 +59,7 @@ def product(amp: Amp, report: Report, cast_inputs: torch.dtype | None = None) ->
         @amp.custom_bwd(device_type="cpu")
         def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             a, b = ctx.saved_tensors
-            # No cast by hand: mixed formats are an error unless autocast is on.
+            # No cast by hand: mixed dtypes are an error unless autocast is on.
             one = torch.mm(g, b.mT) if g.dtype is b.dtype or _on() else torch.mm(g.float(), b.mT)
             other = torch.mm(a.mT, g) if g.dtype is a.dtype or _on() else torch.mm(a.mT, g.float())
             report.look("backward", g, one, other)

@@ -11,13 +11,13 @@ from polymp.rules.region import Region
 @contextmanager
 def inside(
     device: str,
-    format: str = "float16",
+    dtype: str = "float16",
     *,
     enabled: bool = True,
     cache: bool = True,
     policy: Policy | None = None,
 ) -> Iterator[Region]:
-    region = Region("torch", device, enabled, format, cache, policy)
+    region = Region("torch", device, enabled, dtype, cache, policy)
     kernel_registry.prepare(region)
     ticket = regions.ticket(region)
     regions.enter(ticket)

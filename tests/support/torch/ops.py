@@ -2,7 +2,7 @@
 
 A `Row` names one aten overload and makes the arguments of one call; `ROWS` covers the union of both
 registration lists, several rows for an op where optional arguments or shapes matter. Arguments come
-out as float32 on CPU; `PATTERNS` says which format the first, second, ... floating-point tensor of
+out as float32 on CPU; `PATTERNS` says which dtype the first, second, ... floating-point tensor of
 the call is turned into, and `arguments` builds the call. Nothing here enters an autocast region.
 """
 
@@ -20,8 +20,8 @@ from tests.support.torch.version_changes import NAMED
 NONE, MEAN, SUM = 0, 1, 2  # aten's reduction argument
 ZEROS, BILINEAR = 0, 0  # aten's padding and interpolation arguments of grid_sampler
 
-# Which format the floating-point tensors of a call take, in order; the last entry repeats.
-# "low" is the region's format, "other" the other 16-bit one.
+# Which dtype the floating-point tensors of a call take, in order; the last entry repeats.
+# "low" is the region's dtype, "other" the other 16-bit one.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "all float32": ("float32",),
     "all bfloat16": ("bfloat16",),
@@ -84,7 +84,7 @@ class Source:
         return self.integers(2, *shape).float() * 2 - 1
 
     def regular(self, n: int) -> torch.Tensor:
-        """A matrix far from singular, with distinct real eigenvalues in every float format."""
+        """A matrix far from singular, with distinct real eigenvalues in every float dtype."""
         return 0.1 * self.normal(n, n) + torch.diag(torch.arange(1.0, n + 1))
 
     def symmetric(self, n: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Row:
 
     `outputs` are the positions of the outputs to differentiate: None for all of them, () where the
     op has no derivative (or none that is defined for an arbitrary cotangent). `scratch` are the
-    positions of outputs that the kernel leaves partly unwritten: they have formats but no values.
+    positions of outputs that the kernel leaves partly unwritten: they have dtypes but no values.
     """
 
     op: str
@@ -125,7 +125,7 @@ class Row:
         return found
 
 
-def formats(pattern: Sequence[str], low: torch.dtype) -> list[torch.dtype]:
+def dtypes(pattern: Sequence[str], low: torch.dtype) -> list[torch.dtype]:
     """The dtypes of a pattern for a region in `low`."""
     other = torch.float16 if low == torch.bfloat16 else torch.bfloat16
     named = {"low": low, "other": other}
@@ -144,7 +144,7 @@ def arguments(
     place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
     stay: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
 ) -> tuple[Call, list[torch.Tensor]]:
-    """The row's call with its floating-point tensors in the pattern's formats.
+    """The row's call with its floating-point tensors in the pattern's dtypes.
 
     Args:
         row: the row. Two calls for it return equal bits in fresh tensors.

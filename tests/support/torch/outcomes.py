@@ -1,8 +1,8 @@
 """What one call of an op gives, in a form that can be compared, pickled and printed.
 
 On tensors with data the outcome of a call is every bit of its outputs and gradients, or the
-exception. Without a GPU those for CUDA are fake: the outcome is the formats of the outputs, or the
-exception, and the formats in which the op was called below autocast.
+exception. Without a GPU those for CUDA are fake: the outcome is the dtypes of the outputs, or the
+exception, and the dtypes in which the op was called below autocast.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def on_data(
         leaves: the tensors that gradients are taken of.
         enter: opens the region.
         differentiable: whether the output at a position is differentiated.
-        scratch: whether the output at a position has no values, only a format.
+        scratch: whether the output at a position has no values, only a dtype.
         inside: take the gradients inside the region, not after it.
     """
     outputs: tuple[Any, ...] = ()
@@ -116,7 +116,7 @@ def message(error: Exception) -> str:
 
 
 class CallRecorder(TorchDispatchMode):
-    """Notes every op that arrives below autocast, with the formats of its tensors."""
+    """Notes every op that arrives below autocast, with the dtypes of its tensors."""
 
     # Casts, and questions about a tensor, are no computation.
     uncounted = ("aten::_to_copy", "aten::to.", "prim::")

@@ -1,7 +1,7 @@
 """Programs of nested regions, ops, weight updates, threads and exceptions, and what runs them.
 
 A program is plain data. `run` carries it out with a `Library`, which says how regions are entered,
-and returns all that could be seen: formats and bits of every result, torch's autocast state at
+and returns all that could be seen: dtypes and bits of every result, torch's autocast state at
 every op, errors, and at the end weights, gradients and the state left behind. Nothing here imports
 polymp.
 """

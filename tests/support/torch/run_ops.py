@@ -103,14 +103,14 @@ def variations(
     seen = set()
     count = ops.floats(row)
     for name in patterns:
-        pattern = ops.formats(ops.PATTERNS[name], low)
+        pattern = ops.dtypes(ops.PATTERNS[name], low)
         taken = tuple(pattern[min(at, len(pattern) - 1)] for at in range(count))
         if taken not in seen:
             seen.add(taken)
             yield name, pattern, ""
     for name in ("all float32", "low, then float32"):
         for way in filter(None, WAYS[device]):
-            yield f"{name} ({way})", ops.formats(ops.PATTERNS[name], low), way
+            yield f"{name} ({way})", ops.dtypes(ops.PATTERNS[name], low), way
 
 
 def run_cpu(row: Row, pattern: list[torch.dtype], way: str, enter: Enter) -> Outcome:

@@ -28,14 +28,14 @@ class Correct:
 
     - A fresh object at every entry.
     - The cache is cleared after each write to a weight, and where it would go on being used under
-      another low format.
+      another low dtype.
     - polymp keeps no casts for a second thread while a first one has a region with kept casts open.
       Such a thread's regions have the cache off here, and a nesting level is added around them, for
       torch clears every thread's casts when the nesting gets back to 0.
     """
 
     def __init__(self) -> None:
-        self.format: torch.dtype | None = None  # of the casts that torch keeps
+        self.dtype: torch.dtype | None = None  # of the casts that torch keeps
         self.holder: int | None = None  # the thread that they belong to
         self.local = threading.local()
 
@@ -63,9 +63,9 @@ class Correct:
     def entered_or_left(self) -> None:
         if torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled():
             dtype = torch.get_autocast_dtype("cpu")
-            if dtype is not self.format:
+            if dtype is not self.dtype:
                 torch.clear_autocast_cache()
-                self.format = dtype
+                self.dtype = dtype
 
     def function(self, spec: Spec, function: Callable[..., Any]) -> Callable[..., Any]:
         def decorated(*args: Any) -> Any:
@@ -108,8 +108,8 @@ class StaleWeights(Correct):
         pass
 
 
-class StaleFormat(Correct):
-    """Used wrongly: casts of another format."""
+class StaleDtype(Correct):
+    """Used wrongly: casts of another dtype."""
 
     def entered_or_left(self) -> None:
         pass
@@ -144,8 +144,8 @@ class NoGeneratorRegion(Correct):
         return generator
 
 
-class OtherFormat(Correct):
-    """Another program: every region in the other low format."""
+class OtherDtype(Correct):
+    """Another program: every region in the other low dtype."""
 
     def autocast(self, spec: Spec, cache: bool) -> Any:
         region = super().autocast(spec, cache)
@@ -173,11 +173,11 @@ LIBRARIES = {
     for library in (
         Correct,
         StaleWeights,
-        StaleFormat,
+        StaleDtype,
         OneObject,
         Threads,
         NoGeneratorRegion,
-        OtherFormat,
+        OtherDtype,
         LeftOpen,
     )
 }

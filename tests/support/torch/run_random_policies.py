@@ -62,7 +62,7 @@ def same(one: torch.Tensor, other: torch.Tensor, op: str) -> bool:
     return torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)
 
 
-FRAMEWORK = Framework(OPS, fw.format, fw.cast, True, same)
+FRAMEWORK = Framework(OPS, fw.dtype, fw.cast, True, same)
 
 
 class Place(nn.Module):

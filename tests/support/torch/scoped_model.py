@@ -30,7 +30,7 @@ def seeded(made: Callable[[], nn.Module]) -> Any:
 
 
 class Model(nn.Module):
-    """A body in the region's format, and a head; by hand, the head is outside of it."""
+    """A body in the region's dtype, and a head; by hand, the head is outside of it."""
 
     def __init__(self, by_hand: bool = False) -> None:
         super().__init__()

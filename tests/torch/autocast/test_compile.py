@@ -17,7 +17,7 @@ from tests.support.torch.compiled import (
     Decorated,
     Net,
     assert_same,
-    formats,
+    dtypes,
     one_region,
 )
 from tests.support.torch.version_changes import VERSION
@@ -140,7 +140,7 @@ INSIDE: dict[Callable[..., Any], list[torch.dtype]] = {
 def test_inside_a_compiled_function(function: Any, count: Count, net: Net, x: torch.Tensor) -> None:
     compiled = torch.compile(function, fullgraph=True, backend=count)
     result, eager = compiled(net, x), function(net, x)
-    assert formats(result) == INSIDE[function]
+    assert dtypes(result) == INSIDE[function]
     assert_same(result, eager, net)
     compiled(net, x)
     assert count.graphs == 1
@@ -231,5 +231,5 @@ def test_in_functions_that_are_graphs_of_their_own(
     function: Any, count: Count, net: Net, x: torch.Tensor
 ) -> None:
     result = torch.compile(function, fullgraph=True, backend=count)(net, x)
-    assert formats(result) == [FP16]
+    assert dtypes(result) == [FP16]
     assert_same(result, function(net, x), net)

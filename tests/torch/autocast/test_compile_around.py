@@ -23,7 +23,7 @@ from tests.support.torch.compiled import (
     Decorated,
     Net,
     assert_same,
-    formats,
+    dtypes,
     one_region,
 )
 from tests.support.torch.version_changes import VERSION
@@ -40,8 +40,8 @@ F16, B16, OFF = {"dtype": FP16}, {"dtype": BF16}, {"enabled": False}
 RELU32, LINEAR32 = {**F16, "policy": KEEPS_RELU}, {**F16, "policy": KEEPS_LINEAR}
 NAMED = {**F16, "policy": "torch-cpu"}
 ORDERS: dict[str, tuple[Ambient, ...]] = {
-    "formats": (F16, B16, F16, B16),
-    "formats, the other way": (B16, F16, B16, F16),
+    "dtypes": (F16, B16, F16, B16),
+    "dtypes, the other way": (B16, F16, B16, F16),
     "on and off": (F16, None, F16, OFF),
     "off and on": (None, F16, OFF, F16),
     "policies": (RELU32, LINEAR32, RELU32, LINEAR32),
@@ -49,7 +49,7 @@ ORDERS: dict[str, tuple[Ambient, ...]] = {
     "none, then a policy": (F16, RELU32, F16, RELU32),
     "a policy, then none": (RELU32, F16, RELU32, None),
     "a policy of torch's rules": (F16, NAMED, RELU32, NAMED),
-    "one policy in two formats": ({**B16, "policy": AS_OBJECT}, {**F16, "policy": AS_OBJECT}),
+    "one policy in two dtypes": ({**B16, "policy": AS_OBJECT}, {**F16, "policy": AS_OBJECT}),
     "cache": ({**F16, "cache_enabled": False}, F16, {**F16, "cache_enabled": False}),
 }
 
@@ -146,7 +146,7 @@ def test_a_graph_break_keeps_the_region(at: str, count: Count, net: Net, x: torc
     with torch.no_grad():
         result, eager = compiled(x), broken(x)
     assert torch.get_autocast_dtype("cpu") is BF16
-    assert formats(result) == [FP16, FP16, FP32]
+    assert dtypes(result) == [FP16, FP16, FP32]
     assert_same(result, eager)
 
 
@@ -181,7 +181,7 @@ def test_a_region_made_outside(
 
 @pytest.mark.skipif(VERSION < (2, 14), reason="before torch 2.14 there is a graph break")
 def test_a_region_from_outside_is_guarded(count: Count, net: Net, x: torch.Tensor) -> None:
-    """Another object with another format or policy is compiled anew, and the old graph kept."""
+    """Another object with another dtype or policy is compiled anew, and the old graph kept."""
 
     def function(x: torch.Tensor, region: Any) -> Any:
         with region:
@@ -245,7 +245,7 @@ def test_tracing_before_autocast_keeps_the_region(model: type[nn.Module], x: tor
     torch._dynamo.reset()
     if model is Decorated:
         result, eager = [result], [eager]
-    assert formats(result) == formats(eager)
+    assert dtypes(result) == dtypes(eager)
     assert all(map(torch.equal, result, eager))
 
 
@@ -259,7 +259,7 @@ def test_export_keeps_the_region(model: type[nn.Module], strict: bool, x: torch.
     result, eager = program.module()(x), net(x)
     if model is Decorated:
         result, eager = [result], [eager]
-    assert formats(result) == formats(eager)
+    assert dtypes(result) == dtypes(eager)
     assert all(map(torch.equal, result, eager))
     with autocast("cpu", dtype=BF16):  # the program brings its own region
-        assert formats(result) == formats(eager)
+        assert dtypes(result) == dtypes(eager)

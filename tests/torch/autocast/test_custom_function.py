@@ -1,4 +1,4 @@
-"""`custom_fwd` and `custom_bwd`: which formats and which state forward and backward see.
+"""`custom_fwd` and `custom_bwd`: which dtypes and which state forward and backward see.
 
 The reports of the scenarios in `functions` under polymp's decorators must equal those under
 torch's, and wrong decorators must change them.
@@ -59,7 +59,7 @@ def never_casts(*args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
 
 
 def ambient_dtype(function: Any = None, *, device_type: str) -> Any:
-    """`custom_bwd` that knows whether forward used autocast, but not in which format."""
+    """`custom_bwd` that knows whether forward used autocast, but not in which dtype."""
     if function is None:
         return functools.partial(ambient_dtype, device_type=device_type)
 
@@ -85,7 +85,7 @@ MUTANTS = {
     "both do nothing": Amp(autocast, nothing, nothing),
     "custom_bwd does nothing": Amp(autocast, custom_fwd, nothing),
     "cast_inputs is ignored": Amp(autocast, never_casts, custom_bwd),
-    "backward in the ambient format": Amp(autocast, custom_fwd, ambient_dtype),
+    "backward in the ambient dtype": Amp(autocast, custom_fwd, ambient_dtype),
     "backward always on": Amp(autocast, custom_fwd, always(True)),
     "backward always off": Amp(autocast, custom_fwd, always(False)),
 }

@@ -1,7 +1,7 @@
-"""torch.func's transforms in regions: an op has the format that the plain call has.
+"""torch.func's transforms in regions: an op has the dtype that the plain call has.
 
 The transforms take composite ops apart, and batching rules put other ops in their place, before
-autocast sees them; that must not change in which format an op runs.
+autocast sees them; that must not change in which dtype an op runs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ WAYS = tuple(transformed(OPS["linear"][0], ROWS))
 
 
 def seen_by(op: Op, batch: torch.Tensor, way: str) -> tuple[list[torch.dtype], torch.Tensor]:
-    """Formats that the op's results have inside the transformation, and what that returns."""
+    """Dtypes that the op's results have inside the transformation, and what that returns."""
     seen: list[torch.dtype] = []
 
     def watched(t: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def region(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("title", OPS)
-def test_formats_are_those_of_the_plain_call(title: str, region: Any) -> None:
+def test_dtypes_are_those_of_the_plain_call(title: str, region: Any) -> None:
     op, batch = OPS[title]
     for way in WAYS:
         missing = None
@@ -273,8 +273,8 @@ def plain_results() -> dict[tuple[str, str], Any]:
     return results
 
 
-def torch_formats() -> set[tuple[str, str]]:
-    """Op and way where the formats in a region of torch's own are not those of the plain call."""
+def torch_dtypes() -> set[tuple[str, str]]:
+    """Op and way where the dtypes in a region of torch's own are not those of the plain call."""
     different = set()
     with warnings.catch_warnings(), torch.autocast("cpu", dtype=FP16):
         warnings.simplefilter("ignore")
@@ -288,12 +288,12 @@ def torch_formats() -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def without_polymp() -> Any:
-    """The results, and where torch's own formats differ, from a process without polymp."""
+    """The results, and where torch's own dtypes differ, from a process without polymp."""
     code = (
         "import pickle, sys; "
-        "from tests.torch.autocast.test_func import plain_results, torch_formats; "
+        "from tests.torch.autocast.test_func import plain_results, torch_dtypes; "
         "assert not any(name.startswith('polymp') for name in sys.modules); "
-        "sys.stdout.buffer.write(pickle.dumps((plain_results(), torch_formats())))"
+        "sys.stdout.buffer.write(pickle.dumps((plain_results(), torch_dtypes())))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]

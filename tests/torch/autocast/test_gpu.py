@@ -1,6 +1,6 @@
 """On a real GPU: the same bits as torch.autocast, and a scaler that does not make the host wait.
 
-Everything here is skipped without CUDA; the formats of CUDA's ops are tested on fake tensors.
+Everything here is skipped without CUDA; the dtypes of CUDA's ops are tested on fake tensors.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ def channels_last(amp: Any, low: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Convolutions().to(DEVICE, memory_format=torch.channels_last)
     x = torch.randn(8, 3, 32, 32).to(DEVICE, memory_format=torch.channels_last)
-    formats: list[Any] = []
+    dtypes: list[Any] = []
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_hook(
-                lambda _, inputs, y: formats.append((inputs[0].dtype, y.dtype, y.stride()))
+                lambda _, inputs, y: dtypes.append((inputs[0].dtype, y.dtype, y.stride()))
             )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
@@ -166,7 +166,7 @@ def channels_last(amp: Any, low: torch.dtype) -> dict[str, Any]:
         y.float().square().mean().backward()
         optimizer.step()
     return {
-        "formats": formats,
+        "dtypes": dtypes,
         "output": seen(y),
         "gradients": [seen(p.grad) for p in model.parameters()],
         "state": [seen(t) for t in model.state_dict().values()],
@@ -179,7 +179,7 @@ def test_channels_last_bit_for_bit(low: torch.dtype, python: bool) -> None:
     theirs, again = (channels_last(torch.autocast, low) for _ in range(2))
     with kernel_registry.all_python(DEVICE) if python else contextlib.nullcontext():
         ours = channels_last(autocast, low)
-    assert ours["formats"] == theirs["formats"], "another memory format, or dtype"
+    assert ours["dtypes"] == theirs["dtypes"], "another memory format, or dtype"
     for part, expected in theirs.items():
         if expected == again[part]:  # else torch does not repeat itself
             assert ours[part] == expected, part
@@ -215,7 +215,7 @@ def attention(backend: Any, mask: str, amp: Any, low: torch.dtype) -> dict[str, 
             return {"error": str(error).partition("\n")[0]}
     (low_ones.float().square().mean() + wide_ones.float().square().mean()).backward()
     return {
-        "formats": (low_ones.dtype, wide_ones.dtype),
+        "dtypes": (low_ones.dtype, wide_ones.dtype),
         "results": [seen(low_ones), seen(wide_ones)],
         "gradients": [seen(x.grad), seen(w.grad)],
     }
@@ -239,7 +239,7 @@ def test_every_backend_of_attention_bit_for_bit(
     with kernel_registry.all_python(DEVICE) if python else contextlib.nullcontext():
         ours = run(autocast, low)
     assert ours.keys() == theirs.keys(), (ours.get("error"), theirs.get("error"))
-    assert ours.get("formats") == theirs.get("formats")
+    assert ours.get("dtypes") == theirs.get("dtypes")
     for part, expected in theirs.items():
         if expected == again[part]:
             assert ours[part] == expected, part
@@ -253,7 +253,7 @@ def test_the_backend_of_attention_ran_for_some_mask(backend: str) -> None:
         pytest.skip(f"this GPU or this torch has no {backend}: {found[0]['error']}")
 
 
-def test_two_formats_on_one_weight() -> None:
+def test_two_dtypes_on_one_weight() -> None:
     x, w = torch.randn(4, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE, requires_grad=True)
 
     def right(dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""`lean` in torch: what it saves for backward, which formats meet in attention, what it learns.
+"""`lean` in torch: what it saves for backward, which dtypes meet in attention, what it learns.
 
 On CUDA the tensors are fake: torch's own CUDA list is what lean is measured against.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from polymp.torch import autocast
 from tests import STRICT
 from tests.support.examples import ROOT, TINY, modules
-from tests.support.torch import saved_formats
+from tests.support.torch import saved_dtypes
 
 LOW = ("bfloat16", "float16")
 
@@ -30,10 +30,10 @@ LIMITS = {"written_out": 0.75, "fused": 0.85}
 
 
 @pytest.fixture(scope="module")
-def on_cuda() -> dict[str, list[saved_formats.Saved]]:
-    """What is saved on CUDA, by what, attention, format and policy."""
+def on_cuda() -> dict[str, list[saved_dtypes.Saved]]:
+    """What is saved on CUDA, by what, attention, dtype and policy."""
     child = subprocess.run(
-        [sys.executable, *STRICT, "-m", "tests.support.torch.saved_formats"],
+        [sys.executable, *STRICT, "-m", "tests.support.torch.saved_dtypes"],
         capture_output=True,
         text=True,
         check=False,
@@ -41,21 +41,19 @@ def on_cuda() -> dict[str, list[saved_formats.Saved]]:
     )
     assert child.returncode == 0, child.stderr
     return {
-        key: [saved_formats.Saved(*one) for one in found]
+        key: [saved_dtypes.Saved(*one) for one in found]
         for key, found in json.loads(child.stdout).items()
     }
 
 
-def size(found: list[saved_formats.Saved]) -> int:
+def size(found: list[saved_dtypes.Saved]) -> int:
     return sum(one.bytes for one in found)
 
 
-def in_float32(found: list[saved_formats.Saved]) -> list[saved_formats.Saved]:
+def in_float32(found: list[saved_dtypes.Saved]) -> list[saved_dtypes.Saved]:
     """Activations among it that are float32; means and sums of rows are smaller."""
     return [
-        one
-        for one in found
-        if one.format == "float32" and one.bytes >= saved_formats.ACTIVATION * 4
+        one for one in found if one.dtype == "float32" and one.bytes >= saved_dtypes.ACTIVATION * 4
     ]
 
 
@@ -79,18 +77,18 @@ def test_a_block_saves_no_float32_activation(on_cuda, attention, low):
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", [None, saved_formats.written_out], ids=["fused", "written out"])
+@pytest.mark.parametrize("how", [None, saved_dtypes.written_out], ids=["fused", "written out"])
 def test_a_block_saves_no_float32_activation_on_cpus(how, low):
-    with modules("job", "train_torch") as parts, saved_formats.attention(parts.train_torch, how):
-        lean = saved_formats.of_block(parts.train_torch, "cpu", low, "lean")
-        amp = saved_formats.of_block(parts.train_torch, "cpu", low, "amp")
+    with modules("job", "train_torch") as parts, saved_dtypes.attention(parts.train_torch, how):
+        lean = saved_dtypes.of_block(parts.train_torch, "cpu", low, "lean")
+        amp = saved_dtypes.of_block(parts.train_torch, "cpu", low, "amp")
     assert in_float32(lean) == []
     assert in_float32(amp) != []
     assert size(lean) < size(amp)
 
 
 class Attention(nn.Module):
-    """Queries and keys are normalised, values are not; notes the formats in which they meet."""
+    """Queries and keys are normalised, values are not; notes the dtypes in which they meet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +105,7 @@ class Attention(nn.Module):
 # With float32 weights, torch says once that it cannot use its fused kernel of RMSNorm.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-def test_queries_keys_and_values_have_one_format(low):
+def test_queries_keys_and_values_have_one_dtype(low):
     """Kernels such as flash-attention's refuse anything else, and so torch's list."""
     model, x = Attention(), torch.randn(2, 4, 8)
     with autocast("cpu", low, policy="lean"):
@@ -136,7 +134,7 @@ def losses(parts: Any, policy: str | None, steps: int) -> tuple[float, float]:
     parts.train_torch.autocast = (
         torch.autocast if policy is None else partial(autocast, policy=policy)
     )
-    with saved_formats.attention(parts.train_torch, saved_formats.written_out):
+    with saved_dtypes.attention(parts.train_torch, saved_dtypes.written_out):
         run = parts.train_torch.train("bf16", text, args, torch.device("cpu"))
     return run.held_out[0][1], run.loss
 

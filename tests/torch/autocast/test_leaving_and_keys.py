@@ -120,7 +120,7 @@ def test_an_op_that_writes_can_have_no_rule(op: str) -> None:
     with pytest.raises(PolicyError) as error:
         autocast("cpu", policy={"name": "p", "rules": {f"aten:{op}": "keep"}})
     assert str(error.value) == (
-        f"policy 'p' has a rule for {op!r}, which writes into an argument: the format of its "
+        f"policy 'p' has a rule for {op!r}, which writes into an argument: the dtype of its "
         "result is given. Give the rule to the op without '_' or out=."
     )
 
@@ -147,7 +147,7 @@ def test_policies_are_equal_and_hash_alike_after_a_pickle_from_another_process()
     assert {theirs: 1}[policy("torch-cpu")] == 1
 
 
-def test_formats_that_the_core_lacks_count_for_nothing() -> None:
+def test_dtypes_that_the_core_lacks_count_for_nothing() -> None:
     widest = Policy("w", (Row("cat", Rule.WIDEST), Row("exp", Rule.FP32_KEEP)))
     region = regions.known[autocast("cpu")._ticket][0]
     assert widest.decide("cat", ["float8_e4m3fnuz", "bfloat16"], region).run == "bfloat16"

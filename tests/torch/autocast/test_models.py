@@ -66,7 +66,7 @@ def test_the_models_run(found: dict[str, Outcomes]) -> None:
 
 
 def test_a_difference_is_seen(found: dict[str, Outcomes]) -> None:
-    """The two formats, taken for each other, differ in every model and way."""
+    """The two dtypes, taken for each other, differ in every model and way."""
     one, other = (str(low) for low in LOW)
     native = found["native"]
     for title in MODELS:

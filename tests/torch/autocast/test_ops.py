@@ -1,7 +1,7 @@
 """Every op that torch registers for autocast, in a polymp region and under torch's own autocast.
 
 `ops` has the calls, `run_ops` makes them, in one process for each device; here the outcomes are
-compared: formats, every bit of results and gradients, and exceptions.
+compared: dtypes, every bit of results and gradients, and exceptions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENGINES = tuple(stage for stage in STAGES if stage not in ("torch", "wrong"))
 OPS = [(device, op) for device in DEVICES for op in run_ops.registered(device) if run_ops.rows(op)]
 
 # Ops of which a row may raise under torch too, even on float32. The error is compared, and on CUDA
-# the formats in which the op was called.
+# the dtypes in which the op was called.
 NEED_NO_RESULT = {
     ("cpu", "mkldnn_rnn_layer"): "oneDNN has no 16-bit LSTM for some CPUs",
     ("cuda", "_cudnn_rnn"): "asks for a GPU where it casts weights",
@@ -92,7 +92,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
 
 
 def differences(theirs: Outcome, ours: Outcome) -> list[str]:
-    """What differs, in words; empty if every format, bit and word is the same."""
+    """What differs, in words; empty if every dtype, bit and word is the same."""
     found = [
         f"{name} {getattr(ours, name)!r}, torch {getattr(theirs, name)!r}"
         for name in ("error", "calls")
@@ -144,7 +144,7 @@ def test_op_does_what_it_does_under_torch(
     load: Callable[[str], Run], device: str, op: str, engine: str
 ) -> None:
     pairs = list(load(device).pairs(engine, op))
-    assert len(pairs) >= 2 * len(run_ops.rows(op)), "a row was not run in both region formats"
+    assert len(pairs) >= 2 * len(run_ops.rows(op)), "a row was not run in both region dtypes"
     found = [(case, differences(theirs, ours)) for case, theirs, ours in pairs]
     unlike = [(case, words) for case, words in found if words]
     assert not unlike, report(unlike)

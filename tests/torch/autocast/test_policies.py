@@ -66,13 +66,13 @@ def test_the_cuda_table_on_a_cpu():
     )
 
 
-def test_rows_for_one_format_one_overload_and_a_class():
-    by_format = {"rules": {"softmax": {"float16": "fp32", "bfloat16": "keep"}}}
+def test_rows_for_one_dtype_one_overload_and_a_class():
+    by_dtype = {"rules": {"softmax": {"float16": "fp32", "bfloat16": "keep"}}}
     by_overload = {"rules": {"sum": "fp32", "aten:sum.dim_IntList": "keep"}}
     by_class = {"rules": {"class:reduction": "fp32", "sum": "keep", "neg": "lower"}}
     for low in (FP16, BF16):
         x = X.to(low)
-        with autocast("cpu", low, policy=by_format):
+        with autocast("cpu", low, policy=by_dtype):
             assert torch.softmax(x, -1).dtype is (FP32 if low is FP16 else BF16)
         with autocast("cpu", low, policy=by_overload):
             assert (x.sum().dtype, x.sum(-1).dtype) == (FP32, low)
@@ -302,7 +302,7 @@ WRITES = {
 @pytest.mark.parametrize("policy", ["amp", "lean"])
 @pytest.mark.parametrize(("into", "by"), [(FP32, BF16), (BF16, FP32), (torch.float64, BF16)])
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_into_a_tensor_takes_its_format(name, into, by, policy):
+def test_what_is_written_into_a_tensor_takes_its_dtype(name, into, by, policy):
     whole, part = torch.randn(3, 3).to(into), torch.randn(2, 3).to(by)
     expected = WRITES[name](whole.clone(), part.to(into))
     with pytest.raises((RuntimeError, IndexError)):

@@ -29,8 +29,8 @@ def use(policy):
     for low in (torch.float16, torch.bfloat16):
         with autocast(device, low, policy=policy), torch.no_grad(), FakeTensorMode():
             x = torch.ones(4, 4, device=device)
-            formats = (x @ x).dtype, torch.softmax(x @ x, -1).dtype, x.to(low).sum().dtype
-        assert formats == (low, *wanted(low)), formats
+            dtypes = (x @ x).dtype, torch.softmax(x @ x, -1).dtype, x.to(low).sum().dtype
+        assert dtypes == (low, *wanted(low)), dtypes
     return kernel_registry.installed(device)
 
 

@@ -91,7 +91,7 @@ def blocks(
     return st.lists(st.one_of(nodes), min_size=1, max_size=4).map(tuple)
 
 
-# Where things go wrong is known: two formats and one weight. So every program has them.
+# Where things go wrong is known: two dtypes and one weight. So every program has them.
 KEEPING = (Spec("bfloat16", True, True, True), Spec("float16", True, True, True))
 random_programs = st.builds(
     Program,

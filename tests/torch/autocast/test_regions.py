@@ -82,13 +82,13 @@ def test_a_walk_through_wrong_regions_is_seen(
     def always_on(device: str, enabled: bool = True, **arguments: Any) -> Any:
         return autocast(device, **arguments)
 
-    def one_format(device: str, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
+    def one_dtype(device: str, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
         return autocast(device, dtype=BF16, **arguments)
 
     right = walk(autocast, nest, x, w)
-    formats = {arguments.get("dtype") for arguments in nest}
+    dtypes = {arguments.get("dtype") for arguments in nest}
     assert (walk(always_on, nest, x, w) != right) == any("enabled" in a for a in nest)
-    assert (walk(one_format, nest, x, w) != right) == (FP16 in formats)
+    assert (walk(one_dtype, nest, x, w) != right) == (FP16 in dtypes)
 
 
 def _short(arguments: dict[str, Any]) -> str:
@@ -269,7 +269,7 @@ def test_a_region_entered_in_one_grad_mode_and_used_in_another(
 
 
 def two_devices() -> dict[str, torch.dtype]:
-    """Formats of a product on each device, of softmax (a rule on CUDA only), of a mix of both."""
+    """Dtypes of a product on each device, of softmax (a rule on CUDA only), of a mix of both."""
     on_cpu, on_cuda = torch.empty(4, 4), torch.empty(4, 4, device="cuda")
     return {
         "cpu mm": torch.mm(on_cpu, on_cpu).dtype,

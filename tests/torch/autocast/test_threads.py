@@ -58,7 +58,7 @@ def test_a_thread_starts_outside(x: torch.Tensor, w: torch.Tensor) -> None:
 def test_threads_at_once_keep_to_their_own_regions(x: torch.Tensor, w: torch.Tensor) -> None:
     """One weight, one step at a time for all: nobody may see another's region or another's cast."""
     arguments = ({"dtype": BF16}, {"dtype": FP16}, {"enabled": False}, {"dtype": FP16})
-    formats = (BF16, FP16, FP32, FP16)
+    dtypes = (BF16, FP16, FP32, FP16)
     steps = threading.Barrier(len(arguments), timeout=60)
 
     def work(given: dict[str, Any]) -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ def test_threads_at_once_keep_to_their_own_regions(x: torch.Tensor, w: torch.Ten
         torch.mm(x, w)
         results = in_threads([lambda given=given: work(given) for given in arguments])
         assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
-    for dtype, seen in zip(formats, results, strict=True):
+    for dtype, seen in zip(dtypes, results, strict=True):
         assert len(seen) == 6
         assert all(torch.equal(y, mm(x, w, dtype)) for y in seen)
 

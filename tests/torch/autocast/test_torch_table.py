@@ -24,12 +24,12 @@ CHANGED = {  # how many more or fewer there are in other versions
 }
 
 
-def ruled(device, format="float16"):
+def ruled(device, dtype="float16"):
     """The overloads of torch's that the device's table rules, with their rows.
 
     Ops that somebody registered, such as other tests in this process, are not torch's.
     """
-    table = torch_table.table(torch_table.policy(device), format)
+    table = torch_table.table(torch_table.policy(device), dtype)
     return {op: row for op, row in table.items() if "::" not in op}
 
 

@@ -41,7 +41,7 @@ KEEPS_TANH = {"name": "keeps_tanh", "rules": {"linear": "lower", "tanh": "fp32"}
 def checkpointed(
     amp: Any, kind: bool | None, where: str, checkpoint: Any = checkpoint, **arguments: Any
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """Formats seen by the block, and loss and gradients.
+    """Dtypes seen by the block, and loss and gradients.
 
     `kind` is `use_reentrant`, or None for no checkpoint; `where` is the place of the backward: "in"
     the region, "outside", in "another", in a "thread".

@@ -25,7 +25,7 @@ INF = math.inf
 
 # What each program comes to: under torch.amp 2.13, and under polymp.
 DIFFERENCES: dict[str, tuple[Any, Any]] = {
-    "two-formats-on-one-weight": (RAISES, "float16"),
+    "two-dtypes-on-one-weight": (RAISES, "float16"),
     "weight-written-in-a-region": ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),
     "optimizer-stepped-in-a-region": ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),
     "casts-of-another-thread": (1.0, 2.0),

@@ -21,7 +21,7 @@ from polymp.backends.torch.diagnostics import audit as module
 from polymp.backends.torch.diagnostics import measure
 from polymp.torch import autocast
 from tests.support.audits import magnitudes
-from tests.support.torch.audit_trainings import FORMATS, OPTIMIZERS, Training, same
+from tests.support.torch.audit_trainings import DTYPES, OPTIMIZERS, Training, same
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 audit = polymp.torch.audit
@@ -62,8 +62,8 @@ def test_a_training_under_audit_is_the_same_to_the_last_bit(what: tuple[Any, ...
         assert found.fault.kind == "overflow"
 
 
-def test_the_cases_cover_all_formats_and_optimizers() -> None:
-    assert {it[1] for it in CASES} == {*FORMATS}
+def test_the_cases_cover_all_dtypes_and_optimizers() -> None:
+    assert {it[1] for it in CASES} == {*DTYPES}
     assert {it[2] for it in CASES} == {*OPTIMIZERS}
 
 
@@ -108,10 +108,10 @@ def largest(t: torch.Tensor) -> float:
     return float(finite[finite.isfinite()].max())
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", ["mlp", "transformer"])
-def test_the_numbers_are_those_that_hooks_see(model: str, format: str) -> None:
-    training = Training(model, format)
+def test_the_numbers_are_those_that_hooks_see(model: str, dtype: str) -> None:
+    training = Training(model, dtype)
     seen: dict[str, list[torch.Tensor]] = {}
 
     def see(name: str) -> Any:
@@ -148,7 +148,7 @@ def test_inf_and_nan_are_told_apart(values: list[float], inf: bool, nan: bool) -
 @pytest.mark.parametrize("kind", ["polymp", "torch"])
 def test_gradients_are_those_of_parameters_without_the_scale(kind: str) -> None:
     """Measured before they are unscaled; powers of two, so that both are exact."""
-    plain, scaled = Training(format="fp32"), Training(format="fp32")
+    plain, scaled = Training(dtype="fp32"), Training(dtype="fp32")
     scaled.scaler = {"polymp": polymp.torch.GradScaler, "torch": torch.amp.GradScaler}[kind](
         "cpu", 2.0**16
     )
@@ -173,12 +173,12 @@ def test_gradients_are_those_of_parameters_without_the_scale(kind: str) -> None:
 
 
 def test_each_backward_pass_has_its_own_scale() -> None:
-    training = Training(format="fp16")
+    training = Training(dtype="fp16")
     with audit(training.model, training.scaler) as found:
         for _ in range(3):
             training.step()
     assert (found.steps, found.scale) == (3, 2.0**11), "it grew after two"
-    again = Training(format="fp16")
+    again = Training(dtype="fp16")
     exact: dict[str, float] = {}
     for _ in range(3):
         scale = again.scaler.get_scale()
@@ -192,7 +192,7 @@ def test_each_backward_pass_has_its_own_scale() -> None:
 
 
 def test_a_scale_of_zero_is_survived() -> None:
-    training = Training(format="fp32")
+    training = Training(dtype="fp32")
     training.scaler = torch.amp.GradScaler("cpu", 0.0)
     with audit(training.model, training.scaler) as found:
         training.scaler.scale(training.loss(training.x)).backward()
@@ -282,7 +282,7 @@ def test_float64_beyond_float32_is_finite() -> None:
     assert found.fault is None
     (row,) = found.results
     assert (row.run, row.magnitudes.largest, row.magnitudes.inf) == ("float64", 2e300, False)
-    model = Training(format="fp32").model.double()
+    model = Training(dtype="fp32").model.double()
     with audit(model) as found:
         model(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
     assert {r.run for r in found.results} == {"float64"}
@@ -464,11 +464,9 @@ class Waits(TorchDispatchMode):
             self.patch.setattr(torch.Tensor, name, noted)
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "fp16"])
-def test_nothing_is_read_before_the_block_ends(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training("transformer", format, "fused")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_nothing_is_read_before_the_block_ends(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training("transformer", dtype, "fused")
     training.step()  # the scaler's first step makes things
     waits = Waits(monkeypatch)
     with waits:

@@ -33,7 +33,7 @@ SHIPPED = ("amp", "lean", "matmul", "torch-cuda", "torch-cpu")
 
 
 class Casts(TorchDispatchMode):
-    """Counts copies from one float format to another, and their bytes: all that runs, however."""
+    """Counts copies from one float dtype to another, and their bytes: all that runs, however."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -437,7 +437,7 @@ class Headed(nn.Module):
 HEAD = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}}, name="head")
 
 
-def formats_by_op(report: Any) -> list[tuple[str, str, str]]:
+def dtypes_by_op(report: Any) -> list[tuple[str, str, str]]:
     return [(call.module, call.op, call.run) for call in report]
 
 
@@ -448,19 +448,19 @@ def test_the_policy_asked_for_holds_in_the_model(before: Any) -> None:
     if before is not None:
         scoped(model, before)
         kinds = [type(module) for module in model.modules()]
-    own = formats_by_op(explain(model, x, dtype="bfloat16"))
+    own = dtypes_by_op(explain(model, x, dtype="bfloat16"))
     low = [("body", "linear", "bfloat16"), ("", "relu", "bfloat16"), ("head", "linear", "bfloat16")]
     high = [(module, op, "float32") for module, op, _ in low]
     assert own == (low if before is None else high)
-    assert formats_by_op(explain(model, x, dtype="bfloat16", policy="amp")) == low
+    assert dtypes_by_op(explain(model, x, dtype="bfloat16", policy="amp")) == low
     matmul = explain(model, x, dtype="bfloat16", policy="matmul")
-    assert formats_by_op(matmul) == [low[0], high[1], low[2]]
+    assert dtypes_by_op(matmul) == [low[0], high[1], low[2]]
     assert matmul.policy == "matmul"
     for call in (model, lambda model, x: model(x)):
         given = (x,) if call is model else (model, x)
         named = explain(call, *given, dtype="bfloat16", policy=HEAD)
-        assert formats_by_op(named) == [low[0], low[1], high[2]]
-    assert formats_by_op(explain(model, x, dtype="bfloat16")) == own, "scopes are as they were"
+        assert dtypes_by_op(named) == [low[0], low[1], high[2]]
+    assert dtypes_by_op(explain(model, x, dtype="bfloat16")) == own, "scopes are as they were"
     assert [type(module) for module in model.modules()] == kinds
 
 

@@ -181,7 +181,7 @@ def test_the_backward_op_that_breaks_is_named_with_its_line() -> None:
     assert fault.source == f"test_locate.py:{step.__code__.co_firstlineno + 1}"
 
 
-def test_a_number_that_its_format_makes_zero() -> None:
+def test_a_number_that_its_dtype_makes_zero() -> None:
     x = torch.zeros(3).half()
     fault = locate(lambda: 1 / (x + 1e-9))
     assert fault is not None

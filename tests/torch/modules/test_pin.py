@@ -108,7 +108,7 @@ def test_what_is_not_float_is_left_alone() -> None:
     assert model.phase.dtype is torch.complex64
 
 
-def test_now_in_the_format() -> None:
+def test_now_in_the_dtype() -> None:
     linear = nn.Linear(4, 4).double()
     rounded = linear.weight.float()
     parameter = linear.weight
@@ -284,17 +284,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not a module": (
         lambda: pin(nn.Parameter(torch.ones(1)).data, "float32"),
         TypeError,
-        "pin() takes a torch.nn.Module and a format, not tensor([1.]).",
+        "pin() takes a torch.nn.Module and a dtype, not tensor([1.]).",
     ),
-    "no format": (
+    "no dtype": (
         lambda: pin(nn.Linear(2, 2), "fp32"),
         PolicyError,
-        "pin(): 'fp32' is no float format of torch. There are ",
+        "pin(): 'fp32' is no float dtype of torch. There are ",
     ),
     "not a float": (
         lambda: pin(nn.Linear(2, 2), torch.int8),
         PolicyError,
-        "pin(): torch.int8 is no float format of torch. There are ",
+        "pin(): torch.int8 is no float dtype of torch. There are ",
     ),
     "a string for a list": (
         lambda: pin(nn.Linear(2, 2), "float32", paths="*.norm"),
@@ -322,7 +322,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: pin(nn.Linear(2, 2), "float32")(torch.ones(2)),
         TypeError,
         "pin() changes the model in place and returns a handle with remove(). "
-        "Write pin(model, format), and call the model itself.",
+        "Write pin(model, dtype), and call the model itself.",
     ),
 }
 

@@ -82,7 +82,7 @@ class Probe(nn.Module):
 
     def note(self) -> None:
         found = regions.in_force("cpu")
-        self.notes.append((found.policy, found.enabled, found.format, found.cache))
+        self.notes.append((found.policy, found.enabled, found.dtype, found.cache))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.note()
@@ -126,7 +126,7 @@ def test_what_holds_in_a_module_is_the_policy_at_its_path(
         here = regions.in_force("cpu")
         with scoped(model, policy):
             model(x)
-        expected = (here.enabled, here.format, here.cache)
+        expected = (here.enabled, here.dtype, here.cache)
         assert notes == [(policy.at(path), *expected) for path in PATHS]
         assert len({note[0] for note in notes}) > 1 or "*" in patterns, "all the same"
         del notes[:]

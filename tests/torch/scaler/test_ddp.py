@@ -49,7 +49,7 @@ def setting(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(amp: Amp, rank: int, dtype: torch.dtype, kind: str) -> list[Any]:
-    """A few steps; after each: scale, count, skipped or not, format, gradients, parameters."""
+    """A few steps; after each: scale, count, skipped or not, dtype, gradients, parameters."""
     torch.manual_seed(rank)  # DDP sends rank 0's parameters to all
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 3)]
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
@@ -78,7 +78,7 @@ def train(amp: Amp, rank: int, dtype: torch.dtype, kind: str) -> list[Any]:
                 "scale": scaler.get_scale(),
                 "count": scaler._get_growth_tracker(),
                 "skipped": skipped,
-                "format": str(out.dtype),
+                "dtype": str(out.dtype),
                 "gradients": bits(p.grad for p in model.parameters()),
                 "parameters": bits(model.parameters()),
             }
@@ -175,7 +175,7 @@ def test_ranks_agree_bit_for_bit(notes: Any, dtype: torch.dtype, kind: str) -> N
     steps = [note for note in one if isinstance(note, dict)]
     assert len(steps) == STEPS
     assert one == other
-    assert {note["format"] for note in steps} == {str(dtype)}
+    assert {note["dtype"] for note in steps} == {str(dtype)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,7 +32,7 @@ def fresh() -> Iterator[None]:
 
 
 class Run:
-    """A linear model and its optimizer; `backward` in a region of the format."""
+    """A linear model and its optimizer; `backward` in a region of the dtype."""
 
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> None:
         self.model = nn.Linear(2, 1)

@@ -1,4 +1,4 @@
-"""Gradients of every kind: formats, layouts, and optimizers that have some of each or none."""
+"""Gradients of every kind: dtypes, layouts, and optimizers that have some of each or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 EVERY = (*REAL, torch.float16, *COMPLEX)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Values that every format holds: the scaled ones are 2**10 times as large.
+# Values that every dtype holds: the scaled ones are 2**10 times as large.
 VALUES = (0.0, -0.0, 1.0, -2.5, 2.0**-20, 60.0, -(2.0**-24))
 
 
@@ -52,7 +52,7 @@ def transposed(dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def conjugated(dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """The gradient is a lazy conjugate, where the format has one."""
+    """The gradient is a lazy conjugate, where the dtype has one."""
     p = torch.zeros(len(VALUES), dtype=dtype, requires_grad=True)
     p.grad = values(dtype, scale).conj()
     assert p.grad.is_conj() == dtype.is_complex

@@ -176,7 +176,7 @@ def test_a_strict_scaler_wants_gradients_as_torch_s_does() -> None:
         ({"device": "cpu", "dtype": torch.int32}, "a float dtype, got torch.int32."),
     ],
 )
-def test_what_cannot_be_a_device_or_a_low_format(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_a_device_or_a_low_dtype(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         GradScaler(**arguments)
 

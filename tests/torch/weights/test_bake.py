@@ -80,7 +80,7 @@ def of_regions(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """The same formats and bits."""
+    """The same dtypes and bits."""
     ours, theirs = tree_leaves(ours), tree_leaves(theirs)
     return len(ours) == len(theirs) and all(
         a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
@@ -189,7 +189,7 @@ def test_casts_are_plain_ops_and_ops_with_rules_stay_whole(x):
     assert calls(program) == [
         *(cast, cast, cast, "aten.linear"),
         *(cast, cast, "aten.layer_norm"),  # gain and bias
-        *(cast, "aten.log_softmax.int", cast),  # back in the format that came in
+        *(cast, "aten.log_softmax.int", cast),  # back in the dtype that came in
         *(cast, cast, "aten.linear"),
         *(cast, "aten.softmax.int"),
     ]
@@ -256,7 +256,7 @@ def test_a_parameter_that_is_written_is_cast_again(x):
     assert same(program.module()(x), expected)
 
 
-def test_names_and_formats_of_parameters_are_kept(x):
+def test_names_and_dtypes_of_parameters_are_kept(x):
     model = net()
     with autocast("cpu"):
         program = bake(model, (x,))
@@ -309,7 +309,7 @@ def test_inputs_by_keyword(x):
 
 
 class Nested(nn.Module):
-    """Regions inside the model: off, torch.amp's own in another format, and one with a policy."""
+    """Regions inside the model: off, torch.amp's own in another dtype, and one with a policy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ def in_a_block_without(m: Any, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.float(), m.weight)
 
 
-def in_another_format(m: Any, x: torch.Tensor) -> torch.Tensor:
+def in_another_dtype(m: Any, x: torch.Tensor) -> torch.Tensor:
     with autocast("cpu", FP16):
         return F.linear(x, m.weight)
 
@@ -144,7 +144,7 @@ HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
         "read in float32 by aten.add.Tensor",
     ),
     "a block without": (in_a_block_without, "read in float32 by aten.mm.default"),
-    "float16": (in_another_format, "read in float32 by aten._to_copy.default"),
+    "float16": (in_another_dtype, "read in float32 by aten._to_copy.default"),
     "columns": (
         lambda m, x: F.linear(x[:, :4], m.weight[:, :4]),
         "cast into another layout by aten._to_copy.default",

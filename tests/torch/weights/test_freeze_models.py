@@ -42,7 +42,7 @@ class LoRA(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As transformers writes it: in float32, and back; or to the format of its weight."""
+    """As transformers writes it: in float32, and back; or to the dtype of its weight."""
 
     def __init__(self, size: int, asks: bool) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_a_fast_path_is_what_runs_in_an_example() -> None:
     assert handle.kept["encoder.layers.0.self_attn.in_proj_weight"] == asked
 
 
-def test_a_norm_that_asks_for_its_weight_s_format_keeps_it() -> None:
+def test_a_norm_that_asks_for_its_weight_s_dtype_keeps_it() -> None:
     model, inputs = made("LM that asks")
     kept = freeze(model, (inputs,)).kept
     assert kept["blocks.0.norm.weight"] in (
@@ -396,7 +396,7 @@ def disabled(m: Any, x: torch.Tensor) -> torch.Tensor:
         return m.layer(x.float())
 
 
-def other_format(m: Any, x: torch.Tensor) -> torch.Tensor:
+def other_dtype(m: Any, x: torch.Tensor) -> torch.Tensor:
     with autocast("cpu", FP16 if torch.get_autocast_dtype("cpu") is BF16 else BF16):
         return m.layer(x)
 
@@ -420,7 +420,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "buffer": lambda m, x: x @ m.square,
     "asked": asked,
     "disabled": disabled,
-    "other format": other_format,
+    "other dtype": other_dtype,
     "moving": moving,
 }
 

@@ -49,7 +49,7 @@ READ_TOO: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
         "aten.mul.Tensor(bfloat16) -> (bfloat16); "
         "under autocast it is aten.mul.Tensor(float32) -> (float32)",
     ),
-    "a format": (
+    "a dtype": (
         lambda m, x: F.linear(x.to(m.weight.dtype), m.weight).relu(),
         "aten.mm.default(bfloat16, bfloat16) -> (bfloat16); "
         "under autocast it is aten._to_copy.default(bfloat16) -> (float32)",

@@ -63,7 +63,7 @@ def test_inside_a_region_it_is_frozen_for_that_one_or_refused(x: torch.Tensor) -
         freeze(model, (x,), dtype=BF16)
     assert model.weight.dtype is FP32
     with autocast("cpu", FP16):
-        assert freeze(model, (x,)).format == "float16"
+        assert freeze(model, (x,)).dtype == "float16"
 
 
 def test_without_gradients_only_that_is_tried(x: torch.Tensor) -> None:

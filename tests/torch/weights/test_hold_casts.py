@@ -42,7 +42,7 @@ def model() -> Net:
 
 
 def casts_in(body: Callable[[], Any], shapes: tuple[Any, ...] = ([8, 8], [8])) -> int:
-    """How many float32 tensors of such shapes were copied to a low format, as the profiler saw."""
+    """How many float32 tensors of such shapes were copied to a low dtype, as the profiler saw."""
     with torch.profiler.profile(record_shapes=True) as profile:
         body()
     return sum(e.name == "aten::_to_copy" and e.input_shapes[0] in shapes for e in profile.events())

@@ -120,7 +120,7 @@ DIRECTED: dict[str, tuple[str, str, list[Event]]] = {
         "none",
         [region("mm"), *[event for _ in range(6) for event in (("data", 2, "w"), region("mm"))]],
     ),
-    "two formats": (
+    "two dtypes": (
         LOOP,
         "none",
         [region("mm", "float16", "mm"), region("mm", dtype="float16"), region("mm"), SUM],
@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
         ("fused steps", "a skipped step"),
     ),
     "shared nodes": (held_casts, "cast", sharing_nodes, ("accumulation",)),
-    "one dtype": (held_casts, "find", of_one_dtype, ("two formats",)),
+    "one dtype": (held_casts, "find", of_one_dtype, ("two dtypes",)),
     "inference": (held_casts, "_made_again", made_in_inference_mode, ("inference first",)),
     "no invalidate": (hold_casts, "invalidate", lambda: lambda _: None, ("invalidated",)),
     "torch's map": (region_casts, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),

@@ -1,6 +1,6 @@
-"""What autograd saves for backward, by format, on fake CUDA tensors.
+"""What autograd saves for backward, by dtype, on fake CUDA tensors.
 
-As a program, `python -m tests.support.torch.saved_formats`, this prints a line of JSON: for
+As a program, `python -m tests.support.torch.saved_dtypes`, this prints a line of JSON: for
 the example's model and its block, in regions of torch.autocast and of polymp's policies, the bytes
 of activations that are saved. It is a process of its own, because autograd on CUDA tensors without
 CUDA needs a device guard that stays.
@@ -32,7 +32,7 @@ ACTIVATION = 4096
 class Saved(NamedTuple):
     """A storage that is saved for backward."""
 
-    format: str
+    dtype: str
     shape: tuple[int, ...]
     bytes: int
 
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
 def saved(forward: Callable[[], Any], parameters: list[torch.Tensor]) -> list[Saved]:
     """What a forward pass saves for backward, each storage once, without parameters and copies.
 
-    A copy of a parameter is a tensor of its shape, or of its transpose's, in another format.
+    A copy of a parameter is a tensor of its shape, or of its transpose's, in another dtype.
     """
     own = {p.untyped_storage()._cdata for p in parameters}
     weights = {tuple(shape) for p in parameters for shape in (p.shape, p.t().shape)}
@@ -51,8 +51,8 @@ def saved(forward: Callable[[], Any], parameters: list[torch.Tensor]) -> list[Sa
         storage = tensor.untyped_storage()
         alive.append(storage)  # or another would come to lie where it was
         if storage._cdata not in own and tuple(tensor.shape) not in weights:
-            format = str(tensor.dtype).removeprefix("torch.")
-            found.setdefault(storage._cdata, Saved(format, tuple(tensor.shape), storage.nbytes()))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(storage._cdata, Saved(dtype, tuple(tensor.shape), storage.nbytes()))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):

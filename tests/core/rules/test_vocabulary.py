@@ -41,7 +41,7 @@ VARIANTS = (
     "div:of_number",
 )
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-PACKAGES = ("jax", "flax", "optax", "equinox", "haiku", "diffrax", "lineax", "optimistix")
+PACKAGES = ("jax", "flax", "optax", "equinox", "haiku", "diffrax", "jaxopt", "lineax", "optimistix")
 # The primitives that a policy may rule; some names are there for other versions of jax.
 RULED = op_facts.FREE - op_facts.INDEPENDENT
 SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}

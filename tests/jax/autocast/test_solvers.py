@@ -1,8 +1,8 @@
 """Iterations to a tolerance: float32 by default, low where a policy says so, differentiated.
 
-Solvers of jax, optimistix, lineax and diffrax. Under a policy that gives them up to their parts the
-user's functions inside run low, which is where derivatives through custom rules, loops and what
-must not be differentiated are at stake.
+Solvers of jax, optimistix, lineax, diffrax and jaxopt. Under a policy that gives them up to their
+parts the user's functions inside run low, which is where derivatives through custom rules, loops
+and what must not be differentiated are at stake.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.optimize
 import jax.scipy.sparse.linalg as krylov
+import jaxopt
 import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
 from jax import lax
 from jax.experimental.ode import odeint
+from jaxopt import linear_solve
 
 import polymp
 from polymp.jax import autocast
@@ -75,6 +77,8 @@ def tangent(g, y):
 SOLVERS: dict[str, Callable[[Any], Any]] = {
     "lax.custom_root": lambda w: lax.custom_root(lambda y: still(y, w), Y, by_hand, tangent),
     "scipy cg": lambda w: krylov.cg(spd(w), Y, tol=1e-5)[0],
+    "scipy gmres": lambda w: krylov.gmres(spd(w), Y, tol=1e-5)[0],
+    "scipy bicgstab": lambda w: krylov.bicgstab(spd(w), Y, tol=1e-5)[0],
     "scipy minimize": lambda w: (
         jax.scipy.optimize.minimize(
             lambda y: jnp.sum((y - w @ Y) ** 2), Y, method="BFGS", tol=1e-5
@@ -106,11 +110,50 @@ SOLVERS: dict[str, Callable[[Any], Any]] = {
         solver=dfx.Kvaerno3(), stepsize_controller=dfx.PIDController(1e-3, 1e-3)
     ),
 }
+
+
+def cost(y, w):
+    return jnp.sum((w @ y - Y) ** 2) + jnp.sum(y**2) / 10
+
+
+# Solvers of jaxopt, each with what it starts from.
+JAXOPT: dict[str, tuple[Any, Any]] = {
+    "gradient descent": (Y, jaxopt.GradientDescent(cost, tol=1e-5)),
+    "unrolled": (
+        Y,
+        jaxopt.GradientDescent(
+            cost, maxiter=9, stepsize=0.2, acceleration=False, implicit_diff=False, unroll=True
+        ),
+    ),
+    "BFGS": (Y, jaxopt.BFGS(cost, tol=1e-5, linesearch="backtracking")),
+    "fixed point": (Y, jaxopt.FixedPointIteration(lambda y, w: jnp.tanh(w @ y + 1), tol=1e-5)),
+    "bisection": (
+        None,
+        jaxopt.Bisection(
+            lambda y, w: y**3 - (w @ Y).sum(), -3.0, 3.0, tol=1e-5, check_bracket=False
+        ),
+    ),
+}
+
+
+def by_jaxopt(start, solver):
+    return lambda w: solver.run(start, w).params
+
+
+SOLVERS |= {f"jaxopt {name}": by_jaxopt(*given) for name, given in JAXOPT.items()}
+SOLVERS |= {
+    "jaxopt normal CG": lambda w: linear_solve.solve_normal_cg(lambda v: w @ v + 2 * v, Y),
+    "jaxopt line search": lambda w: (
+        jaxopt.BacktrackingLineSearch(lambda y: cost(y, w)).run(1.0, Y).state.params
+    ),
+}
+
 # Differentiated in the other way only, by what they are made of.
-NO_GRADIENT = {"scipy minimize", "diffrax ODE, forwards"}
+NO_GRADIENT = {"scipy minimize", "diffrax ODE, forwards", "jaxopt line search"}
 NO_TANGENT = {"odeint"} | {
     f"diffrax {what}" for what in ("SDE", "ODE", "ODE, backwards", "ODE, adaptive", "ODE, implicit")
 }
+NO_TANGENT |= {f"jaxopt {name}" for name in JAXOPT.keys() - {"unrolled"}}
 
 
 def close(got, want, rtol):
@@ -173,6 +216,18 @@ def test_a_tolerance_below_the_resolution_is_met():
     assert asked.result != optx.RESULTS.successful  # it has the rule that was asked for
 
 
-def test_explain_says_why():
-    report = polymp.jax.explain(autocast(SOLVERS["optimistix root"]), W)
+@pytest.mark.parametrize("name", ["optimistix root", "jaxopt BFGS"])
+def test_explain_says_why(name):
+    report = polymp.jax.explain(autocast(SOLVERS[name]), W)
     assert "class:iteration" in str(report)
+
+
+def test_one_step_of_a_solver_runs_low():
+    """The caller iterates, and may do so for a number of steps, as in training."""
+    solver = jaxopt.GradientDescent(cost, stepsize=0.1, acceleration=False)
+
+    def step(w):
+        return solver.update(Y, solver.init_state(Y, w), w).params
+
+    plain, low = step(W), autocast(step)(W)
+    assert 0 < np.abs(low - plain).max() < 0.01

@@ -16,21 +16,17 @@ from polymp.backends.torch.autocast import (
     compiled_region,
     dtype_names,
     kernel_registry,
-    lent_kernels,
     regions,
     torch_table,
 )
 from polymp.backends.torch.autocast.wrap_function import wrapped
 from polymp.backends.torch.compat import accelerators, dynamo, modes
 from polymp.errors import PolicyError
-from polymp.rules import decision_log, policy_files
+from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 PolicyLike = policy_files.Source
-
-# While a record is made, ops run on kernels of ours: compiled ones tell nothing.
-decision_log.preparations.append(lent_kernels.recorded)
 
 
 def is_autocast_available(device_type: str) -> bool:

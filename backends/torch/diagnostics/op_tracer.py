@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch.autocast import op_facts, regions
+from polymp.backends.torch.autocast import lent_kernels, op_facts, regions
 from polymp.backends.torch.compat import autograd, modes
 from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
@@ -191,6 +191,7 @@ class OpTracer(decision_log.Recorder):
     def __enter__(self) -> "OpTracer":
         self._first_node = autograd.latest_node() + 1
         with ExitStack() as stack:
+            stack.enter_context(lent_kernels.recorded())
             stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
             self._stack = stack.pop_all()

@@ -88,6 +88,24 @@ class Findings:
 
     # One optimizer.
 
+    def unscale(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, unscale_grads: Unscale
+    ) -> None:
+        """Multiply the gradients by `inverse`, once in an iteration; see `look`.
+
+        Raises:
+            RuntimeError: they are unscaled already, or the optimizer has stepped.
+        """
+        entry = self.entries[id(optimizer)]
+        if entry["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if entry["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self.look(optimizer, inverse, unscale_grads, allow_fp16=self.options.allow_fp16)
+        entry["stage"] = OptState.UNSCALED
+
     def look(
         self,
         optimizer: torch.optim.Optimizer,

@@ -3,13 +3,12 @@
 The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gradients, step or
 skip, update the scale. The rule is `polymp.scaling.scale_rule.step`. Where the host knows what was
 found, it applies the rule to Python numbers and writes what has changed; where only the device
-knows, the same lines run on tensors. Names with a leading underscore that other libraries reach for
-are torch.amp's.
+knows, the same lines run on tensors.
 
     scale      scaled_outputs
     unscale_   findings: unscale, distributed
     step       the host decides, or device_skip, fused_step, closure_step
-    update     device_state: scale_update, async_read; stuck_watch
+    update     next_scale: device_state, scale_update, async_read; stuck_watch
     the rest   properties
 """
 
@@ -26,12 +25,12 @@ from polymp.backends.torch.scaler import (
     device_state,
     fused_step,
     gradient_stats,
+    next_scale,
     options,
     scaled_outputs,
     unscale,
 )
 from polymp.backends.torch.scaler.device_state import DeviceState
-from polymp.backends.torch.scaler.findings import Entry
 from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
@@ -159,17 +158,7 @@ class GradScaler(ScalerProperties):
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, torch.Tensor):
-            scale = unscale.moved(self._made_scale(outputs.device), outputs.device)
-            return cast(Outputs, outputs * self._factor(outputs, scale))
-        copies: list[unscale.OnDevices] = []
-
-        def factor_of(loss: torch.Tensor) -> torch.Tensor:
-            if not copies:  # so that `update` between two backwards does not change what is saved
-                copies.append(unscale.OnDevices(self._made_scale(loss.device)))
-            return self._factor(loss, copies[0].get(loss.device))
-
-        return cast(Outputs, scaled_outputs.multiply(outputs, factor_of))
+        return scaled_outputs.scaled(outputs, self._made_scale, self._factor)
 
     def _made_scale(self, device: torch.device) -> torch.Tensor:
         if self._state.scale is None:
@@ -181,7 +170,7 @@ class GradScaler(ScalerProperties):
         if not self._looked and (low := regions.latest_low(loss.device.type)) is not None:
             self._looked = True
             if low is torch.bfloat16:
-                level = 3 if torch.compiler.is_compiling() else outside()
+                level = 4 if torch.compiler.is_compiling() else outside()
                 warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
         self._findings.note_scaled()
         if not self._findings.options.check_loss:
@@ -213,21 +202,8 @@ class GradScaler(ScalerProperties):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        findings = self._findings
-        entry = findings.entries[id(optimizer)]
-        if entry["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
-        if entry["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        findings.look(
-            optimizer,
-            device_state.inverse(scale),
-            self._unscale_grads_,
-            allow_fp16=findings.options.allow_fp16,
-        )
-        entry["stage"] = OptState.UNSCALED
+        inverse = device_state.inverse(scale)
+        self._findings.unscale(optimizer, inverse, self._unscale_grads_)
 
     def _check_inf_per_device(
         self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
@@ -317,25 +293,6 @@ class GradScaler(ScalerProperties):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
-        given = new_scale is not None
-        if given:
+        if new_scale is not None:
             self._state.set_scale(new_scale, self._device)
-        findings = self._findings
-        entries: list[Entry] = list(findings.entries.values())
-        looked = [e for e in entries if e["found_inf_per_device"]]
-        if not looked and not given and (findings.options.strict or not entries):
-            raise AssertionError("No inf checks were recorded prior to update.")
-        findings.end_iteration()
-        if not looked:
-            return
-        losses = [e["loss"] for e in looked if e.get("loss") is not None]
-        if not torch.compiler.is_compiling() and all("skipped" in e for e in looked):
-            skipped = any(e["skipped"] for e in looked)
-            lost = skipped and any(loss.item() for loss in losses)
-            self._stuck.look(
-                self._state.update_on_host(skipped=skipped, loss_lost=lost, given=given)
-            )
-        else:
-            found = cast(torch.Tensor, unscale.either(findings.largest(e) for e in looked))
-            self._state.update_on_device(found, losses, given=given)
-            self._stuck.updated()
+        next_scale.advance(self._findings, self._stuck, given=new_scale is not None)

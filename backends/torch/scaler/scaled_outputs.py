@@ -2,24 +2,53 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from polymp.backends.torch.compat import dtensor, modes
 from polymp.backends.torch.scaler import unscale
 
+Outputs = TypeVar("Outputs")
 
-def multiply(outputs: Any, factor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Every tensor of a structure times its factor, in the same structure.
+
+def scaled(
+    outputs: Outputs,
+    scale_for: Callable[[torch.device], torch.Tensor],
+    factor_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Outputs:
+    """Multiply every tensor of a structure by its factor.
+
+    Args:
+        outputs: a tensor, or an iterable of outputs.
+        scale_for: returns the scale, float32 []; called with the device of the first tensor.
+        factor_of: returns the factor of a tensor, from the tensor and the scale on its device.
+
+    Returns:
+        The same structure; lists and tuples keep their type, other iterables become iterators.
 
     Raises:
         ValueError: something in `outputs` is neither a tensor nor an iterable.
     """
     if isinstance(outputs, torch.Tensor):
+        scale = unscale.moved(scale_for(outputs.device), outputs.device)
+        return cast(Outputs, outputs * factor_of(outputs, scale))
+    copies: list[unscale.OnDevices] = []
+
+    def factor_on_device(loss: torch.Tensor) -> torch.Tensor:
+        if not copies:  # so that `update` between two backwards does not change what is saved
+            copies.append(unscale.OnDevices(scale_for(loss.device)))
+        return factor_of(loss, copies[0].get(loss.device))
+
+    return cast(Outputs, _multiply(outputs, factor_on_device))
+
+
+def _multiply(outputs: Any, factor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Multiply every tensor of a structure by its factor."""
+    if isinstance(outputs, torch.Tensor):
         return outputs * factor_of(outputs)
     if isinstance(outputs, Iterable):
-        items = map(lambda item: multiply(item, factor_of), outputs)
+        items = map(lambda item: _multiply(item, factor_of), outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
             return type(outputs)(*items)
         return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items

@@ -125,13 +125,16 @@ class autocast:  # the name is torch's
         )
 
     def __repr__(self) -> str:
-        policy = regions.known[self._ticket][0].policy
+        policy = regions.prepared.by_ticket[self._ticket][0].policy
         shown = [repr(self.device), f"dtype={self.fast_dtype}", f"enabled={self._enabled}"]
         shown += [] if policy is None else [f"policy={policy.name!r}"]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}
+        state = self.__dict__ | {
+            "_policy": regions.prepared.by_ticket[self._ticket][0].policy,
+            "_traced": None,
+        }
         del state["_ticket"]  # a name of this process
         return state
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.library import get_kernel
 
-from polymp.backends.torch.autocast import held_casts, op_facts, region_casts, regions, torch_table
+from polymp.backends.torch.autocast import op_facts, region_casts, regions, torch_table
+from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.rules import decision_log
@@ -78,7 +79,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        holds = held_casts.weights and row is not None and row.rule is Rule.LOWER
+        holds = held.by_id and row is not None and row.rule is Rule.LOWER
         if (
             ruling.agrees
             and replaced is not None

@@ -138,7 +138,7 @@ def tell_export(ticket: str | None) -> None:
         if ticket is None:
             mode.__torch_function__(export.LEAVE, (), ())
             continue
-        region, device, enabled, dtype, cache = regions.known[ticket]
+        region, device, enabled, dtype, cache = regions.prepared.by_ticket[ticket]
         if region.policy is not None:
             raise PolicyError(
                 f"torch.export cannot record policy {region.policy.name!r}: an exported region "
@@ -156,4 +156,4 @@ def _allow() -> None:
 @dynamo.at_trace_time
 def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
     """`policy_code.inside`, for code that torch.compile traces: plain arguments only."""
-    return policy_code.inside(regions.known[ticket][0], outer)
+    return policy_code.inside(regions.prepared.by_ticket[ticket][0], outer)

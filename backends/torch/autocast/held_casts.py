@@ -24,7 +24,7 @@ from polymp.errors import StaleCastError
 SMALL = 2**16
 
 # Device types on which casts that went stale together are made again in one call.
-TOGETHER = {"cuda"}
+TOGETHER = frozenset({"cuda"})
 
 
 class Held(NamedTuple):
@@ -77,41 +77,54 @@ class Weight:
 _NOTHING = torch.empty(0)
 _GONE = Held((), _NOTHING, _NOTHING, 0)  # of no source: the next use makes it again
 
-weights: dict[int, Weight] = {}  # by the identity of the tensor; empty unless a block is open
-_lock = threading.Lock()
+
+class HeldWeights:
+    """The weights of this process whose casts are held.
+
+    Attributes:
+        by_id: by the identity of the tensor; empty unless a block is open.
+        lock: held while weights come or go.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Weight] = {}
+        self.lock = threading.Lock()
+
+
+held = HeldWeights()
 
 
 def hold(named: Iterable[tuple[str, torch.Tensor]], check: bool) -> list[Weight]:
     """Hold the casts of tensors until they are released."""
-    with _lock:
-        held = []
+    with held.lock:
+        taken = []
         for name, tensor in named:
-            weight = weights.setdefault(id(tensor), Weight(tensor, name))
+            weight = held.by_id.setdefault(id(tensor), Weight(tensor, name))
             weight.blocks += 1
             weight.checked += check
-            held.append(weight)
-        return held
+            taken.append(weight)
+        return taken
 
 
-def release(held: Iterable[Weight], check: bool) -> None:
+def release(weights: Iterable[Weight], check: bool) -> None:
     """Undo one `hold`."""
-    with _lock:
-        for weight in held:
+    with held.lock:
+        for weight in weights:
             weight.blocks -= 1
             weight.checked -= check
             if not weight.blocks:
-                del weights[id(weight.tensor)]
+                del held.by_id[id(weight.tensor)]
                 weight.casts.clear()
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
     """Drop the casts of what an optimizer has written, whether it shows or not."""
-    if not weights:
+    if not held.by_id:
         return
     memory: dict[int, list[Weight]] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if (weight := weights.get(id(p))) is not None and weight.tensor is p:
+            if (weight := held.by_id.get(id(p))) is not None and weight.tensor is p:
                 weight.forget()
             elif isinstance(p, torch.Tensor):  # a flat or sharded stand-in for weights, perhaps
                 memory = memory or _by_memory()
@@ -121,9 +134,9 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def _by_memory() -> dict[int, list[Weight]]:
     found: dict[int, list[Weight]] = {}
-    for weight in list(weights.values()):
-        for held in list(weight.casts.values()):
-            found.setdefault(_address(held.source), []).append(weight)
+    for weight in list(held.by_id.values()):
+        for one in list(weight.casts.values()):
+            found.setdefault(_address(one.source), []).append(weight)
     return found
 
 
@@ -158,12 +171,12 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The held cast of `t`, made if there is none; None if `t` is nothing that is held."""
-    weight = weights.get(id(t))
+    weight = held.by_id.get(id(t))
     key: tuple[Any, ...] = dtype, None
     if weight is None or weight.tensor is not t:
         if not t._is_view():
             return None
-        weight = weights.get(id(t._base))
+        weight = held.by_id.get(id(t._base))
         if weight is None or weight.tensor is not t._base:
             return None
         if t.is_neg():  # another number in the same place
@@ -201,9 +214,9 @@ def _has_room(weight: Weight, view: torch.Tensor, key: tuple[Any, ...]) -> bool:
     Those of an older version go first: a buffer that is written in every step has a new view each.
     """
     casts, version = weight.casts, view._version
-    for other in [k for k, held in casts.items() if len(k) > 2 and held.stamp[0] != version]:
+    for other in [k for k, cast in casts.items() if len(k) > 2 and cast.stamp[0] != version]:
         del casts[other]
-    views = sum(held.low.numel() for k, held in casts.items() if k[:2] == key[:2] and len(k) > 2)
+    views = sum(cast.low.numel() for k, cast in casts.items() if k[:2] == key[:2] and len(k) > 2)
     return views + view.numel() <= weight.tensor.numel()
 
 
@@ -230,7 +243,7 @@ def _make_together(key: tuple[Any, ...]) -> None:
     """
     dtype, stream = key
     by_device: dict[torch.device, list[tuple[Weight, tuple[Any, ...], torch.Tensor]]] = {}
-    for weight in list(weights.values()):
+    for weight in list(held.by_id.values()):
         t, found = weight.tensor, weight.casts.get(key)
         if found is None or not _is_plain(t) or not _is_dense(t):
             continue
@@ -271,20 +284,20 @@ def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:
         )
 
 
-def bytes_of(held: Iterable[Weight]) -> int:
+def bytes_of(weights: Iterable[Weight]) -> int:
     """Bytes of the casts that are held now."""
-    return sum(h.low.nbytes for weight in held for h in list(weight.casts.values()))
+    return sum(cast.low.nbytes for weight in weights for cast in list(weight.casts.values()))
 
 
 def drop(tensors: Iterable[torch.Tensor]) -> None:
     """Drop the casts of tensors; they are made again when they are asked for."""
     for tensor in tensors:
-        weight = weights.get(id(tensor))
+        weight = held.by_id.get(id(tensor))
         if weight is not None and weight.tensor is tensor:
             weight.forget()
 
 
 def is_checked(t: torch.Tensor) -> bool:
     """True for a weight of which a block checks every use."""
-    weight = weights.get(id(t))
+    weight = held.by_id.get(id(t))
     return weight is not None and weight.tensor is t and weight.checked > 0

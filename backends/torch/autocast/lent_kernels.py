@@ -131,7 +131,7 @@ def recorded() -> Iterator[None]:
         made = _Recording(stack)
         with kernel_registry.now.lock:
             fakes = modes.innermost_mode() is not None
-            known = {region.device for region, *_ in regions.known.values()}
+            known = {region.device for region in list(regions.prepared.tickets)}
             for device in torch_table.DEVICES:
                 if fakes or device in known or accelerators.is_here(device):
                     made.cover(device)

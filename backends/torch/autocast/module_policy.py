@@ -7,7 +7,7 @@ from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
-from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, SCOPE, Code
+from polymp.backends.torch.autocast.policy_code import NONE, SCOPE, Code, codes
 from polymp.backends.torch.compat import dynamo, export, modes
 from polymp.errors import PolicyError
 
@@ -59,8 +59,9 @@ def _put(entering: bool, *code: torch.dtype) -> None:
 
 def _refuse_export(code: Code) -> None:
     if export.export_modes():
+        name = codes.policies[code][SCOPE].name
         raise PolicyError(
-            f"torch.export cannot record the scopes of policy {POLICIES[code][SCOPE].name!r}. "
+            f"torch.export cannot record the scopes of policy {name!r}. "
             "Take them off, by remove() of the handle that scoped() returned, and export then."
         )
 

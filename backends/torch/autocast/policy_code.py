@@ -30,12 +30,26 @@ NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
 # In a set of policies by device: that of the module which is running, for devices without one.
 SCOPE = ""
 
-# By code, the policies by device; for ever. A graph that torch.compile made under one code is never
-# reused under another; codes are not recycled, for graphs are kept. Longer than 1 as soon as there
-# is a policy: before, nobody needs to look at the code in force.
-POLICIES: dict[Code, dict[str, Policy]] = {NONE: {}}
-_free = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
-_lock = threading.Lock()
+
+class Codes:
+    """The codes that this process has given out. None is ever given to other policies.
+
+    A graph that torch.compile made under a code is kept, and guarded by it.
+
+    Attributes:
+        policies: by code, the policies by device. As long as `NONE` is the only one, no policy was
+            ever used, and the code in force need not be read.
+        free: the codes that are left.
+        lock: held while a code is given out.
+    """
+
+    def __init__(self) -> None:
+        self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
+        self.free = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
+        self.lock = threading.Lock()
+
+
+codes = Codes()
 
 
 def policy_of(device: str) -> Policy | None:
@@ -46,7 +60,7 @@ def policy_of(device: str) -> Policy | None:
 @dynamo.at_trace_time
 def policy_at(device: str, *code: torch.dtype) -> Policy | None:
     """The policy for a device where the policies in force have this code."""
-    policies = POLICIES.get(code, {})
+    policies = codes.policies.get(code, {})
     return policies.get(device, policies.get(SCOPE))
 
 
@@ -66,12 +80,12 @@ def write(code: Code) -> None:
 
 def inside(region: Region, outer: Code) -> Code:
     """The code of the policies inside `region`, entered where `outer` is in force."""
-    if region.device in SLOTS and len(POLICIES) > 1:
+    if region.device in SLOTS and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
             "polymp notes them in the state of that device."
         )
-    policies = {d: p for d, p in POLICIES.get(outer, {}).items() if d != region.device}
+    policies = {d: p for d, p in codes.policies.get(outer, {}).items() if d != region.device}
     if region.policy is not None:
         policies[region.device] = region.policy
     return _code(frozenset(policies.items()))
@@ -86,13 +100,13 @@ def of_scope(policy: Policy) -> Code:
 def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
     if not policies:
         return NONE
-    with _lock:
+    with codes.lock:
         try:
-            code = next(_free)
+            code = next(codes.free)
         except StopIteration:
             raise PolicyError(
-                f"this process has used {len(POLICIES)} different sets of policies, and there are "
-                "no more. Build a policy once and use it again."
+                f"this process has used {len(codes.policies)} different sets of policies, and "
+                "there are no more. Build a policy once and use it again."
             ) from None
-        POLICIES[code] = dict(policies)
+        codes.policies[code] = dict(policies)
         return code

@@ -26,6 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch.autocast import held_casts, op_facts, torch_table
+from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.compat import dispatcher, dynamo
 
 _library = torch.library.Library("aten", "IMPL")
@@ -165,7 +166,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
         drop()
         held_casts.stepped(optimizer)
-    elif held_casts.weights:  # what fused kernels write shows nowhere: this breaks the graph
+    elif held.by_id:  # what fused kernels write shows nowhere: this breaks the graph
         _stepped(optimizer)
 
 
@@ -213,8 +214,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    make = held_casts.cast if held_casts.weights else torch.Tensor.to
-    if held_casts.weights and not (t.requires_grad and torch.is_grad_enabled()):
+    make = held_casts.cast if held.by_id else torch.Tensor.to
+    if held.by_id and not (t.requires_grad and torch.is_grad_enabled()):
         return make(t, dtype)
     may_keep = (
         dtype is low
@@ -236,7 +237,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
     found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
-        if held_casts.weights and held_casts.is_checked(t):
+        if held.by_id and held_casts.is_checked(t):
             held_casts.find(t, dtype)
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off

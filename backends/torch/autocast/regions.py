@@ -24,7 +24,7 @@ from torch import (
 
 from polymp.backends.torch.autocast import policy_code, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, Code
+from polymp.backends.torch.autocast.policy_code import NONE, Code, codes
 from polymp.backends.torch.compat import dynamo
 from polymp.rules.region import Region, Stack
 
@@ -55,9 +55,9 @@ def enter(ticket: str) -> None:
     Raises:
         PolicyError: policies cannot be in force with it; nothing has changed then.
     """
-    region, device, enabled, dtype, cache = known[ticket]
+    region, device, enabled, dtype, cache = prepared.by_ticket[ticket]
     code = inside = NONE
-    if len(POLICIES) > 1:
+    if len(codes.policies) > 1:
         code = policy_code.in_force()
         inside = policy_code.inside(region, code)
     stack.frames.append(
@@ -70,7 +70,7 @@ def enter(ticket: str) -> None:
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache and region_casts.keep(device, dtype, enabled, depth))
-    if len(POLICIES) > 1:
+    if len(codes.policies) > 1:
         policy_code.write(inside)
 
 
@@ -81,7 +81,7 @@ def leave(ticket: str) -> None:
     Raises:
         RuntimeError: it is not open in this thread.
     """
-    region, device, *_ = known[ticket]
+    region, device, *_ = prepared.by_ticket[ticket]
     frames = stack.frames
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     depth = autocast_decrement_nesting()
@@ -94,7 +94,7 @@ def leave(ticket: str) -> None:
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
-    if len(POLICIES) > 1:
+    if len(codes.policies) > 1:
         policy_code.write(code)
 
 
@@ -116,20 +116,36 @@ def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, Code]:
     return *pulled[:3], cache, code
 
 
-known: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}  # prepared regions, by ticket
+class Prepared:
+    """The regions of this process that can be entered.
+
+    Attributes:
+        by_ticket: each with its device, whether it is enabled, its low dtype and its cache flag.
+        tickets: their names.
+        lock: held while one is added.
+    """
+
+    def __init__(self) -> None:
+        self.by_ticket: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}
+        self.tickets: dict[Region, str] = {}
+        self.lock = threading.Lock()
 
 
-@cache
+prepared = Prepared()
+
+
 def ticket(region: Region) -> str:
-    """A name for the region, equal for equal ones; what a compiled graph is guarded by.
+    """Return a name for the region, equal for equal ones; compiled graphs are guarded by it.
 
     A number would not do: dynamo makes a symbol of a number that changes.
     """
     policy_code.inside(region, NONE)  # from now on policies are read and written, if it has one
-    dtype = DTYPES[region.dtype]
-    name = f"region {len(known)}"
-    known[name] = region, region.device, region.enabled, dtype, region.cache
-    return name
+    with prepared.lock:
+        if region not in prepared.tickets:
+            name = prepared.tickets[region] = f"region {len(prepared.tickets)}"
+            dtype = DTYPES[region.dtype]
+            prepared.by_ticket[name] = region, region.device, region.enabled, dtype, region.cache
+        return prepared.tickets[region]
 
 
 def in_force(device: str) -> Region:
@@ -139,7 +155,7 @@ def in_force(device: str) -> Region:
         is_autocast_enabled(device),
         get_autocast_dtype(device),
         is_autocast_cache_enabled(),
-        NONE if len(POLICIES) == 1 else policy_code.in_force(),
+        NONE if len(codes.policies) == 1 else policy_code.in_force(),
     )
 
 

@@ -1,6 +1,7 @@
 """Autograd: the nodes of the graph, what is saved for backward, checkpoints."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -78,26 +79,44 @@ def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         return t
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    _showing[pack] = hooks
-    torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks  # type: ignore[assignment]
+    graph: Any = torch.autograd.graph
+    with showing.lock:
+        showing.hooks[pack] = hooks
+        graph.disable_saved_tensors_hooks = _disable_hooks
     try:
         with hooks:
             yield
     finally:
-        del _showing[pack]
-        if not _showing:
-            torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
+        with showing.lock:
+            del showing.hooks[pack]
+            if not showing.hooks:
+                graph.disable_saved_tensors_hooks = _DISABLE
 
 
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
-_showing: dict[Any, Any] = {}  # hooks of `saved_tensors_shown` that are in force, in all threads
+
+
+class Showing:
+    """What of `saved_tensors_shown` is in force, in all threads of this process.
+
+    Attributes:
+        hooks: by the function that packs.
+        lock: held while any come or go.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[Any, Any] = {}
+        self.lock = threading.Lock()
+
+
+showing = Showing()
 
 
 @contextmanager
 def _disable_hooks(message: str) -> Iterator[None]:
     with ExitStack() as stack:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and (hooks := _showing.get(top[0])) is not None:
+        if top is not None and (hooks := showing.hooks.get(top[0])) is not None:
             hooks.__exit__(None, None, None)
             stack.callback(hooks.__enter__)
             stack.enter_context(_disable_hooks(message))  # there may be more below

@@ -12,7 +12,19 @@ from torch.amp.grad_scaler import OptState
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler.findings import Entry, Findings
 
-_takes_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+class Steps:
+    """What is known of the steps of optimizers.
+
+    Attributes:
+        take_scaler: by function, whether it has an argument `grad_scaler`.
+    """
+
+    def __init__(self) -> None:
+        self.take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+steps = Steps()
 
 
 def step(
@@ -62,9 +74,11 @@ def takes_scaler(optimizer: Any) -> bool:
     if torch.compiler.is_compiling():  # which knows signatures, and no such dictionary
         return "grad_scaler" in inspect.signature(optimizer.step).parameters
     step = getattr(optimizer.step, "__func__", optimizer.step)
-    if step not in _takes_scaler:
-        _takes_scaler[step] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-    return _takes_scaler[step]
+    known = steps.take_scaler.get(step)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        steps.take_scaler[step] = known
+    return known
 
 
 @dynamo.untraced(

@@ -21,7 +21,7 @@ from polymp.errors import PolicyError
 CUSTOM = "custom"
 
 # What `policies/vocabulary.toml` may say of a class besides its summary.
-CLASS_TRAITS = ("moves", "products", "parameters")
+CLASS_TRAITS = ("moves", "products", "sums", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Op:
         kind: its class, such as "matmul".
         aten: functional aten overloads, "mm" or "softmax.int"; those of a registered op with
             their namespace, "mylib::my_op".
+        kernels: aten ops that torch runs for it below autograd, without overloads.
         jax: JAX primitives, some with a variant: "dot_general:unbatched".
         functions: public functions of jax and libraries on it, by dotted name.
         traces: without primitive and function, the ops that it becomes in a JAX trace.
@@ -54,6 +55,7 @@ class Op:
     rule: str = ""
     picks: bool = False
     chooses: bool = False
+    kernels: tuple[str, ...] = ()
 
 
 class Vocabulary:
@@ -79,6 +81,7 @@ class Vocabulary:
         self.ops: dict[str, Op] = {}
         self.registered: list[str] = []
         self._aten: dict[str, str] = {}
+        self._kernels: dict[str, str] = {}
         self._jax: dict[str, str] = {}
         self._functions: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -94,6 +97,7 @@ class Vocabulary:
     def _add_spellings(self, op: Op) -> None:
         indices = (
             ("aten op", self._aten, op.aten),
+            ("kernel", self._kernels, op.kernels),
             ("primitive", self._jax, op.jax),
             ("function", self._functions, op.functions),
         )
@@ -131,6 +135,10 @@ class Vocabulary:
     def of_aten(self, overload: str) -> str:
         """Our name of an aten overload, "" if it has none."""
         return self._aten.get(overload, "")
+
+    def of_kernel(self, kernel: str) -> str:
+        """Our name of an aten op that torch runs below autograd, "" if it has none."""
+        return self._kernels.get(kernel, "")
 
     def of_jax(self, primitive: str) -> str:
         """Our name of a primitive, with or without a variant, "" if it has none."""
@@ -268,4 +276,5 @@ def _op(name: str, kind: str, spellings: Mapping[str, Any]) -> Op:
         spellings.get("fp32", ""),
         picks=spellings.get("picks", False),
         chooses=spellings.get("chooses", False),
+        kernels=tuple(spellings.get("kernels", ())),
     )

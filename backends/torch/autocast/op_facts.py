@@ -33,30 +33,6 @@ COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 # Batched, these become matmul, which has a rule, whether or not they have one themselves.
 BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
 
-# Classes of ops that only move numbers.
-MOVING = frozenset({"layout", "indexing"})
-
-# Kernels that are an op of the vocabulary under another name.
-KERNELS = {
-    "_softmax": "softmax",
-    "_log_softmax": "log_softmax",
-    "native_layer_norm": "layer_norm",
-    "_fused_rms_norm": "rms_norm",
-    "native_group_norm": "group_norm",
-    "native_batch_norm": "batch_norm",
-    "_native_batch_norm_legit": "batch_norm",
-    "nll_loss_forward": "nll_loss",
-    "nll_loss2d_forward": "nll_loss2d",
-    "convolution": "conv",
-    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
-    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
-    "native_dropout": "dropout",
-    "_to_copy": "to",
-}
-
 # Views whose schema does not say so.
 SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
 
@@ -73,10 +49,6 @@ ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", 
 # Kernels that add up, of whose operands the magnitudes can be put in their place.
 SUMS = frozenset(
     "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
-)
-# Classes whose kernels add up along an axis, too.
-SUM_ALONG = frozenset(
-    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
 )
 
 # In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.

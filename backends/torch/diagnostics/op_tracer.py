@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch.autocast import lent_kernels, op_facts, regions
+from polymp.backends.torch.autocast import lent_kernels, regions
 from polymp.backends.torch.compat import autograd, modes
 from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
@@ -33,6 +33,10 @@ from polymp.backends.torch.diagnostics.op_kinds import (
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
+
+# Classes whose ops, without a row, are told apart below autograd as well: views, and one kernel
+# each. Other classes that compute nothing have ops that are made of several, such as quantile.
+_SEEN_BELOW = frozenset({"layout", "indexing"})
 
 
 class OpTracer(decision_log.Recorder):
@@ -88,7 +92,7 @@ class OpTracer(decision_log.Recorder):
             run = partial(self.outer._within, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
-        if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in op_facts.MOVING:
+        if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # what it is made of is watched
         place, direction, origin = self._where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region

@@ -28,6 +28,7 @@ Vocabulary = dict[str, Any]
 
 KEYS = {
     "aten": list,
+    "kernels": list,
     "jax": list,
     "functions": list,
     "traces": list,
@@ -139,7 +140,7 @@ def unsorted(vocabulary: Vocabulary) -> Iterator[str]:
 
 
 def twice(vocabulary: Vocabulary) -> Iterator[str]:
-    everything = {key: _names(vocabulary, key) for key in ("aten", "jax", "functions")}
+    everything = {key: _names(vocabulary, key) for key in ("aten", "kernels", "jax", "functions")}
     everything["op"] = [name for entry in vocabulary.values() for name in entry["ops"]]
     for key, names in everything.items():
         yield from (f"{key} {name}" for name, count in Counter(names).items() if count > 1)
@@ -236,6 +237,14 @@ def unknown_overloads(vocabulary: Vocabulary) -> Iterator[str]:
             yield f"{name} is not registered"
         elif overload._schema.is_mutable:
             yield f"{name} writes in place"
+
+
+def unknown_kernels(vocabulary: Vocabulary) -> Iterator[str]:
+    import torch
+
+    for name in sorted(_names(vocabulary, "kernels")):
+        if not hasattr(torch.ops.aten, name):
+            yield f"{name} is no op of aten"
 
 
 def missing_overloads(vocabulary: Vocabulary) -> Iterator[str]:
@@ -539,6 +548,12 @@ CHECKS = {
         unknown_overloads,
         _put("power", "exp", aten=["exp.no_such"]),
         "exp.no_such is not registered",
+        ("torch",),
+    ),
+    "kernels exist": Check(
+        unknown_kernels,
+        _put("softmax", "softmax", kernels=["_soft"]),
+        "_soft is no op of aten",
         ("torch",),
     ),
     "overloads return": Check(

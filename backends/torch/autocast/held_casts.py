@@ -1,9 +1,9 @@
-"""Casts of weights that are held from region to region, and how a weight shows that it changed.
+"""Casts of weights that are held from region to region, and how a change of a weight is noticed.
 
-A cast is taken again as long as its weight, or the view of it that was cast, shows the version,
+A cast is used again as long as its weight, or the view of it that was cast, has the version,
 address, shape and strides that it had when the cast was made, and no optimizer that has the weight
-has stepped. Every cast keeps the memory it was made from, so that no other can come to lie at that
-address. What none of this shows is listed in docs/fast.md.
+has stepped. Every cast keeps the memory it was made from alive, so that no other tensor gets that
+address. docs/fast.md lists the writes that none of this shows.
 
 Only the numbers are held. Where gradients are wanted, each use, or each region that keeps casts,
 gets a node of its own in the graph: gradients are then added up as they are without.
@@ -28,7 +28,7 @@ TOGETHER = frozenset({"cuda"})
 
 
 class Held(NamedTuple):
-    """A cast and what its source showed when it was made.
+    """A cast, and the state of its source when it was made.
 
     Attributes:
         stamp: version, address, shape, strides and dtype of the source.
@@ -43,7 +43,7 @@ class Held(NamedTuple):
     version: int
 
     def is_of(self, stamp: tuple[Any, ...]) -> bool:
-        """True if the cast is as it was made, and from what shows this stamp."""
+        """Return whether the cast was not written since, and its source has this stamp."""
         return self.stamp == stamp and self.low._version == self.version
 
 
@@ -51,10 +51,10 @@ class Weight:
     """A parameter or buffer whose casts are held.
 
     Attributes:
-        tensor: it.
+        tensor: the parameter or buffer.
         name: its name in the model, for messages.
-        blocks: how many open blocks hold it.
-        checked: how many of them check every use.
+        blocks: the number of open blocks that hold it.
+        checked: the number of those that check every use.
         casts: by dtype, stream and, for views, geometry.
         made: casts made so far.
         served: uses of casts so far.
@@ -69,7 +69,7 @@ class Weight:
         self.casts: dict[tuple[Any, ...], Held] = {}
 
     def forget(self) -> None:
-        """Drop the casts. Where many are made together, those of the whole weight leave a place."""
+        """Drop the casts. On devices of `TOGETHER`, casts of whole weights leave a place."""
         together = self.tensor.device.type in TOGETHER
         self.casts = {key: _GONE for key in self.casts if together and len(key) == 2}
 
@@ -95,7 +95,7 @@ held = HeldWeights()
 
 
 def hold(named: Iterable[tuple[str, torch.Tensor]], check: bool) -> list[Weight]:
-    """Hold the casts of tensors until they are released."""
+    """Hold the casts of named tensors until `release`; with `check`, compare them at each use."""
     with held.lock:
         taken = []
         for name, tensor in named:
@@ -118,7 +118,7 @@ def release(weights: Iterable[Weight], check: bool) -> None:
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the casts of what an optimizer has written, whether it shows or not."""
+    """Drop the casts of all that an optimizer has written."""
     if not held.by_id:
         return
     memory: dict[int, list[Weight]] = {}
@@ -146,17 +146,17 @@ def _address(t: torch.Tensor) -> int:
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`t` in `dtype`, differentiable; of a held weight, or a view of one, the numbers are held.
+    """Cast a tensor; a held weight, or a view of one, by the cast that is held.
 
     Args:
         t: any float tensor of another dtype.
-        dtype: target.
+        dtype: the dtype to cast to.
 
     Returns:
-        A tensor of `dtype` with the shape of `t`.
+        A tensor of `dtype` with the shape of `t`, differentiable.
 
     Raises:
-        StaleCastError: a block checks, and the cast is not what it would be now.
+        StaleCastError: a block checks, and the held cast has other values than a new one.
     """
     wants = t.requires_grad and torch.is_grad_enabled()
     if wants and t.numel() < SMALL:
@@ -170,7 +170,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The held cast of `t`, made if there is none; None if `t` is nothing that is held."""
+    """Return the held cast of `t`, made if there is none; None if `t` is no held weight."""
     weight = held.by_id.get(id(t))
     key: tuple[Any, ...] = dtype, None
     if weight is None or weight.tensor is not t:
@@ -204,14 +204,15 @@ def _stamp(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    """True for what has an address to show."""
+    """Return whether a tensor is of torch's own classes, and so has an address."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
 
 
 def _has_room(weight: Weight, view: torch.Tensor, key: tuple[Any, ...]) -> bool:
-    """True if the casts of views, this one among them, are no larger than one of the weight.
+    """Return whether casts of views, this one among them, are no larger than one of the weight.
 
-    Those of an older version go first: a buffer that is written in every step has a new view each.
+    Casts of an older version are dropped before: a buffer that is written in every step has a new
+    view in each.
     """
     casts, version = weight.casts, view._version
     for other in [k for k, cast in casts.items() if len(k) > 2 and cast.stamp[0] != version]:
@@ -263,7 +264,7 @@ def _make_together(key: tuple[Any, ...]) -> None:
 
 
 def _is_dense(t: torch.Tensor) -> bool:
-    """True for what fills its memory without gaps in an order that a cast keeps."""
+    """Return whether a tensor fills its memory without gaps, in an order that a cast keeps."""
     return (
         t.is_contiguous()
         or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
@@ -298,6 +299,6 @@ def drop(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def is_checked(t: torch.Tensor) -> bool:
-    """True for a weight of which a block checks every use."""
+    """Return whether a tensor is a weight that a block checks at every use."""
     weight = held.by_id.get(id(t))
     return weight is not None and weight.tensor is t and weight.checked > 0

@@ -18,8 +18,11 @@ _open = OpenInGraphs()
 def enter(code: Code) -> None:
     """Put a module's policy in force in this thread, whatever the device.
 
-    Its code is `policy_code.of_scope`. It speaks for every enabled region, the one around and those
-    entered inside that have no policy of their own. Region, dtype and cache stay as they are.
+    It holds in every enabled region, the one around and those entered inside that have no policy of
+    their own. Region, dtype and cache stay as they are.
+
+    Args:
+        code: of the policy, from `policy_code.of_scope`.
 
     Raises:
         PolicyError: the call is being exported.
@@ -35,13 +38,13 @@ def enter(code: Code) -> None:
 
 @dynamo.no_frame
 def leave(outer: Code) -> None:
-    """Put back what `policy_code.in_force` said before a scope was entered."""
+    """Put the policies of a code back in force: those from before a scope was entered."""
     if is_dynamo_compiling():
         _put(False, *outer)
         return
     policy_code.write(outer)
     if outer == NONE and not regions.stack.frames:
-        region_casts.end()  # a region of torch's own ends without a word to us
+        region_casts.end()  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

@@ -1,10 +1,10 @@
-"""Policy codes: which policies are in force in a thread, as two dtypes in torch's autocast state.
+"""Policy codes: the policies in force in a thread, as two dtypes in torch's autocast state.
 
-torch has no place for a policy. Its autocast state, per thread, is what torch restores around
-backward and checkpoints, what torch.compile guards its graphs by, and what torch's own autocast
-class leaves as it was: policies that stand in it are restored, guarded and read just as the rest.
-So every set of policies by device that is ever in force gets a code, a pair of dtypes, and the code
-is written as the low dtypes of two devices that no build of torch has tensors on.
+torch has no place for a policy. It has an autocast state in each thread, though, which torch
+restores around backward and checkpoints, by which torch.compile guards its graphs, and which
+torch's own autocast class restores. So the policies in force are written there: every set of
+policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of two
+devices that no build of torch has tensors on.
 """
 
 import threading
@@ -53,20 +53,20 @@ codes = Codes()
 
 
 def policy_of(device: str) -> Policy | None:
-    """The policy in force for the device in this thread; None for torch's own table."""
+    """Return the policy in force for the device in this thread; None for torch's own table."""
     return policy_at(device, *in_force())
 
 
 @dynamo.at_trace_time
 def policy_at(device: str, *code: torch.dtype) -> Policy | None:
-    """The policy for a device where the policies in force have this code."""
+    """Return the policy for a device under the policies of a code; None for torch's table."""
     policies = codes.policies.get(code, {})
     return policies.get(device, policies.get(SCOPE))
 
 
 @dynamo.no_frame
 def in_force() -> Code:
-    """The code of the policies in force in this thread."""
+    """Return the code of the policies in force in this thread."""
     return get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1])
 
 
@@ -79,11 +79,23 @@ def write(code: Code) -> None:
 
 
 def inside(region: Region, outer: Code) -> Code:
-    """The code of the policies inside `region`, entered where `outer` is in force."""
+    """Return the code of the policies inside a region that is entered where `outer` is in force.
+
+    Args:
+        region: the region.
+        outer: the code around it.
+
+    Returns:
+        The code.
+
+    Raises:
+        PolicyError: the region is for a device of `SLOTS`, or there is no code left.
+    """
     if region.device in SLOTS and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
-            "polymp notes them in the state of that device."
+            "polymp writes them into torch's autocast state of that device. Use it in a process "
+            "without policies."
         )
     policies = {d: p for d, p in codes.policies.get(outer, {}).items() if d != region.device}
     if region.policy is not None:
@@ -92,7 +104,7 @@ def inside(region: Region, outer: Code) -> Code:
 
 
 def of_scope(policy: Policy) -> Code:
-    """The code of a policy for all devices, as a module has it."""
+    """Return the code of a policy for all devices, as `scoped` gives it to a module."""
     return _code(frozenset({(SCOPE, policy)}))
 
 

@@ -1,9 +1,8 @@
-"""Entering and leaving regions: core regions on one side, torch's autocast state on the other.
+"""Entering and leaving regions: the core's stack on one side, torch's autocast state on the other.
 
-The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag. Compiled
-kernels, torch.compile's guards and torch's own autocast class read and write the same. Which
-policies are in force stands there, too, as a code. What leaving has to restore is kept on the
-core's stack.
+The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag, and the
+policies as a code. Compiled kernels, torch.compile's guards and torch's own autocast class read and
+write the same state. The stack of regions keeps what leaving has to restore.
 """
 
 import threading
@@ -33,7 +32,7 @@ stack: Stack[tuple[Region, bool, torch.dtype, bool, Code]] = Stack()
 
 
 class Entries(threading.local):
-    """What of the regions that this thread has entered, open or not, concerns scalers.
+    """What loss scalers need to know of the regions that this thread has entered, open or not.
 
     Attributes:
         latest: by device type, the low dtype of the region that was entered last.
@@ -50,7 +49,12 @@ entries = Entries()
 
 @dynamo.no_frame
 def enter(ticket: str) -> None:
-    """Enter a prepared region in this thread. It runs at every `with`, so every call counts.
+    """Enter a prepared region in this thread.
+
+    It runs at every `with`: a call more shows in the overhead of regions.
+
+    Args:
+        ticket: of the region.
 
     Raises:
         PolicyError: policies cannot be in force with it; nothing has changed then.
@@ -76,7 +80,10 @@ def enter(ticket: str) -> None:
 
 @dynamo.no_frame
 def leave(ticket: str) -> None:
-    """Leave the youngest open region equal to the ticket's.
+    """Leave the youngest open region that is equal to the ticket's.
+
+    Args:
+        ticket: of the region.
 
     Raises:
         RuntimeError: it is not open in this thread.
@@ -99,10 +106,10 @@ def leave(ticket: str) -> None:
 
 
 def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, Code]:
-    """Take a frame out from under younger ones; the state that is to be in force then.
+    """Take a frame out from under younger ones; return the state that is to be in force then.
 
-    Flag and dtype are a device's and go to the next younger frame of it. Cache flag and policies
-    are the thread's: they are what the frames that are left make of those before the first.
+    Flag and dtype belong to a device and go to its next younger frame. Cache flag and policies
+    belong to the thread: the frames that are left change them, from those before the first.
     """
     frames = stack.frames
     cache, code = frames[0][3:] if frames else (True, NONE)
@@ -149,7 +156,7 @@ def ticket(region: Region) -> str:
 
 
 def in_force(device: str) -> Region:
-    """The region that holds for the device in this thread, read from torch's own state."""
+    """Return the region in force for the device in this thread, read from torch's own state."""
     return _region(
         device,
         is_autocast_enabled(device),
@@ -161,16 +168,16 @@ def in_force(device: str) -> Region:
 
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
-    """Note, for scalers, that an enabled region was entered."""
+    """Note for loss scalers that an enabled region was entered."""
     entries.latest[device] = dtype
     if dtype is torch.float16 and is_grad_enabled():
         entries.unscaled.add(device)
 
 
 def latest_low(device: str) -> torch.dtype | None:
-    """The low dtype of the region for the device that is in force, or was the latest entered.
+    """Return the low dtype of the region in force for the device, or else of the latest one.
 
-    A loss is as often scaled after its region as in it. None if there was none in this thread.
+    A loss is as often scaled after its region as in it. None if this thread has entered none.
     """
     if is_autocast_enabled(device):
         return get_autocast_dtype(device)
@@ -179,7 +186,7 @@ def latest_low(device: str) -> torch.dtype | None:
 
 @dynamo.no_frame
 def wants_cache() -> bool:
-    """The cache flag asked for where this is called, even if another thread has the map."""
+    """Return the cache flag of the region around, even if another thread has torch's map."""
     frames = stack.frames
     return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 

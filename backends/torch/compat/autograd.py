@@ -23,13 +23,13 @@ def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[...,
     forward, make = function.forward, frame.__init__
 
     @functools.wraps(forward)
-    def carried_forward(ctx: Any, *args: Any) -> Any:
+    def carried_forward(ctx: Any, *args: object) -> Any:
         outputs = forward(ctx, *args)
         ctx.run_function = carry(ctx.run_function)
         return outputs
 
     @functools.wraps(make)
-    def carried_make(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+    def carried_make(self: Any, recompute_fn: Any, *args: object, **kwargs: object) -> None:
         make(self, carry(recompute_fn), *args, **kwargs)
 
     function.forward = staticmethod(carried_forward)

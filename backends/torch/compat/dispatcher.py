@@ -106,7 +106,7 @@ def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
     if tensors in ([], [0]):
         return entry
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         for at in tensors:
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 return packet(*args, **kwargs)

@@ -45,7 +45,7 @@ def before_clipping(see: Callable[[Sequence[torch.Tensor]], None]) -> None:
 
     def seen(clip: F) -> F:
         @functools.wraps(clip)
-        def clipping(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        def clipping(parameters: Any, *args: object, **kwargs: object) -> Any:
             one = isinstance(parameters, torch.Tensor)
             parameters = [parameters] if one else list(parameters)  # which may come but once
             see(parameters)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -81,13 +82,13 @@ class OpTracer(decision_log.Recorder):
     # Called by the kernels on the autocast keys
 
     def around(
-        self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any
+        self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op that a kernel was called for; what runs meanwhile is part of it."""
         super().note(entry)
         return self._within(entry, run, *args)
 
-    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any) -> Any:
+    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
         if isinstance(self.outer, OpTracer):
             run = partial(self.outer._within, entry, run)
         if not self.region[0]:
@@ -132,7 +133,7 @@ class OpTracer(decision_log.Recorder):
 
     # Called by the dispatch mode
 
-    def op_call(self, func: Any, frame: Any) -> OpCall:
+    def op_call(self, func: Any, frame: FrameType | None) -> OpCall:
         """The call that an op is part of; a new one if it is one by itself."""
         if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
@@ -154,7 +155,7 @@ class OpTracer(decision_log.Recorder):
             self.calls.append(made)
         return made
 
-    def _where(self, frame: Any) -> tuple[CallSite, str, OpCall | None]:
+    def _where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
         """Call site and direction of what runs, and the call whose backward, by torch, it is in."""
         place, node = self._call_sites.here(frame), autograd.backward_node()
         if place.recomputed or node is None:
@@ -183,7 +184,7 @@ class OpTracer(decision_log.Recorder):
         if number >= self._first_node and number not in self._of_node:
             self._of_node[number] = op_call
 
-    def viewed(self, func: Any, args: Any, frame: Any) -> None:
+    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
         """A view is made, which is no call; the backward of one may be."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
@@ -201,10 +202,15 @@ class OpTracer(decision_log.Recorder):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._pauses = 0
         self.go_on()
-        self._stack.__exit__(*error)
+        self._stack.__exit__(kind, error, traceback)
 
     def pause(self) -> None:
         """OpTracer nothing until `go_on`, at no cost where no other mode is inside of this one.

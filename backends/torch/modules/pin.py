@@ -58,7 +58,7 @@ class Pinned(subclass.Extension):
 
         return super()._apply(unrounded, *recurse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         """Load, and bring tensors that were put in place of ours to our dtype."""
         super()._load_from_state_dict(*args, **kwargs)
         pin = self.__dict__.get(Pinned.KEY)

@@ -50,7 +50,7 @@ class Scoped(subclass.Extension):
 
     KEY = "_polymp_scope"
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
         module_scope = self.__dict__.get(Scoped.KEY)
         if module_scope is None:

@@ -29,7 +29,7 @@ class Extension(nn.Module):
 
     KEY: ClassVar[str]
 
-    def __init_subclass__(cls, **_: Any) -> None:
+    def __init_subclass__(cls, **_: object) -> None:
         """Do nothing, lest a class that keeps a list of its subclasses hear of this one."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -67,7 +67,7 @@ class Handle:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: Any) -> NoReturn:
         """Say that this is not the model."""
         name = self._call.partition("(")[0]
         raise TypeError(

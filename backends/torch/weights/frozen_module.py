@@ -32,7 +32,7 @@ class FrozenModule(subclass.Extension):
 
     KEY = "_polymp_freeze"
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
         frozen_for = self.__dict__.get(FrozenModule.KEY)
         if frozen_for is None:

@@ -1,8 +1,8 @@
-"""Gradients that are clipped while they are still multiplied by a loss scale: noticed here.
+"""A warning for gradients that are clipped while they are still multiplied by a loss scale.
 
-torch.amp says nothing of it, and accelerate does it where `accelerator.scaler` is set under
-`mixed_precision="no"`: the gradients that remain are too small by the loss scale. A scaler knows
-its optimizers from the iteration before, so that the first iteration shows nothing.
+The gradients that remain are then too small by the loss scale. torch.amp does not notice it, and
+accelerate does it where `accelerator.scaler` is set under `mixed_precision="no"`. A scaler knows
+its optimizers from the iteration before, so that nothing is noticed in the first one.
 """
 
 import threading
@@ -43,7 +43,7 @@ TOO_EARLY = (
 
 
 def watch(findings: Findings) -> None:
-    """Have clipping noticed between a scaler's `scale` and its `unscale_`."""
+    """Warn of clipping between a scaler's `scale` and its `unscale_` from now on."""
     with watched.lock:
         watched.warned[findings] = False
     _install()
@@ -55,7 +55,7 @@ def _install() -> None:
 
 
 def _look(parameters: Sequence[torch.Tensor]) -> None:
-    """Gradients are about to be clipped: warn once for a scaler that has not unscaled them."""
+    """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
     with watched.lock:

@@ -1,9 +1,8 @@
 """`GradScaler`: dynamic loss scaling for torch optimizers.
 
 The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gradients, step or
-skip, update the scale. The rule is `polymp.scaling.scale_rule.step`. Where the host knows what was
-found, it applies the rule to Python numbers and writes what has changed; where only the device
-knows, the same lines run on tensors.
+skip, update the scale. The rule is `polymp.scaling.scale_rule.step`: the host applies it to Python
+numbers where it knows what was found, else it runs on the device's tensors.
 
     scale      scaled_outputs
     unscale_   findings: unscale, distributed
@@ -12,7 +11,6 @@ knows, the same lines run on tensors.
     the rest   properties
 """
 
-import warnings
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,17 +34,15 @@ from polymp.backends.torch.scaler.findings import (
 )
 from polymp.backends.torch.scaler.options import Options, SkipOn
 from polymp.backends.torch.scaler.properties import ScalerProperties
-from polymp.code_origin import outside
-from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import NO_EFFECT, OnStuck
+from polymp.scaling.gradient_report import OnStuck
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 Outputs = TypeVar("Outputs")
 
 
 class GradScaler(ScalerProperties):
-    """Keeps small float16 gradients from vanishing.
+    """Loss scaling, which keeps small float16 gradients from becoming zero.
 
         scaler = GradScaler("cuda")
         with autocast("cuda", dtype=torch.float16):
@@ -67,25 +63,25 @@ class GradScaler(ScalerProperties):
         dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
-        hysteresis: overflows in a row that do not lower the scale yet.
-        on_stuck: what happens after `stuck_after` skips in a row, once: "warn", "raise", or a
+        hysteresis: how many overflows in a row leave the scale as it is.
+        on_stuck: the reaction to `stuck_after` skips in a row, once: "warn", "raise", or a
             function that is called with a `GradientReport`.
-        stuck_after: see `on_stuck`. Where the host does not wait for the device, it learns of the
-            skips a few steps later.
+        stuck_after: see `on_stuck`. Where the host does not wait for the device, it reacts a few
+            steps later.
         named: a module, or pairs of a name and a parameter: names for reports.
         strict: True raises, as torch.amp does, if an optimizer has no gradient; otherwise its step
             does nothing.
-        allow_fp16: True takes float16 gradients. Unscaled they are float16 again, and small ones
-            vanish there.
+        allow_fp16: True accepts float16 gradients. Unscaled they are still float16, and small ones
+            become zero.
         check_loss: True skips a step whose loss is not finite even before it is scaled, and leaves
-            the scale as it is. Several processes can only do so where what they found is exchanged
-            among all: with FSDP and DTensors on a mesh of all ranks, or with `process_group`.
-        skip_on: where a step is skipped by. "host" waits for what was found; "device" takes the
-            step and undoes it (see `device_skip.step`). "auto" is "device" for optimizers whose
-            groups are all `capturable` and in compiled code, and "host" for others. Fused
+            the scale as it is. With several processes this works only where all of them exchange
+            their findings: with FSDP and DTensors on a mesh of all ranks, or with `process_group`.
+        skip_on: "host" waits for the finding and then steps or skips; "device" steps, and undoes
+            the step on the device (see `device_skip.step`). "auto" is "device" in compiled code and
+            for optimizers whose groups are all `capturable`, and "host" for others. Fused
             optimizers skip by themselves.
-        process_group: ranks that what is found is exchanged with, besides the meshes of DTensors;
-            for models that a pipeline cuts in pieces, or under DDP for `check_loss`.
+        process_group: ranks to exchange findings with, besides the meshes of DTensors; for models
+            that a pipeline cuts in pieces, or under DDP for `check_loss`.
 
     Raises:
         AssertionError: `growth_factor` is not above 1 or `backoff_factor` not below 1.
@@ -167,11 +163,7 @@ class GradScaler(ScalerProperties):
         return self._state.scale
 
     def _factor(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        if not self._looked and (low := regions.latest_low(loss.device.type)) is not None:
-            self._looked = True
-            if low is torch.bfloat16:
-                level = 4 if torch.compiler.is_compiling() else outside()
-                warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
+        self._looked = self._looked or scaled_outputs.warned_of_bfloat16(loss.device.type)
         self._findings.note_scaled()
         if not self._findings.options.check_loss:
             return scale
@@ -190,9 +182,12 @@ class GradScaler(ScalerProperties):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note Inf and NaN.
 
-        For looking at or clipping true gradients between `backward` and `step`; `step` does it by
-        itself otherwise. No host sync. Sparse float16 gradients are replaced by coalesced ones.
+        Call it to look at or clip true gradients between `backward` and `step`; otherwise `step`
+        does it. The host does not wait. Sparse float16 gradients are replaced by coalesced ones.
         Ranks that hold pieces of the parameters exchange what they found.
+
+        Args:
+            optimizer: whose gradients they are.
 
         Raises:
             RuntimeError: called twice for the optimizer since `update`, or after its `step`.
@@ -232,7 +227,7 @@ class GradScaler(ScalerProperties):
         return cast("float | None", optimizer.step(*args, **kwargs))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale if that is not done, then `optimizer.step(*args, **kwargs)`, or skip it.
+        """Unscale if that is not done, then call `optimizer.step(*args, **kwargs)` or skip it.
 
         A fused optimizer gets `grad_scale` and `found_inf` and decides on the device; for others
         see `skip_on`. An optimizer without any gradient is left alone.
@@ -241,8 +236,13 @@ class GradScaler(ScalerProperties):
         scaling. Every evaluation is unscaled and checked; one with Inf or NaN ends the step, which
         is taken back as a whole and counts as skipped.
 
+        Args:
+            optimizer: the optimizer.
+            *args: of `optimizer.step`, such as a closure.
+            **kwargs: likewise.
+
         Returns:
-            What `optimizer.step` returned; None if the host skipped it.
+            The result of `optimizer.step`; None if the host skipped it.
 
         Raises:
             RuntimeError: called twice for the optimizer since `update`, or the closure did not

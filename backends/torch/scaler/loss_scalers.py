@@ -108,7 +108,7 @@ class LossScalers(Mapping[str, GradScaler]):
         """
         scalers = {name: self[name] for name in losses}
         if not losses:
-            raise TypeError(f"backward() needs a loss by its name: one or more of {self._names()}.")
+            raise TypeError(f"backward() needs a loss by its name: one of {self._names()}.")
         for name, loss in losses.items():
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(f"the loss {name!r} must be a tensor, got {loss!r}.")

@@ -6,10 +6,10 @@ of the user's own follow policies, `polymp.explain` says which op ran in which d
 """
 
 from polymp import dtypes
-from polymp._api import explain, register_op
+from polymp._api import explain, recording, register_op
 from polymp.diagnostics.report import Report
 from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
-from polymp.rules.decision_log import Decisions, recording
+from polymp.rules.decision_log import Decisions
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
 from polymp.rules.region import Region

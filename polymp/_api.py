@@ -1,16 +1,19 @@
-"""What is asked of both backends: `polymp.explain` and `polymp.register_op`.
+"""What is asked of both backends: `polymp.explain`, `polymp.recording`, `polymp.register_op`.
 
 Each imports a backend when it is asked for: `explain` that of the call, which follows from what is
-called and with what; `register_op` that of each spelling given.
+called and with what; `register_op` that of each spelling given. `recording` imports none.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from polymp import backends
 from polymp.diagnostics.report import Report
+from polymp.rules import decision_log
+from polymp.rules.decision_log import Decisions
 from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
@@ -83,6 +86,25 @@ def _leaves(tree: Any) -> Iterator[Any]:
     inner: Iterable[Any] = tree
     for leaf in inner:
         yield from _leaves(leaf)
+
+
+@contextmanager
+def recording() -> Iterator[Decisions]:
+    """Record what is decided inside, in this thread, by every backend that is imported.
+
+    Ops then take longer. Code that torch.compile or jax.jit compiled before is not looked at
+    again, and decides nothing.
+
+    Yields:
+        The record, which grows as ops are decided.
+    """
+    recorder = decision_log.Recorder()
+    kernels = sys.modules.get("polymp.backends.torch.autocast.lent_kernels")
+    with ExitStack() as stack:
+        if kernels is not None:  # torch's compiled kernels record nothing: ours take their place
+            stack.enter_context(kernels.recorded())
+        stack.enter_context(decision_log.recorded_by(recorder, passes_on=False))
+        yield recorder.record
 
 
 def register_op(

@@ -8,7 +8,7 @@ The backends add to the record of the context they run in. Nothing here knows a 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,9 +119,6 @@ class Recorder:
 
 _current: ContextVar[Recorder | None] = ContextVar("polymp.rules.decision_log", default=None)
 
-# What a backend has to do while a record is made.
-preparations: list[Callable[[], AbstractContextManager[None]]] = []
-
 
 def current() -> Recorder | None:
     """The recorder of this context, if what is decided in it is recorded."""
@@ -129,32 +126,16 @@ def current() -> Recorder | None:
 
 
 @contextmanager
-def recording() -> Iterator[Decisions]:
-    """Record what is decided inside, in this thread, by every backend that is imported.
-
-    Ops then take longer. Code that torch.compile or jax.jit compiled before is not looked at
-    again, and decides nothing.
-    """
-    recorder = Recorder()
-    with recorded_by(recorder, passes_on=False):
-        yield recorder.record
-
-
-@contextmanager
-def recorded_by(
-    recorder: Recorder, prepared: bool = True, passes_on: bool = True
-) -> Iterator[None]:
+def recorded_by(recorder: Recorder, passes_on: bool = True) -> Iterator[None]:
     """Hand what is decided inside to a recorder.
 
     Args:
         recorder: that gets it.
-        prepared: False to leave out what backends do for it, where none runs that has to.
         passes_on: True to tell the recorder around it, too: who explains or audits takes nothing.
     """
-    with ExitStack() as stack:
-        for prepare in preparations if prepared else ():
-            stack.enter_context(prepare())
-        recorder.outer = _current.get() if passes_on else None
-        token = _current.set(recorder)
-        stack.callback(_current.reset, token)
+    recorder.outer = _current.get() if passes_on else None
+    token = _current.set(recorder)
+    try:
         yield
+    finally:
+        _current.reset(token)

@@ -12,12 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from polymp.errors import PolicyError
 
 # The class of ops that users register without saying one.
 CUSTOM = "custom"
+
+# What `policies/vocabulary.toml` may say of a class besides its summary.
+CLASS_TRAITS = ("moves", "products", "sums", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Op:
         kind: its class, such as "matmul".
         aten: functional aten overloads, "mm" or "softmax.int"; those of a registered op with
             their namespace, "mylib::my_op".
+        kernels: aten ops that torch runs for it below autograd, without overloads.
         jax: JAX primitives, some with a variant: "dot_general:unbatched".
         functions: public functions of jax and libraries on it, by dotted name.
         traces: without primitive and function, the ops that it becomes in a JAX trace.
@@ -36,6 +41,7 @@ class Op:
         fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
         rule: of a registered op, what it does where a policy does not speak of it.
         picks: True if it picks numbers and changes none: run low, what it picked is rounded.
+        chooses: True if each of its results is one of the numbers that it is given.
     """
 
     name: str
@@ -48,6 +54,8 @@ class Op:
     fp32: str = ""
     rule: str = ""
     picks: bool = False
+    chooses: bool = False
+    kernels: tuple[str, ...] = ()
 
 
 class Vocabulary:
@@ -57,17 +65,23 @@ class Vocabulary:
         ops: by our name.
         kinds: the classes, with a sentence on what their members share.
         moving: classes that compute nothing: their ops move, pick or compare numbers.
+        traits: by trait, the classes that have it; see `policies/vocabulary.toml`.
         registered: names of ops that were added, in order.
     """
 
     def __init__(
-        self, kinds: Mapping[str, str], ops: Iterable[Op], moving: Iterable[str] = ()
+        self,
+        kinds: Mapping[str, str],
+        ops: Iterable[Op],
+        traits: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self.kinds = dict(kinds)
-        self.moving = frozenset(moving)
+        self.traits = traits
+        self.moving = traits.get("moves", frozenset())
         self.ops: dict[str, Op] = {}
         self.registered: list[str] = []
         self._aten: dict[str, str] = {}
+        self._kernels: dict[str, str] = {}
         self._jax: dict[str, str] = {}
         self._functions: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -83,6 +97,7 @@ class Vocabulary:
     def _add_spellings(self, op: Op) -> None:
         indices = (
             ("aten op", self._aten, op.aten),
+            ("kernel", self._kernels, op.kernels),
             ("primitive", self._jax, op.jax),
             ("function", self._functions, op.functions),
         )
@@ -121,6 +136,10 @@ class Vocabulary:
         """Our name of an aten overload, "" if it has none."""
         return self._aten.get(overload, "")
 
+    def of_kernel(self, kernel: str) -> str:
+        """Our name of an aten op that torch runs below autograd, "" if it has none."""
+        return self._kernels.get(kernel, "")
+
     def of_jax(self, primitive: str) -> str:
         """Our name of a primitive, with or without a variant, "" if it has none."""
         return self._jax.get(primitive, "")
@@ -138,6 +157,11 @@ class Vocabulary:
         """True if an op of that name picks numbers and changes none; see `Op`."""
         op = self.ops.get(name)
         return op is not None and op.picks
+
+    def chooses(self, name: str) -> bool:
+        """True if each result of an op of that name is one of the numbers that it is given."""
+        op = self.ops.get(name)
+        return op is not None and op.chooses
 
     def within(self, inner: str, outer: str) -> bool:
         """True if selector `inner` speaks only of ops that `outer` speaks of too.
@@ -233,7 +257,10 @@ def vocabulary() -> Vocabulary:
             for kind, entry in data.items()
             for name, spellings in entry["ops"].items()
         ),
-        (kind for kind, entry in data.items() if entry.get("moves")),
+        {
+            trait: frozenset(kind for kind, entry in data.items() if entry.get(trait))
+            for trait in CLASS_TRAITS
+        },
     )
 
 
@@ -248,4 +275,6 @@ def _op(name: str, kind: str, spellings: Mapping[str, Any]) -> Op:
         spellings.get("note", ""),
         spellings.get("fp32", ""),
         picks=spellings.get("picks", False),
+        chooses=spellings.get("chooses", False),
+        kernels=tuple(spellings.get("kernels", ())),
     )

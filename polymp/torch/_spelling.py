@@ -1,4 +1,4 @@
-"""The warning that comes with the device spellings of torch.amp."""
+"""The deprecation warning of the names in polymp.torch.cuda and polymp.torch.cpu."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The CPU spellings, with the arguments of torch.cpu.amp."""
+"""The deprecated names of torch.cpu.amp, with their arguments."""
 
 import torch
 
@@ -8,7 +8,17 @@ from polymp.torch._spelling import deprecated
 
 
 class autocast(api.autocast):  # the name is torch's
-    """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the low dtype."""
+    """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the default dtype; deprecated.
+
+    Args:
+        enabled: as in `polymp.torch.autocast`.
+        dtype: likewise.
+        cache_enabled: likewise.
+        policy: likewise.
+
+    Warns:
+        FutureWarning: always, as in torch: the spelling is deprecated.
+    """
 
     def __init__(
         self,
@@ -18,13 +28,24 @@ class autocast(api.autocast):  # the name is torch's
         *,
         policy: api.PolicyLike | None = None,
     ) -> None:
-        """As `polymp.torch.autocast`, with torch.amp's warning that the spelling is old."""
+        """Warn, and make a region; see the class."""
         deprecated("autocast", "cpu")
         super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
 
 
 class GradScaler(grad_scaler.GradScaler):
-    """`polymp.torch.GradScaler("cpu", ...)`."""
+    """`polymp.torch.GradScaler("cpu", ...)`; deprecated.
+
+    Args:
+        init_scale: as in `polymp.torch.GradScaler`.
+        growth_factor: likewise.
+        backoff_factor: likewise.
+        growth_interval: likewise.
+        enabled: likewise.
+
+    Warns:
+        FutureWarning: always, as in torch: the spelling is deprecated.
+    """
 
     def __init__(
         self,
@@ -34,6 +55,6 @@ class GradScaler(grad_scaler.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """As `polymp.torch.GradScaler`, with torch.amp's warning that the spelling is old."""
+        """Warn, and make a scaler; see the class."""
         deprecated("GradScaler", "cpu")
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

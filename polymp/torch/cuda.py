@@ -1,7 +1,7 @@
-"""The CUDA spellings, with the arguments of torch.cuda.amp."""
+"""The deprecated names of torch.cuda.amp, with their arguments."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -9,9 +9,22 @@ from polymp.backends.torch.autocast import api, custom_function
 from polymp.backends.torch.scaler import grad_scaler
 from polymp.torch._spelling import deprecated
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class autocast(api.autocast):  # the name is torch's
-    """`polymp.torch.autocast("cuda", ...)`, with float16 as the low dtype."""
+    """`polymp.torch.autocast("cuda", ...)`, with float16 as the default dtype; deprecated.
+
+    Args:
+        enabled: as in `polymp.torch.autocast`.
+        dtype: likewise.
+        cache_enabled: likewise.
+        policy: likewise.
+
+    Warns:
+        FutureWarning: always, as in torch: the spelling is deprecated.
+    """
 
     def __init__(
         self,
@@ -21,13 +34,24 @@ class autocast(api.autocast):  # the name is torch's
         *,
         policy: api.PolicyLike | None = None,
     ) -> None:
-        """As `polymp.torch.autocast`, with torch.amp's warning that the spelling is old."""
+        """Warn, and make a region; see the class."""
         deprecated("autocast", "cuda")
         super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
 
 
 class GradScaler(grad_scaler.GradScaler):
-    """`polymp.torch.GradScaler("cuda", ...)`."""
+    """`polymp.torch.GradScaler("cuda", ...)`; deprecated.
+
+    Args:
+        init_scale: as in `polymp.torch.GradScaler`.
+        growth_factor: likewise.
+        backoff_factor: likewise.
+        growth_interval: likewise.
+        enabled: likewise.
+
+    Warns:
+        FutureWarning: always, as in torch: the spelling is deprecated.
+    """
 
     def __init__(
         self,
@@ -37,22 +61,55 @@ class GradScaler(grad_scaler.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """As `polymp.torch.GradScaler`, with torch.amp's warning that the spelling is old."""
+        """Warn, and make a scaler; see the class."""
         deprecated("GradScaler", "cuda")
         super().__init__(
             "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
 
+@overload
+def custom_fwd(
+    fwd: Callable[P, R], *, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R]: ...
+
+
+@overload
+def custom_fwd(
+    fwd: None = None, *, cast_inputs: torch.dtype | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
 def custom_fwd(
     fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
 ) -> Callable[..., Any]:
-    """`polymp.torch.custom_fwd(..., device_type="cuda")`."""
+    """Call `polymp.torch.custom_fwd` with `device_type="cuda"`; deprecated.
+
+    Args:
+        fwd: as in `polymp.torch.custom_fwd`.
+        cast_inputs: likewise.
+
+    Returns:
+        The decorated forward; without `fwd`, a decorator.
+
+    Warns:
+        FutureWarning: always, as in torch: the spelling is deprecated.
+    """
     deprecated("custom_fwd", "cuda")
     return custom_function.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
-def custom_bwd(bwd: Callable[..., Any]) -> Callable[..., Any]:
-    """`polymp.torch.custom_bwd(..., device_type="cuda")`."""
+def custom_bwd(bwd: Callable[P, R]) -> Callable[P, R]:
+    """Call `polymp.torch.custom_bwd` with `device_type="cuda"`; deprecated.
+
+    Args:
+        bwd: the backward, whose first argument is the ctx.
+
+    Returns:
+        The decorated backward.
+
+    Warns:
+        FutureWarning: always, as in torch: the spelling is deprecated.
+    """
     deprecated("custom_bwd", "cuda")
     return custom_function.custom_bwd(bwd, device_type="cuda")

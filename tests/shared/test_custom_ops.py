@@ -711,7 +711,8 @@ def test_what_is_wrong_in_torch_is_refused() -> None:
     )
     refused(
         TypeError,
-        "polymp.torch.register('own'): 3 is not callable",
+        "polymp.torch.register('own'): 3 is not callable. Decorate an op of torch.library, an "
+        "autograd.Function or a function.",
         lambda: polymp.torch.register("own", "fp32")(3),
     )
     polymp.register_op(name, "fp32", torch=f"{name}::op")

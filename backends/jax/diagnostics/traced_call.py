@@ -122,7 +122,7 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return [x for _, x in found]
 
     record = Record()
-    with decision_log.recorded_by(record, prepared=False), regions.EXPLAINED(next(_numbers)):
+    with decision_log.recorded_by(record), regions.EXPLAINED(next(_numbers)):
         return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 

@@ -1,13 +1,13 @@
 """`autocast`: regions in which every op runs in the dtype that suits it.
 
-The drop-in for `torch.autocast`. Arguments are checked here, in torch.amp's words; what a region
-does is in `regions`, which ops it changes in `policies/`.
+The drop-in for `torch.autocast`. Arguments are checked here, with torch.amp's messages; `regions`
+enters and leaves regions, and `policies/` has the ops that they change.
 """
 
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -16,28 +16,34 @@ from polymp.backends.torch.autocast import (
     compiled_region,
     dtype_names,
     kernel_registry,
-    lent_kernels,
     regions,
     torch_table,
 )
 from polymp.backends.torch.autocast.wrap_function import wrapped
 from polymp.backends.torch.compat import accelerators, dynamo, modes
 from polymp.errors import PolicyError
-from polymp.rules import decision_log, policy_files
+from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 PolicyLike = policy_files.Source
 
-# While a record is made, ops run on kernels of ours: compiled ones tell nothing.
-decision_log.preparations.append(lent_kernels.recorded)
+P = ParamSpec("P")
+R = TypeVar("R")
+_Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
 
 
 def is_autocast_available(device_type: str) -> bool:
-    """True if torch knows autocast on the device type, whether or not such a device is here.
+    """Return whether torch has autocast for a device type, present on this machine or not.
 
     Args:
-        device_type: "cpu", "cuda", "xpu", "mps", ...; what `tensor.device.type` says.
+        device_type: the `tensor.device.type`: "cpu", "cuda", "xpu", "mps", ...
+
+    Returns:
+        True if regions can be opened for the device type.
+
+    Raises:
+        RuntimeError: torch knows no such device type.
     """
     return accelerators.knows_autocast(device_type)
 
@@ -53,10 +59,10 @@ class autocast:  # the name is torch's
     or coroutine is in the region while it runs and out of it while it is suspended.
 
     One object may be entered any number of times: again inside itself, recursively, and by
-    several threads at once. State is per thread; a new thread starts outside.
+    several threads at once. State is per thread; a new thread starts outside of regions.
 
     Args:
-        device_type: whose ops: "cpu", "cuda", "xpu", "mps", ...
+        device_type: the devices whose ops the region changes: "cpu", "cuda", "xpu", "mps", ...
         dtype: the low dtype; None takes torch's default for the device (cpu bfloat16, cuda
             float16), or that of the region the object is made in.
         enabled: False makes a subregion in which ops run in the dtypes of their inputs.
@@ -67,7 +73,7 @@ class autocast:  # the name is torch's
     Raises:
         ValueError: `device_type` is not a string.
         RuntimeError: torch has no autocast for `device_type`, or the GPU cannot do bfloat16.
-        PolicyError: the policy cannot be read or honoured.
+        PolicyError: the policy cannot be read, or has a row that torch cannot follow.
 
     Warns:
         UserWarning: CUDA is asked for and absent, or `dtype` is not supported; the region is then
@@ -98,7 +104,8 @@ class autocast:  # the name is torch's
         self._ticket, self._enabled = _prepare(
             device_type, self.fast_dtype, enabled, self._cache_enabled, policy
         )
-        self._traced: Any = None  # open entries in code that torch.compile traces
+        # Open entries in code that torch.compile traces, linked from the youngest to the oldest.
+        self._traced: _Entries | None = None
 
     @dynamo.no_frame
     def __enter__(self) -> Self:
@@ -123,19 +130,22 @@ class autocast:  # the name is torch's
         return False
 
     def _again(self) -> compiled_region.CompiledRegion:
-        """The region once more, for code that torch.compile traces."""
+        """Make the region once more, for code that torch.compile traces."""
         return compiled_region.CompiledRegion(
             self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
         )
 
     def __repr__(self) -> str:
-        policy = regions.known[self._ticket][0].policy
+        policy = regions.prepared.by_ticket[self._ticket][0].policy
         shown = [repr(self.device), f"dtype={self.fast_dtype}", f"enabled={self._enabled}"]
         shown += [] if policy is None else [f"policy={policy.name!r}"]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_policy": regions.known[self._ticket][0].policy, "_traced": None}
+        state = self.__dict__ | {
+            "_policy": regions.prepared.by_ticket[self._ticket][0].policy,
+            "_traced": None,
+        }
         del state["_ticket"]  # a name of this process
         return state
 
@@ -145,8 +155,14 @@ class autocast:  # the name is torch's
         cache = bool(self._cache_enabled)
         self._ticket, _ = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `func` so that its body runs in the region.
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
+        """Wrap a function so that its body runs in the region.
+
+        Args:
+            func: a function, generator, coroutine or async generator function.
+
+        Returns:
+            A function of the same kind and signature.
 
         Raises:
             TypeError: `func` is not callable.
@@ -159,7 +175,7 @@ class autocast:  # the name is torch's
                 f"        output = model(input)"
             )
         wrapper = wrapped(self, func)
-        # What torch.jit reads; written as an attribute it would be mangled to the class's name.
+        # torch.jit reads this name; as `wrapper.__script...` Python would mangle it.
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
         return wrapper
@@ -169,7 +185,7 @@ class autocast:  # the name is torch's
 def _prepare(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
 ) -> tuple[str, bool]:
-    """Make the arguments a region, ready to be entered: its ticket, and if it is enabled."""
+    """Check the arguments and prepare their region; return its ticket, and if it is enabled."""
     if not is_autocast_available(device):
         raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     if not isinstance(dtype, torch.dtype):
@@ -189,14 +205,14 @@ def _prepare(
 def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
 ) -> tuple[str, bool]:
-    kind = device.partition(":")[0]  # "cuda:0" speaks for all of cuda
+    kind = device.partition(":")[0]  # as in torch.amp, "cuda:0" means every GPU
     region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
     kernel_registry.prepare(region)
     return regions.ticket(region), enabled
 
 
 def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
-    """`enabled`, or False, with torch.amp's warning, if a region of that dtype cannot be."""
+    """Return `enabled`; False, with torch.amp's warning, where the dtype is not supported."""
     dtypes, name = [torch.bfloat16, torch.float16], device.upper()
     if device not in torch_table.DEVICES and accelerators.is_private(device):
         dtypes, name = accelerators.private_dtypes(device), device

@@ -1,7 +1,7 @@
-"""One op's kernel on torch's autocast key: it asks the policy in force and does what it says.
+"""The kernel of an op on torch's autocast key: it runs the op by its rule in the region in force.
 
-The kernel asks the region in force and, if that region's policy agrees with torch after all, hands
-the call to the compiled kernel that it replaced. torch.compile traces through it.
+If the policy of that region agrees with torch for the op, the kernel passes the call on to the
+compiled kernel that it replaced. torch.compile traces through it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.library import get_kernel
 
-from polymp.backends.torch.autocast import held_casts, op_facts, region_casts, regions, torch_table
+from polymp.backends.torch.autocast import op_facts, region_casts, regions, torch_table
+from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.rules import decision_log
@@ -32,7 +33,7 @@ _compiled = _Compiled()
 
 @contextmanager
 def compiled_unused() -> Iterator[None]:
-    """Run ops on kernels of ours, the compiled ones unused even where they agree. For tests."""
+    """Run ops on kernels of ours even where the compiled ones agree with the policy. For tests."""
     _compiled.used = False
     try:
         yield
@@ -41,7 +42,7 @@ def compiled_unused() -> Iterator[None]:
 
 
 def make(name: str, device: str, key: str) -> Function | None:
-    """The kernel for an op; None if torch does not have the op, or it is not to be touched."""
+    """Make the kernel of an op; None if torch lacks the op, or it cannot have one of ours."""
     op = dispatcher.overload(name)
     if op is None or name in op_facts.UNTOUCHED:
         return None
@@ -50,8 +51,8 @@ def make(name: str, device: str, key: str) -> Function | None:
 
 
 @cache
-def _compiled_kernel(name: str, key: str) -> Any:
-    """torch's own kernel on the key; read once, before there is one of ours."""
+def _compiled_kernel(name: str, key: str) -> Any:  # torch's own class of kernels is private
+    """Return torch's own kernel on the key; read once, before one of ours replaces it."""
     op = dispatcher.overload(name)
     assert op is not None, "torch registers what it has"
     return get_kernel(op, key)
@@ -65,9 +66,9 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
     compiled_only = name in op_facts.COMPILED_ONLY
     writes = op._schema.is_mutable
     if writes:
-        region_casts.watch(device)  # puts kernels on such ops, whose work ours does as well
+        region_casts.watch(device)  # first, for this kernel replaces one of those that it puts
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         if writes:
             region_casts.writing(args[0])
         ruling = rulings.of(regions.in_force(device))
@@ -78,7 +79,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        holds = held_casts.weights and row is not None and row.rule is Rule.LOWER
+        holds = held.by_id and row is not None and row.rule is Rule.LOWER
         if (
             ruling.agrees
             and replaced is not None
@@ -91,13 +92,13 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
             )
         ):
             return replaced.call_boxed(keys, *args, **kwargs)
-        if row is None:  # as if autocast had not heard of the op; ops inside it count
+        if row is None:  # the op runs as if it had no kernel here; ops inside it have their rules
             return pass_on(keys, args, kwargs)
         with dispatcher.ExcludeKeys(excluded):
             if row.rule is Rule.KEEP:
                 return call(*args, **kwargs)
             if row.rule is Rule.FORBID and ruling.agrees:
-                return replaced.call_boxed(keys, *args, **kwargs)  # raises in torch's words
+                return replaced.call_boxed(keys, *args, **kwargs)  # raises torch's own error
             return run(ruling, region_casts.cast, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
@@ -106,7 +107,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 def entry_of(
     op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, args: Sequence[Any]
 ) -> decision_log.Entry:
-    """What a record says of a call of an op."""
+    """Return the entry of a record for a call of an op."""
     asked, region, row = tuple(dtypes(op, device, args)), ruling.region, ruling.row
     parts = Decision(Rule.PARTS)
     decision = parts if row is None else ruling.policy.apply(row, asked, region.dtype)

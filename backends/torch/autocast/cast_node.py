@@ -1,4 +1,4 @@
-"""A held cast as autograd sees it: a node of its own for each use, the numbers shared."""
+"""The autograd node of a held cast: one for each use, all with the same numbers."""
 
 from typing import Any, NamedTuple
 
@@ -6,19 +6,19 @@ import torch
 
 
 def as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The numbers of `low`, which autograd takes for a cast of `t`."""
+    """Return the numbers of `low` as a cast of `t`, which autograd can differentiate."""
     node: torch.Tensor = _Node.apply(t, _Box(low))  # type: ignore[no-untyped-call]
     return node
 
 
 class _Box(NamedTuple):
-    """A tensor that autograd is not to look at."""
+    """A tensor that autograd does not see, for it looks for tensors in arguments alone."""
 
     tensor: torch.Tensor
 
 
 class _Node(torch.autograd.Function):
-    """The cast as autograd sees it: the held numbers forward, a cast back backward."""
+    """A cast: forward returns the held numbers, backward casts the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, low: _Box) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""Activation checkpointing: the policies of the forward pass hold in the recomputation, too.
+"""Activation checkpointing: recomputation runs under the policies of the forward pass.
 
 torch.utils.checkpoint recomputes under a torch.autocast that it builds from the enabled flag, the
-dtype and the cache flag, so a policy would be lost. It is noted here beside what torch notes, for
-every checkpoint, whoever makes it: libraries bind torch's function when they are imported.
+dtype and the cache flag, so a policy would be lost. `keep_policies` changes torch's own classes, so
+that libraries which imported torch's function before keep their policies, too.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch.utils.checkpoint
 
@@ -18,30 +18,41 @@ from polymp.backends.torch.autocast.compiled_region import open_regions
 from polymp.backends.torch.autocast.policy_code import NONE, Code
 from polymp.backends.torch.compat import autograd
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `torch.utils.checkpoint.checkpoint`, which keeps policies by itself.
+
+def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Call `torch.utils.checkpoint.checkpoint`, which keeps polymp's policies by itself.
+
+        y = checkpoint(block, x, use_reentrant=False)
+
+    Recomputation in backward runs under the policies of the forward pass. torch's own function
+    does the same once polymp.torch is imported and a region was made.
 
     Args:
-        function: what to run now and once more in backward.
-        args: its arguments.
-        kwargs: `use_reentrant` and torch's other options.
+        function: run now, and once more in backward.
+        *args: of the function.
+        **kwargs: of the function, and torch's options, such as `use_reentrant`.
+
+    Returns:
+        The result of `function(*args)`.
     """
-    return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
+    return cast(R, torch.utils.checkpoint.checkpoint(function, *args, **kwargs))
 
 
 @cache
 def keep_policies() -> None:
-    """From now on, have torch's checkpoints recompute under the policies of their forward pass."""
+    """Have torch's checkpoints recompute under the policies of their forward pass; once."""
     autograd.carry_into_recomputation(_carry)
 
 
-def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run under the policies in force here wherever it is called from."""
+def _carry(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that each call of it runs under the policies in force here and now."""
     code, entered = policy_code.in_force(), compiled_region.entered()
 
     @functools.wraps(function)
-    def carried(*args: Any, **kwargs: Any) -> Any:
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
         with _resumed(code, entered):
             return function(*args, **kwargs)
 
@@ -53,8 +64,11 @@ def _resumed(code: Code, entered: bool) -> Iterator[None]:
     """Put policies in force once more, for code that runs again; torch restores the rest.
 
     Args:
-        code: what `policy_code.in_force` said where it ran first.
-        entered: what `compiled_region.entered` said there.
+        code: the result of `policy_code.in_force` where it ran first.
+        entered: the result of `compiled_region.entered` there.
+
+    Yields:
+        Nothing.
     """
     outer = policy_code.in_force()
     policy_code.write(code)
@@ -67,8 +81,8 @@ def _resumed(code: Code, entered: bool) -> Iterator[None]:
             open_regions.leaving.remove(_nothing)
         policy_code.write(outer)
         if code != NONE or outer != NONE:
-            region_casts.drop_unknown()  # made in a region of torch's, which ends behind our back
+            region_casts.drop_unknown()  # made in a region of torch's: its end is not seen
 
 
 def _nothing() -> None:
-    """An entry that nothing has to be undone for."""
+    """Do nothing: leaving an entry that needs no undoing."""

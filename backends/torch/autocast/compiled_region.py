@@ -1,7 +1,7 @@
 """Regions in code that torch.compile traces, or torch.export writes into a program.
 
 There the same state is written as outside, by calls in the graph that also run while the graph is
-made. What a graph has entered and not left when it raises, or is given up, is left here.
+made. Regions that a graph has entered and not left when it raises, or is given up, are left here.
 """
 
 import functools
@@ -29,9 +29,9 @@ from polymp.errors import PolicyError
 class CompiledRegion:
     """A region entered in code that torch.compile traces.
 
-    What leaving restores stays in it, for the core's stack is real while the code being traced is
-    not running. Dynamo enters only context managers made in the code it traces, and guards what
-    they were made from.
+    It holds what leaving restores: the stack of regions cannot, for it belongs to code that runs,
+    and traced code does not run. Dynamo enters only context managers made in the code it traces,
+    and guards what they were made from.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class CompiledRegion:
 
 
 class OpenInGraphs(threading.local):
-    """What graphs have entered in this thread and not left.
+    """The regions and scopes that graphs have entered in this thread and not left.
 
     Attributes:
         leaving: a function for each, which leaves it.
@@ -72,7 +72,7 @@ class OpenInGraphs(threading.local):
         dynamo.after_tracing(functools.partial(_give_up, self.leaving, leave))
 
     def leave(self) -> None:
-        """Note that the youngest was left."""
+        """Note that the youngest entry was left."""
         if self.leaving:
             self.leaving.pop()
 
@@ -87,7 +87,7 @@ open_regions = OpenInGraphs()
 
 
 def entered() -> bool:
-    """True in a region of polymp's, in this thread, running or being traced."""
+    """Return whether this thread is in a region of polymp's, running or being traced."""
     return bool(regions.stack.frames or open_regions.leaving)
 
 
@@ -129,7 +129,10 @@ def _set(
 
 
 def tell_export(ticket: str | None) -> None:
-    """Write entering the ticket's region, or leaving (None), into a program being exported.
+    """Write entering the ticket's region, or leaving one (None), into a program being exported.
+
+    Args:
+        ticket: of the region; None to leave.
 
     Raises:
         PolicyError: the region has a policy of its own, which a program cannot hold.
@@ -138,11 +141,12 @@ def tell_export(ticket: str | None) -> None:
         if ticket is None:
             mode.__torch_function__(export.LEAVE, (), ())
             continue
-        region, device, enabled, dtype, cache = regions.known[ticket]
+        region, device, enabled, dtype, cache = regions.prepared.by_ticket[ticket]
         if region.policy is not None:
             raise PolicyError(
                 f"torch.export cannot record policy {region.policy.name!r}: an exported region "
-                "says only device, dtype and whether it is enabled. Export with policy=None."
+                "holds a device, a dtype and whether it is enabled, and no policy. Export with "
+                "policy=None, or with polymp.torch.bake(model, inputs), which writes the casts out."
             )
         state = device, dtype, enabled, cache
         mode.__torch_function__(export.ENTER, (), state)
@@ -156,4 +160,4 @@ def _allow() -> None:
 @dynamo.at_trace_time
 def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
     """`policy_code.inside`, for code that torch.compile traces: plain arguments only."""
-    return policy_code.inside(regions.known[ticket][0], outer)
+    return policy_code.inside(regions.prepared.by_ticket[ticket][0], outer)

@@ -1,14 +1,29 @@
-"""`custom_fwd` and `custom_bwd`: autograd functions that agree with the region they are used in."""
+"""`custom_fwd` and `custom_bwd`: autograd functions that follow the region they are used in."""
 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from polymp.backends.torch.autocast import policy_code
 from polymp.backends.torch.autocast.api import autocast
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def custom_fwd(
+    fwd: Callable[P, R], *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R]: ...
+
+
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def custom_fwd(
@@ -19,14 +34,22 @@ def custom_fwd(
 ) -> Callable[..., Any]:
     """Decorate the `forward` of a `torch.autograd.Function`.
 
+        class Double(torch.autograd.Function):
+            @staticmethod
+            @custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+            def forward(ctx, x): ...
+
     Without `cast_inputs`, forward runs in the region as it is. With it, inside an enabled region,
     float inputs on the device (float64 excepted) are cast to it, however deep they sit in
-    containers, and forward runs with autocast off; outside a region it does nothing.
+    containers, and forward runs with autocast off; outside of regions the argument has no effect.
 
     Args:
         fwd: the forward, whose first argument is the ctx; None to decorate with arguments.
-        device_type: whose autocast state counts.
-        cast_inputs: dtype for the inputs.
+        device_type: the device type whose region counts.
+        cast_inputs: the dtype that inputs are cast to; None to leave them.
+
+    Returns:
+        The decorated forward; without `fwd`, a decorator.
 
     Raises:
         ValueError: `device_type` is not a string.
@@ -36,7 +59,7 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: object) -> Any:
         ctx, enabled = args[0], torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
         ctx._policy = policy_code.policy_of(device_type)
@@ -52,12 +75,25 @@ def custom_fwd(
     return forward
 
 
+@overload
+def custom_bwd(bwd: Callable[P, R], *, device_type: str) -> Callable[P, R]: ...
+
+
+@overload
+def custom_bwd(
+    bwd: None = None, *, device_type: str
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Callable[..., Any]:
     """Decorate the `backward` that belongs to a `custom_fwd`: it runs in the forward's region.
 
     Args:
         bwd: the backward, whose first argument is the ctx; None to decorate with arguments.
         device_type: as given to `custom_fwd`.
+
+    Returns:
+        The decorated backward; without `bwd`, a decorator.
 
     Raises:
         ValueError: `device_type` is not a string.
@@ -67,7 +103,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
         return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
-    def backward(*args: Any, **kwargs: Any) -> Any:
+    def backward(*args: Any, **kwargs: object) -> Any:
         ctx = args[0]
         with autocast(
             device_type,
@@ -81,7 +117,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
 
 
 def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """`value` with the float tensors of a device cast, at any depth of containers.
+    """Cast the float tensors of a device in a value, at any depth of containers.
 
     Dicts, lists, tuples and named tuples keep their type; another mapping becomes a dict, another
     iterable an iterator. Strings, bytes and what numpy defines are left alone.
@@ -105,7 +141,7 @@ def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
                 result = copy.copy(value)  # a defaultdict keeps its factory, a subclass its fields
                 result.clear()
                 result.update(pairs)
-            except Exception:  # a subclass that does not want to be filled so: as torch has it
+            except Exception:  # a subclass that cannot be filled so becomes a dict, as in torch
                 return dict(pairs)
             return result
         case Iterable():

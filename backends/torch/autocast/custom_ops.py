@@ -1,8 +1,8 @@
 """Ops of the user's own in torch: those of torch.library, and decorated Python functions.
 
-An op of `torch.library` gets our kernel on the autocast keys, as torch's own have it. An
-`autograd.Function` and a plain function are no ops of the dispatcher: the decorator puts the same
-decision in front of the call.
+An op of `torch.library` gets our kernel on the autocast keys, as torch's own ops do. An
+`autograd.Function` and a plain function are no ops of the dispatcher: the decorator wraps them in a
+function that asks the policy at every call.
 """
 
 import functools
@@ -33,18 +33,25 @@ from polymp.rules.vocabulary import CUSTOM, vocabulary
 T = TypeVar("T")
 
 
-def overloads(given: Any, where: str) -> tuple[str, ...]:
-    """The names "mylib::my_op" of what was given to be registered.
+def overloads(given: object, where: str) -> tuple[str, ...]:
+    """Return the names, such as "mylib::my_op", of the ops that were given to be registered.
+
+    Args:
+        given: an op or its name, or a list of them.
+        where: the call of the user's, for messages.
+
+    Returns:
+        A name for each op.
 
     Raises:
         PolicyError: torch has no such op, or it cannot follow a policy.
-        TypeError: it is no op.
+        TypeError: something given is no op.
     """
     several = given if isinstance(given, (list, tuple)) else [given]
     return tuple(_overload(one, where) for one in several)
 
 
-def _overload(given: Any, where: str) -> str:
+def _overload(given: object, where: str) -> str:
     name = dispatcher.qualified_name(given)
     if name is None:
         raise TypeError(
@@ -64,7 +71,7 @@ def _overload(given: Any, where: str) -> str:
         raise PolicyError(f"{where}: {name!r} is an op {fault}")
     for device in torch_table.DEVICES:
         key = dispatcher.autocast_key(device)
-        known = vocabulary().of_aten(name)  # which says that it is registered
+        known = vocabulary().of_aten(name)  # registering twice raises later, with another message
         if key and not known and dispatcher.has_kernel(name, key):
             raise PolicyError(
                 f"{where}: {name!r} has an autocast kernel already, on {device}. Leave out its "
@@ -74,34 +81,34 @@ def _overload(given: Any, where: str) -> str:
 
 
 def install(names: Sequence[str]) -> None:
-    """Put our kernel on the autocast keys of ops that `overloads` has checked."""
+    """Put our kernel on the autocast keys of ops; `overloads` has checked their names."""
     for device in torch_table.DEVICES:
         kernel_registry.put(device, names)
 
 
 def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
-    """Decorator: the op of `torch.library`, `autograd.Function` or function follows policies.
+    """Make an op of `torch.library`, an `autograd.Function` or a function follow policies.
 
         @polymp.torch.register("my_norm", "fp32")
         class MyNorm(torch.autograd.Function): ...
 
         MyNorm.apply(x)         # in float32, forward and backward, in any enabled region
 
-    Inside, autocast is off: the code sees the dtypes that the rule named. Where a policy says
-    "parts", the code runs in the region as if it were not registered.
+    A decorator. The code runs with autocast off, and gets its inputs in the dtype of the rule. By
+    the rule "parts" it runs in the region as if it were not registered.
 
     Args:
-        name: for policies.
-        rule: what it does where a policy does not speak of it; see `polymp.register_op`.
-        kind: its class.
+        name: the op's name in policies.
+        rule: its rule under policies that have no row for it; see `polymp.register_op`.
+        kind: its class, for rows such as "class:norm".
 
     Returns:
-        A decorator. An op comes back as it is; a class as one whose `apply` decides, a function as
-        one that decides.
+        A decorator. It returns an op as it is; a class with an `apply` that asks the policy, and a
+        function that asks the policy and then calls the decorated one.
 
     Raises:
-        PolicyError: see `polymp.register_op`.
-        TypeError: what is decorated is not callable.
+        PolicyError: the name or a spelling is taken, or the rule or the class unknown.
+        TypeError: the decorated object is not callable.
     """
 
     def decorate(given: Any) -> Any:
@@ -113,7 +120,10 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
             install(names)
             return given
         if not callable(given):
-            raise TypeError(f"polymp.torch.register({name!r}): {given!r} is not callable")
+            raise TypeError(
+                f"polymp.torch.register({name!r}): {given!r} is not callable. Decorate an op of "
+                "torch.library, an autograd.Function or a function."
+            )
         spelled = f"python::{given.__module__}.{given.__qualname__}"
         op = checked(name, rule, kind, f"polymp.torch.register({name!r})")
         vocabulary().register(replace(op, aten=(spelled,)))
@@ -125,26 +135,26 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
 
 
 class _Decided:
-    """An `autograd.Function` whose `apply` does what the region's policy says.
+    """An `autograd.Function` whose `apply` runs by the policy of the region.
 
     Attributes:
-        function: the class that was decorated; its other attributes are reached through this.
+        function: the class that was decorated; all of its attributes are those of this object, too.
     """
 
-    def __init__(self, function: Any, name: str) -> None:
+    def __init__(self, function: type[torch.autograd.Function], name: str) -> None:
         self.function = function
         self.name = name
-        backward = function.backward
+        backward: Callable[..., Any] = function.backward
 
-        def off(ctx: Any, *grads: Any) -> Any:
+        def off(ctx: object, *grads: object) -> Any:
             with _off():
                 return backward(ctx, *grads)
 
         inside: Any = type(function.__name__, (function,), {"backward": staticmethod(off)})
         self._ruled = inside
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class's own `apply`, in the dtype that the rule names."""
+    def apply(self, *args: object, **kwargs: object) -> Any:
+        """Call the class's own `apply` in the dtype of the rule."""
         return _decided(self.name, self.function.apply, self._ruled.apply, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -156,8 +166,15 @@ class _Decided:
         return f"{self.function!r} as op {self.name!r}"
 
 
-def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `ruled` as the policy in force says, or `plain` where it says nothing."""
+def _decided(
+    name: str,
+    plain: Callable[..., Any],
+    ruled: Callable[..., Any],
+    /,
+    *args: object,
+    **kwargs: object,
+) -> Any:
+    """Call `ruled` by the policy in force; `plain` where that has no row for the op."""
     tensors = list(_tensors((args, kwargs)))
     device = next((t.device.type for t in tensors), None)
     if device is None or not torch.is_autocast_enabled(device):
@@ -181,7 +198,7 @@ def _decided(name: str, plain: Any, ruled: Any, /, *args: Any, **kwargs: Any) ->
 def _decision(
     name: str, device: str, low: str, dtypes: str, *code: torch.dtype
 ) -> tuple[str, str, str]:
-    """Rule, dtype of the inputs and dtype of the results; "" leaves them. Plain values only."""
+    """Return rule, dtype of the inputs and dtype of the results; "" leaves a dtype as it is."""
     policy = policy_code.policy_at(device, *code) or torch_table.policy(device)
     row = policy.winner(name, low)
     if row is None:
@@ -218,7 +235,7 @@ def _off() -> Iterator[None]:
         yield
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

@@ -29,7 +29,8 @@ def put_on(device: str) -> None:
 def put_with_tensors(name: str) -> None:
     """Put one for an op, if a number can stand for a tensor in it.
 
-    Behind a transform such a number cannot be read: an op with a kernel of ours needs both.
+    Behind a transform such a number cannot be read: an op with a kernel of ours on an autocast key
+    needs one here, too.
     """
     op = dispatcher.overload(name)
     if op is not None and len(dispatcher.tensors_of(op)) > 1:
@@ -38,7 +39,7 @@ def put_with_tensors(name: str) -> None:
 
 @cache
 def put(name: str) -> None:
-    """Put one for an op, if torch has it; once."""
+    """Put one for an op, once, if torch has the op."""
     op = dispatcher.overload(name)
     if op is not None:
         front = get_kernel(op, dispatcher.FUNC_FRONT)
@@ -47,7 +48,7 @@ def put(name: str) -> None:
 
 
 def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments, with a tensor for every number in the place of one, as torch wraps them."""
+    """Replace numbers in the places of tensors by tensors, as torch wraps them."""
     if all(at >= len(args) or isinstance(args[at], torch.Tensor) for at in places):
         return args
     made, tensors = list(args), [args[at] for at in places if isinstance(args[at], torch.Tensor)]
@@ -64,8 +65,8 @@ def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
     rulings = {device: Rulings(name, device) for device in torch_table.DEVICES}
     places = dispatcher.tensors_of(op)
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             return front.call_boxed(keys, *args, **kwargs)
 
         device = _device(args)
@@ -84,7 +85,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
             return call(*args, **kwargs)
         key = dispatcher.autocast_key(device)
         if key is None or (row is not None and row.rule is Rule.FORBID):
-            return call(*args, **kwargs)  # torch's kernel, or ours behind it, says no
+            return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises
         with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
             if row is None:
                 return call(*args, **kwargs)

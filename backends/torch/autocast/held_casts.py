@@ -1,9 +1,9 @@
-"""Casts of weights that are held from region to region, and how a weight shows that it changed.
+"""Casts of weights that are held from region to region, and how a change of a weight is noticed.
 
-A cast is taken again as long as its weight, or the view of it that was cast, shows the version,
+A cast is used again as long as its weight, or the view of it that was cast, has the version,
 address, shape and strides that it had when the cast was made, and no optimizer that has the weight
-has stepped. Every cast keeps the memory it was made from, so that no other can come to lie at that
-address. What none of this shows is listed in docs/fast.md.
+has stepped. Every cast keeps the memory it was made from alive, so that no other tensor gets that
+address. docs/fast.md lists the writes that none of this shows.
 
 Only the numbers are held. Where gradients are wanted, each use, or each region that keeps casts,
 gets a node of its own in the graph: gradients are then added up as they are without.
@@ -24,11 +24,11 @@ from polymp.errors import StaleCastError
 SMALL = 2**16
 
 # Device types on which casts that went stale together are made again in one call.
-TOGETHER = {"cuda"}
+TOGETHER = frozenset({"cuda"})
 
 
 class Held(NamedTuple):
-    """A cast and what its source showed when it was made.
+    """A cast, and the state of its source when it was made.
 
     Attributes:
         stamp: version, address, shape, strides and dtype of the source.
@@ -43,7 +43,7 @@ class Held(NamedTuple):
     version: int
 
     def is_of(self, stamp: tuple[Any, ...]) -> bool:
-        """True if the cast is as it was made, and from what shows this stamp."""
+        """Return whether the cast was not written since, and its source has this stamp."""
         return self.stamp == stamp and self.low._version == self.version
 
 
@@ -51,10 +51,10 @@ class Weight:
     """A parameter or buffer whose casts are held.
 
     Attributes:
-        tensor: it.
+        tensor: the parameter or buffer.
         name: its name in the model, for messages.
-        blocks: how many open blocks hold it.
-        checked: how many of them check every use.
+        blocks: the number of open blocks that hold it.
+        checked: the number of those that check every use.
         casts: by dtype, stream and, for views, geometry.
         made: casts made so far.
         served: uses of casts so far.
@@ -69,7 +69,7 @@ class Weight:
         self.casts: dict[tuple[Any, ...], Held] = {}
 
     def forget(self) -> None:
-        """Drop the casts. Where many are made together, those of the whole weight leave a place."""
+        """Drop the casts. On devices of `TOGETHER`, casts of whole weights leave a place."""
         together = self.tensor.device.type in TOGETHER
         self.casts = {key: _GONE for key in self.casts if together and len(key) == 2}
 
@@ -77,41 +77,54 @@ class Weight:
 _NOTHING = torch.empty(0)
 _GONE = Held((), _NOTHING, _NOTHING, 0)  # of no source: the next use makes it again
 
-weights: dict[int, Weight] = {}  # by the identity of the tensor; empty unless a block is open
-_lock = threading.Lock()
+
+class HeldWeights:
+    """The weights of this process whose casts are held.
+
+    Attributes:
+        by_id: by the identity of the tensor; empty unless a block is open.
+        lock: held while weights come or go.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Weight] = {}
+        self.lock = threading.Lock()
+
+
+held = HeldWeights()
 
 
 def hold(named: Iterable[tuple[str, torch.Tensor]], check: bool) -> list[Weight]:
-    """Hold the casts of tensors until they are released."""
-    with _lock:
-        held = []
+    """Hold the casts of named tensors until `release`; with `check`, compare them at each use."""
+    with held.lock:
+        taken = []
         for name, tensor in named:
-            weight = weights.setdefault(id(tensor), Weight(tensor, name))
+            weight = held.by_id.setdefault(id(tensor), Weight(tensor, name))
             weight.blocks += 1
             weight.checked += check
-            held.append(weight)
-        return held
+            taken.append(weight)
+        return taken
 
 
-def release(held: Iterable[Weight], check: bool) -> None:
+def release(weights: Iterable[Weight], check: bool) -> None:
     """Undo one `hold`."""
-    with _lock:
-        for weight in held:
+    with held.lock:
+        for weight in weights:
             weight.blocks -= 1
             weight.checked -= check
             if not weight.blocks:
-                del weights[id(weight.tensor)]
+                del held.by_id[id(weight.tensor)]
                 weight.casts.clear()
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Drop the casts of what an optimizer has written, whether it shows or not."""
-    if not weights:
+    """Drop the casts of all that an optimizer has written."""
+    if not held.by_id:
         return
     memory: dict[int, list[Weight]] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if (weight := weights.get(id(p))) is not None and weight.tensor is p:
+            if (weight := held.by_id.get(id(p))) is not None and weight.tensor is p:
                 weight.forget()
             elif isinstance(p, torch.Tensor):  # a flat or sharded stand-in for weights, perhaps
                 memory = memory or _by_memory()
@@ -121,9 +134,9 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 def _by_memory() -> dict[int, list[Weight]]:
     found: dict[int, list[Weight]] = {}
-    for weight in list(weights.values()):
-        for held in list(weight.casts.values()):
-            found.setdefault(_address(held.source), []).append(weight)
+    for weight in list(held.by_id.values()):
+        for one in list(weight.casts.values()):
+            found.setdefault(_address(one.source), []).append(weight)
     return found
 
 
@@ -133,17 +146,17 @@ def _address(t: torch.Tensor) -> int:
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`t` in `dtype`, differentiable; of a held weight, or a view of one, the numbers are held.
+    """Cast a tensor; a held weight, or a view of one, by the cast that is held.
 
     Args:
         t: any float tensor of another dtype.
-        dtype: target.
+        dtype: the dtype to cast to.
 
     Returns:
-        A tensor of `dtype` with the shape of `t`.
+        A tensor of `dtype` with the shape of `t`, differentiable.
 
     Raises:
-        StaleCastError: a block checks, and the cast is not what it would be now.
+        StaleCastError: a block checks, and the held cast has other values than a new one.
     """
     wants = t.requires_grad and torch.is_grad_enabled()
     if wants and t.numel() < SMALL:
@@ -157,13 +170,13 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The held cast of `t`, made if there is none; None if `t` is nothing that is held."""
-    weight = weights.get(id(t))
+    """Return the held cast of `t`, made if there is none; None if `t` is no held weight."""
+    weight = held.by_id.get(id(t))
     key: tuple[Any, ...] = dtype, None
     if weight is None or weight.tensor is not t:
         if not t._is_view():
             return None
-        weight = weights.get(id(t._base))
+        weight = held.by_id.get(id(t._base))
         if weight is None or weight.tensor is not t._base:
             return None
         if t.is_neg():  # another number in the same place
@@ -191,19 +204,20 @@ def _stamp(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    """True for what has an address to show."""
+    """Return whether a tensor is of torch's own classes, and so has an address."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
 
 
 def _has_room(weight: Weight, view: torch.Tensor, key: tuple[Any, ...]) -> bool:
-    """True if the casts of views, this one among them, are no larger than one of the weight.
+    """Return whether casts of views, this one among them, are no larger than one of the weight.
 
-    Those of an older version go first: a buffer that is written in every step has a new view each.
+    Casts of an older version are dropped before: a buffer that is written in every step has a new
+    view in each.
     """
     casts, version = weight.casts, view._version
-    for other in [k for k, held in casts.items() if len(k) > 2 and held.stamp[0] != version]:
+    for other in [k for k, cast in casts.items() if len(k) > 2 and cast.stamp[0] != version]:
         del casts[other]
-    views = sum(held.low.numel() for k, held in casts.items() if k[:2] == key[:2] and len(k) > 2)
+    views = sum(cast.low.numel() for k, cast in casts.items() if k[:2] == key[:2] and len(k) > 2)
     return views + view.numel() <= weight.tensor.numel()
 
 
@@ -230,7 +244,7 @@ def _make_together(key: tuple[Any, ...]) -> None:
     """
     dtype, stream = key
     by_device: dict[torch.device, list[tuple[Weight, tuple[Any, ...], torch.Tensor]]] = {}
-    for weight in list(weights.values()):
+    for weight in list(held.by_id.values()):
         t, found = weight.tensor, weight.casts.get(key)
         if found is None or not _is_plain(t) or not _is_dense(t):
             continue
@@ -250,7 +264,7 @@ def _make_together(key: tuple[Any, ...]) -> None:
 
 
 def _is_dense(t: torch.Tensor) -> bool:
-    """True for what fills its memory without gaps in an order that a cast keeps."""
+    """Return whether a tensor fills its memory without gaps, in an order that a cast keeps."""
     return (
         t.is_contiguous()
         or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
@@ -271,20 +285,20 @@ def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:
         )
 
 
-def bytes_of(held: Iterable[Weight]) -> int:
+def bytes_of(weights: Iterable[Weight]) -> int:
     """Bytes of the casts that are held now."""
-    return sum(h.low.nbytes for weight in held for h in list(weight.casts.values()))
+    return sum(cast.low.nbytes for weight in weights for cast in list(weight.casts.values()))
 
 
 def drop(tensors: Iterable[torch.Tensor]) -> None:
     """Drop the casts of tensors; they are made again when they are asked for."""
     for tensor in tensors:
-        weight = weights.get(id(tensor))
+        weight = held.by_id.get(id(tensor))
         if weight is not None and weight.tensor is tensor:
             weight.forget()
 
 
 def is_checked(t: torch.Tensor) -> bool:
-    """True for a weight of which a block checks every use."""
-    weight = weights.get(id(t))
+    """Return whether a tensor is a weight that a block checks at every use."""
+    weight = held.by_id.get(id(t))
     return weight is not None and weight.tensor is t and weight.checked > 0

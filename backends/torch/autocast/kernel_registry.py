@@ -1,8 +1,8 @@
-"""Our kernels on torch's autocast keys: on which ops of which devices there is one.
+"""Our kernels on torch's autocast keys: which ops of which devices have one.
 
-Where a region's policy agrees with what torch compiled in, nothing of ours is installed. Where it
-differs in some ops, those ops get a Python kernel on the device's autocast key, once, lazily, and
-one in front of torch.func's transforms.
+Where a region's policy agrees with torch's compiled kernels, nothing of ours is installed. Ops in
+which it differs get a Python kernel on the device's autocast key, and one in front of torch.func's
+transforms; both once, when the first such region is made.
 """
 
 import threading
@@ -33,9 +33,9 @@ class Loan:
 
     Attributes:
         library: of the kernels.
-        ops: whose they are.
-        blocks: how many blocks hold casts.
-        wanted: those of them that were asked for to stay.
+        ops: the ops that have them.
+        blocks: the number of open blocks.
+        wanted: the ops whose kernels a policy needs, too, and that keep them.
     """
 
     library: Library
@@ -49,8 +49,8 @@ class Installed:
 
     Attributes:
         ops: pairs of a device and an op that has a kernel of ours on the device's autocast key.
-        loans: by device, those of them that go again.
-        told: called with the device of every region that is made ready.
+        loans: by device, the kernels that are taken away again.
+        told: functions that are called with the device of every region that is prepared.
         lock: held while any of it changes.
     """
 
@@ -65,10 +65,13 @@ now = Installed()
 
 
 def prepare(region: Region) -> None:
-    """What has to be done once before a region like this can be entered.
+    """Do what a region needs once, before it can be entered: install kernels, watch writes.
+
+    Args:
+        region: the region.
 
     Raises:
-        PolicyError: the policy has a rule that torch cannot honour.
+        PolicyError: the policy has a row that torch cannot follow.
     """
     with now.lock:
         checkpoint.keep_policies()  # also before there is one: backward may run under the first
@@ -82,20 +85,20 @@ def prepare(region: Region) -> None:
 
 
 def installed(device: str) -> tuple[str, ...]:
-    """Ops of the device that have a kernel of ours on the autocast key, sorted."""
+    """Return the ops with a kernel of ours on the device's autocast key, sorted."""
     return tuple(sorted(op for on, op in now.ops if on == device))
 
 
 def install(policy: Policy, device: str, dtype: str = "") -> None:
-    """Put kernels on the ops in which `policy` differs from what torch does on the device.
+    """Put kernels on the ops in which a policy differs from torch's kernels on a device.
 
     Args:
         policy: without rows that wait for a scope.
-        device: whose autocast key.
-        dtype: the one whose kernels are to be there; "" if that is not known yet.
+        device: the device type.
+        dtype: the low dtype that torch must have kernels for; "" if that is not known yet.
 
     Raises:
-        PolicyError: a row that torch cannot honour; nothing is installed then.
+        PolicyError: a row that torch cannot follow; nothing is installed then.
     """
     check(policy, device, dtype)
     checkpoint.keep_policies()
@@ -103,7 +106,7 @@ def install(policy: Policy, device: str, dtype: str = "") -> None:
 
 
 def differing(policy: Policy, device: str) -> frozenset[str]:
-    """The ops that need a kernel of ours under a policy; those that wait for a scope aside."""
+    """Return the ops that need a kernel of ours under a policy, apart from scopes."""
     return frozenset(
         op
         for low in LOW
@@ -117,7 +120,10 @@ def all_python(*devices: str) -> Iterator[None]:
     """Run every op that has a rule on our kernels, the compiled ones unused. For tests.
 
     Args:
-        devices: whose keys; all that have a table, if none is named.
+        *devices: the device types; all that have a table, if none is named.
+
+    Yields:
+        Nothing.
     """
     for device in devices or torch_table.DEVICES:
         put(device, sorted(torch_table.kernels(device)))
@@ -128,12 +134,19 @@ def all_python(*devices: str) -> Iterator[None]:
 def put(device: str, ops: Sequence[str]) -> None:
     """Put our kernel on the device's autocast key for ops, once for each.
 
+    Args:
+        device: the device type.
+        ops: names of overloads.
+
     Raises:
         PolicyError: the key cannot be named.
     """
     if dispatcher.autocast_key(device) is None:
         if ops:
-            raise PolicyError(f"{device!r} can have no policy: torch hides its dispatch key.")
+            raise PolicyError(
+                f"autocast({device!r}) cannot have a policy: Python cannot name the device's "
+                "autocast key, so that no kernel can be put there. Write policy=None."
+            )
         return
     if device in now.loans:
         now.loans[device].wanted.update(now.loans[device].ops.intersection(ops))
@@ -142,7 +155,7 @@ def put(device: str, ops: Sequence[str]) -> None:
 
 
 def put_in(library: Library, device: str, ops: Iterable[str]) -> None:
-    """Put our kernel on the device's autocast key for ops that have none, out of a library."""
+    """Put our kernel, of a library, on the device's autocast key for ops that have none."""
     key = str(dispatcher.autocast_key(device))
     for name in ops:
         kernel = None if (device, name) in now.ops else autocast_kernel.make(name, device, key)

@@ -1,7 +1,7 @@
-"""Kernels of ours for a while: on every op that lowers, or on every op that has a name.
+"""Kernels of ours for a while: on every op that lowers, or on every op of the vocabulary.
 
-The first are for blocks that hold casts, for torch's own kernels hold none. The second are for a
-record of what is decided, for compiled kernels tell nothing.
+The first are for blocks that hold casts, because torch's own kernels hold none. The second are for
+records of decisions, because compiled kernels record nothing.
 """
 
 import sys
@@ -28,10 +28,7 @@ from polymp.rules.vocabulary import vocabulary
 
 
 def lend(devices: Iterable[str]) -> None:
-    """Put our kernels on every op that lowers on the devices: torch's own hold no casts.
-
-    Each call is undone by one of `take_back`.
-    """
+    """Put our kernels on every op that lowers on the devices, until `take_back`."""
     with kernel_registry.now.lock:
         for device in devices:
             region_casts.watch(device)
@@ -49,7 +46,7 @@ def lend(devices: Iterable[str]) -> None:
 
 
 def take_back(devices: Iterable[str]) -> None:
-    """Undo one `lend`. Kernels go when no block is open and no other thread can be in one."""
+    """Undo one `lend`. Kernels go when no block is open and no other thread can be in a kernel."""
     with kernel_registry.now.lock:
         for device in devices:
             kernel_registry.now.loans[device].blocks -= 1
@@ -63,12 +60,12 @@ def take_back(devices: Iterable[str]) -> None:
                 kernel_registry.put(device, sorted(loan.wanted))
 
 
-# Where a thread waits, in functions that call nothing of torch's.
+# Modules in whose functions a thread waits, and calls nothing of torch's.
 _WAITING = frozenset({"threading", "queue", "selectors", "socket", "multiprocessing.connection"})
 
 
 def _alone() -> bool:
-    """True if no other thread of Python's can be on its way into a kernel."""
+    """Return whether no other thread of Python's can be on its way into a kernel."""
     mine = threading.get_ident()
     return all(
         thread == mine or frame.f_globals.get("__name__") in _WAITING
@@ -78,7 +75,7 @@ def _alone() -> bool:
 
 @cache
 def lowered(device: str) -> frozenset[str]:
-    """The ops that torch's own table of the device lowers, and our kernels can."""
+    """Return the ops that torch's table of the device lowers, and that our kernels can run."""
     rows = (
         (name, torch_table.row(device, name, "bfloat16")) for name in torch_table.kernels(device)
     )
@@ -91,7 +88,7 @@ def lowered(device: str) -> frozenset[str]:
 
 @contextmanager
 def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
-    """Our kernels on the device's autocast key for ops, taken away again after."""
+    """Put our kernels on the device's autocast key for ops, and take them away at the end."""
     key = dispatcher.autocast_key(device)
     with dispatcher.temporary_library("aten") as library:
         for name in ops if key else ():
@@ -103,9 +100,9 @@ def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
 
 
 class _Recording:
-    """Kernels of ours on every op, for as long as a record is made: compiled ones tell nothing.
+    """Kernels of ours on every op, for as long as a record is made.
 
-    They are put on a device's key when the device comes into question, for it takes a while.
+    They are put on a device's key when the first region is made for it, for that takes a while.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -126,12 +123,18 @@ class _Recording:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """A recording of what runs on devices that are here, or that regions have spoken of."""
+    """Put kernels of ours on every op, for the length of a record.
+
+    At once on devices that are present or have a region, on others when they get one.
+
+    Yields:
+        Nothing.
+    """
     with ExitStack() as stack:
         made = _Recording(stack)
         with kernel_registry.now.lock:
             fakes = modes.innermost_mode() is not None
-            known = {region.device for region, *_ in regions.known.values()}
+            known = {region.device for region in list(regions.prepared.tickets)}
             for device in torch_table.DEVICES:
                 if fakes or device in known or accelerators.is_here(device):
                     made.cover(device)

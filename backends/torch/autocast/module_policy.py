@@ -7,7 +7,7 @@ from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
-from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, SCOPE, Code
+from polymp.backends.torch.autocast.policy_code import NONE, SCOPE, Code, codes
 from polymp.backends.torch.compat import dynamo, export, modes
 from polymp.errors import PolicyError
 
@@ -18,8 +18,11 @@ _open = OpenInGraphs()
 def enter(code: Code) -> None:
     """Put a module's policy in force in this thread, whatever the device.
 
-    Its code is `policy_code.of_scope`. It speaks for every enabled region, the one around and those
-    entered inside that have no policy of their own. Region, dtype and cache stay as they are.
+    It holds in every enabled region, the one around and those entered inside that have no policy of
+    their own. Region, dtype and cache stay as they are.
+
+    Args:
+        code: of the policy, from `policy_code.of_scope`.
 
     Raises:
         PolicyError: the call is being exported.
@@ -35,13 +38,13 @@ def enter(code: Code) -> None:
 
 @dynamo.no_frame
 def leave(outer: Code) -> None:
-    """Put back what `policy_code.in_force` said before a scope was entered."""
+    """Put the policies of a code back in force: those from before a scope was entered."""
     if is_dynamo_compiling():
         _put(False, *outer)
         return
     policy_code.write(outer)
     if outer == NONE and not regions.stack.frames:
-        region_casts.end()  # a region of torch's own ends without a word to us
+        region_casts.end()  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:
@@ -59,8 +62,9 @@ def _put(entering: bool, *code: torch.dtype) -> None:
 
 def _refuse_export(code: Code) -> None:
     if export.export_modes():
+        name = codes.policies[code][SCOPE].name
         raise PolicyError(
-            f"torch.export cannot record the scopes of policy {POLICIES[code][SCOPE].name!r}. "
+            f"torch.export cannot record the scopes of policy {name!r}. "
             "Take them off, by remove() of the handle that scoped() returned, and export then."
         )
 

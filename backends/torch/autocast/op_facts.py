@@ -1,10 +1,13 @@
-"""Facts about torch's ops by their names: what they do with dtypes, read, write; no rules."""
+"""Facts about torch's kernels by the names of their ops: what they compute in, read and write.
+
+Facts about ops that hold in every framework are in `policies/vocabulary.toml`.
+"""
 
 from polymp.rules.vocabulary import vocabulary
 
-# Given low inputs, these compute in float32 and round once, on every device: for fp32_keep they
-# take the inputs as they are, and nothing in float32 is made or saved for backward; without a row
-# they do what fp32_keep asks. The others are cast before and after.
+# Given low inputs, these compute in float32 and round once, on every device. So for rule fp32_keep
+# they take the inputs as they are, and nothing in float32 is made or saved for backward; without a
+# row they do what fp32_keep asks for. Other ops are cast before and after.
 # Source: acc_type and opmath_type in torch v2.13 aten/src/ATen/native (SoftMax, layer_norm,
 # group_norm, SumKernel, ReduceOps, Normalization, LinearAlgebra: vector_norm).
 ACCUMULATES = frozenset(
@@ -20,12 +23,12 @@ ACCUMULATES = frozenset(
 # Classes of which the same holds: one kernel that computes each element in float32.
 ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
 
-# No kernel of ours: what a Python kernel returns is a Python object already, and nn.Parameter makes
-# itself of what `detach` returns.
+# Ops that cannot have a kernel of ours: nn.Parameter turns the result of `detach` into itself,
+# and the result of a Python kernel is a Python object already.
 UNTOUCHED = frozenset({"detach"})
 
-# Lowered by torch's own kernels alone, also where every other op is on ours. They cast to float16,
-# in bfloat16 regions too, and bring the weights into the one buffer that cuDNN asks for.
+# Lowered by torch's own kernels alone, also where every other op has one of ours. They cast to
+# float16, in bfloat16 regions too, and bring the weights into the one buffer that cuDNN needs.
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
 COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
@@ -33,50 +36,23 @@ COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 # Batched, these become matmul, which has a rule, whether or not they have one themselves.
 BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
 
-# Classes of ops that only move numbers.
-MOVING = frozenset({"layout", "indexing"})
-
-# Kernels that are an op of the vocabulary under another name.
-KERNELS = {
-    "_softmax": "softmax",
-    "_log_softmax": "log_softmax",
-    "native_layer_norm": "layer_norm",
-    "_fused_rms_norm": "rms_norm",
-    "native_group_norm": "group_norm",
-    "native_batch_norm": "batch_norm",
-    "_native_batch_norm_legit": "batch_norm",
-    "nll_loss_forward": "nll_loss",
-    "nll_loss2d_forward": "nll_loss2d",
-    "convolution": "conv",
-    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
-    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
-    "native_dropout": "dropout",
-    "_to_copy": "to",
-}
-
 # Views whose schema does not say so.
 SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
 
-# Ops that make numbers without reading any, or tell something of a tensor that is not in them.
+# Ops that make numbers without reading any, or read only the shape or the kind of a tensor.
 FACTORIES = frozenset(
     "empty_like ones_like zeros_like full_like rand_like randn_like new_empty new_zeros new_ones "
     "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ "
     "_local_scalar_dense is_same_size _has_same_storage_numel".split()
 )
 
-# Ops whose number keeps something from being zero: what the dtype makes zero is then missing.
+# Kernels that are given a number, such as an epsilon, which keeps their result away from zero: if
+# its dtype makes the number zero, a later division may fail.
 ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
 
-# Kernels that add up, of whose operands the magnitudes can be put in their place.
+# Kernels that add up: called with the magnitudes of their operands, they return what is added up.
 SUMS = frozenset(
     "mm bmm mv dot addmm addmv baddbmm convolution sum mean cumsum linalg_vecdot".split()
-)
-# Classes whose kernels add up along an axis, too.
-SUM_ALONG = frozenset(
-    ("softmax", "normalisation", "norm", "reduction", "loss", "pooling", "attention")
 )
 
 # In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
@@ -95,7 +71,7 @@ WRITERS = (
 
 
 def in_float32(overload: str) -> bool:
-    """True if the op's own kernel computes in float32 on low inputs, and rounds once."""
+    """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
     if overload in ACCUMULATES:
         return True
     op = vocabulary().ops.get(vocabulary().of_aten(overload))
@@ -107,9 +83,17 @@ _HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
 
 
 def has_low(overload: str, device: str, dtype: str) -> bool:
-    """True unless torch is known to have no kernel of the op for a low dtype on the device.
+    """Return False where torch has no kernel of the op for a low dtype on the device.
 
-    Linear algebra has none anywhere, Fourier transforms none but in float16 on GPUs.
+    Linear algebra has none anywhere, Fourier transforms only in float16 on GPUs.
+
+    Args:
+        overload: name of the op's overload.
+        device: the device type.
+        dtype: the low dtype.
+
+    Returns:
+        True if torch has one, or nothing is known.
 
     Source:
         torch v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp,

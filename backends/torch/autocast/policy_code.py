@@ -1,10 +1,10 @@
-"""Policy codes: which policies are in force in a thread, as two dtypes in torch's autocast state.
+"""Policy codes: the policies in force in a thread, as two dtypes in torch's autocast state.
 
-torch has no place for a policy. Its autocast state, per thread, is what torch restores around
-backward and checkpoints, what torch.compile guards its graphs by, and what torch's own autocast
-class leaves as it was: policies that stand in it are restored, guarded and read just as the rest.
-So every set of policies by device that is ever in force gets a code, a pair of dtypes, and the code
-is written as the low dtypes of two devices that no build of torch has tensors on.
+torch has no place for a policy. It has an autocast state in each thread, though, which torch
+restores around backward and checkpoints, by which torch.compile guards its graphs, and which
+torch's own autocast class restores. So the policies in force are written there: every set of
+policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of two
+devices that no build of torch has tensors on.
 """
 
 import threading
@@ -30,29 +30,43 @@ NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
 # In a set of policies by device: that of the module which is running, for devices without one.
 SCOPE = ""
 
-# By code, the policies by device; for ever. A graph that torch.compile made under one code is never
-# reused under another; codes are not recycled, for graphs are kept. Longer than 1 as soon as there
-# is a policy: before, nobody needs to look at the code in force.
-POLICIES: dict[Code, dict[str, Policy]] = {NONE: {}}
-_free = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
-_lock = threading.Lock()
+
+class Codes:
+    """The codes that this process has given out. None is ever given to other policies.
+
+    A graph that torch.compile made under a code is kept, and guarded by it.
+
+    Attributes:
+        policies: by code, the policies by device. As long as `NONE` is the only one, no policy was
+            ever used, and the code in force need not be read.
+        free: the codes that are left.
+        lock: held while a code is given out.
+    """
+
+    def __init__(self) -> None:
+        self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
+        self.free = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
+        self.lock = threading.Lock()
+
+
+codes = Codes()
 
 
 def policy_of(device: str) -> Policy | None:
-    """The policy in force for the device in this thread; None for torch's own table."""
+    """Return the policy in force for the device in this thread; None for torch's own table."""
     return policy_at(device, *in_force())
 
 
 @dynamo.at_trace_time
 def policy_at(device: str, *code: torch.dtype) -> Policy | None:
-    """The policy for a device where the policies in force have this code."""
-    policies = POLICIES.get(code, {})
+    """Return the policy for a device under the policies of a code; None for torch's table."""
+    policies = codes.policies.get(code, {})
     return policies.get(device, policies.get(SCOPE))
 
 
 @dynamo.no_frame
 def in_force() -> Code:
-    """The code of the policies in force in this thread."""
+    """Return the code of the policies in force in this thread."""
     return get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1])
 
 
@@ -65,20 +79,32 @@ def write(code: Code) -> None:
 
 
 def inside(region: Region, outer: Code) -> Code:
-    """The code of the policies inside `region`, entered where `outer` is in force."""
-    if region.device in SLOTS and len(POLICIES) > 1:
+    """Return the code of the policies inside a region that is entered where `outer` is in force.
+
+    Args:
+        region: the region.
+        outer: the code around it.
+
+    Returns:
+        The code.
+
+    Raises:
+        PolicyError: the region is for a device of `SLOTS`, or there is no code left.
+    """
+    if region.device in SLOTS and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
-            "polymp notes them in the state of that device."
+            "polymp writes them into torch's autocast state of that device. Use it in a process "
+            "without policies."
         )
-    policies = {d: p for d, p in POLICIES.get(outer, {}).items() if d != region.device}
+    policies = {d: p for d, p in codes.policies.get(outer, {}).items() if d != region.device}
     if region.policy is not None:
         policies[region.device] = region.policy
     return _code(frozenset(policies.items()))
 
 
 def of_scope(policy: Policy) -> Code:
-    """The code of a policy for all devices, as a module has it."""
+    """Return the code of a policy for all devices, as `scoped` gives it to a module."""
     return _code(frozenset({(SCOPE, policy)}))
 
 
@@ -86,13 +112,13 @@ def of_scope(policy: Policy) -> Code:
 def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
     if not policies:
         return NONE
-    with _lock:
+    with codes.lock:
         try:
-            code = next(_free)
+            code = next(codes.free)
         except StopIteration:
             raise PolicyError(
-                f"this process has used {len(POLICIES)} different sets of policies, and there are "
-                "no more. Build a policy once and use it again."
+                f"this process has used {len(codes.policies)} different sets of policies, and "
+                "there are no more. Build a policy once and use it again."
             ) from None
-        POLICIES[code] = dict(policies)
+        codes.policies[code] = dict(policies)
         return code

@@ -23,7 +23,7 @@ _CELLS = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 4), "gru": (3, 3)}
 
 @cache
 def prepare(name: str, device: str) -> Prepare | None:
-    """Look up the change of an op's arguments before they are cast; None if there is none.
+    """Return a function that changes an op's arguments before they are cast; None without one.
 
     Args:
         name: the overload.
@@ -44,7 +44,7 @@ def prepare(name: str, device: str) -> Prepare | None:
 
 
 def _without_buffer(args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
-    """The arguments of `_cudnn_rnn`, without the buffer of weights if the weights will be cast.
+    """Take the buffer of weights out of the arguments of `_cudnn_rnn`, if weights will be cast.
 
     The kernel then makes the buffer from the weights.
     """
@@ -55,7 +55,7 @@ def _without_buffer(args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
 
 
 def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
-    """The arguments of a recurrent layer, with its weights cast into one buffer."""
+    """Cast the weights among the arguments of a recurrent layer into one buffer."""
     at = 2 if variant == "input" else 3  # sequences of several lengths have their sizes in between
     weights = args[at]
     if len(args) <= at + 5 or not weights or not _changes(weights, dtype) or modes.is_recorded():
@@ -91,7 +91,7 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
 
 
 def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """True if all weights are of one other dtype that a region casts."""
+    """Return whether all weights are of one dtype, another one, that a region casts."""
     dtypes = {w.dtype for w in weights}
     wide = torch.float64 in dtypes or not all(d.is_floating_point for d in dtypes)
     return dtypes != {dtype} and len(dtypes) == 1 and not wide

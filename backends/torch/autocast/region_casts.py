@@ -1,17 +1,16 @@
-"""The kept casts of parameters: whose they are, and when they are dropped.
+"""The casts of parameters that a region keeps: which thread has them, and when they are dropped.
 
 torch's compiled kernels keep a cast of every float32 parameter until the outermost region ends, in
-one map for the whole process, keyed by the parameter alone. That is sound for one thread, one low
-dtype and constant weights. This module makes it sound for all:
+one map for the whole process, keyed by the parameter alone. That is right for one thread, one low
+dtype and constant weights. This module makes it right in all cases:
 
     another low dtype on the device   drop                       `keep`
     a parameter is written in place    drop                       kernels on the writing ops
     an optimizer steps                 drop                       torch's optimizer hook
     a second thread enters a region    it keeps no casts          `keep`, `end`
 
-Our own kernels keep theirs in `cast`, per thread and keyed by dtype, version and epoch. Weights
-whose casts outlive regions are `held_casts`'.
-What is not seen is listed in docs/differences.md.
+Our own kernels keep theirs in `cast`, per thread and keyed by dtype, version and epoch. Casts that
+outlive regions are in `held_casts`. docs/differences.md lists the writes that are not seen.
 """
 
 import threading
@@ -26,18 +25,19 @@ from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch.autocast import held_casts, op_facts, torch_table
+from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.compat import dispatcher, dynamo
 
 _library = torch.library.Library("aten", "IMPL")
 
 
 class _Thread:
-    """What one thread has kept by our own kernels; it lives as long as its thread.
+    """The casts that our own kernels keep in one thread; it lives as long as its thread.
 
     Attributes:
-        reference: to this.
+        reference: a weak reference to this.
         open: True in a region of ours that keeps casts. The ends of torch's own are not seen.
-        epoch: up to which drop `casts` are sound.
+        epoch: the epoch of the map when `casts` were made.
         casts: by identity of the parameter and dtype.
     """
 
@@ -56,11 +56,11 @@ class _Mine(threading.local):
 
 
 class _Map:
-    """What is known of torch's map of casts, which is one for the process.
+    """The state of torch's map of casts, one for the process.
 
     Attributes:
         owner: under "thread", a reference to the thread whose casts it holds; dead when that is.
-            A dict, for `setdefault` claims it in one step, without a lock.
+            It is a dict because `setdefault` claims the map in one step, without a lock.
         dtypes: the low dtype of the casts that are in it, by device.
         epoch: raised by every drop; casts of our own kernels from before it are stale.
         lock: held to take the map over from a dead thread.
@@ -84,18 +84,25 @@ def drop() -> None:
 
 
 def drop_unknown() -> None:
-    """Forget every kept cast, and that the dtype of those to come is known."""
+    """Forget every kept cast, and the low dtypes of the devices."""
     drop()
     _map.dtypes.clear()
 
 
 @dynamo.no_frame
 def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
-    """May this thread keep casts in torch's map from now on, `depth` regions deep?
+    """Give torch's map to this thread, so that it can keep casts there, if the map is free.
 
-    True makes the map this thread's; if it will be `casting` to `dtype` on the device, casts to
-    another dtype, or to an unknown one, are dropped. False while the map belongs to another
-    living thread.
+    Casts to another dtype, or to an unknown one, are dropped.
+
+    Args:
+        device: the device type.
+        dtype: the low dtype of the region.
+        casting: True if the region is enabled.
+        depth: the number of open regions.
+
+    Returns:
+        False while the map belongs to another living thread.
     """
     thread = _mine.thread
     thread.open = True
@@ -111,7 +118,7 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
 
 
 def _take_over(mine: "weakref.ref[_Thread]") -> bool:
-    """Make the map this thread's if its owner died in a region."""
+    """Give the map to this thread if its owner died in a region."""
     with _map.lock:
         owner = _map.owner.get("thread")
         if owner is not None and owner() is not None:
@@ -123,13 +130,13 @@ def _take_over(mine: "weakref.ref[_Thread]") -> bool:
 
 @dynamo.no_frame
 def mine() -> bool:
-    """True if torch's map is this thread's."""
+    """Return whether torch's map belongs to this thread."""
     return _map.owner.get("thread") is _mine.thread.reference
 
 
 @dynamo.no_frame
 def end() -> None:
-    """This thread left its last region."""
+    """Drop this thread's casts and give the map up: it left its last region."""
     thread = _mine.thread
     thread.open = False
     if thread.casts:
@@ -143,7 +150,7 @@ def end() -> None:
 
 @cache
 def watch(device: str) -> None:
-    """Have writes to parameters noticed in regions of the device; once for each device."""
+    """Drop casts when parameters are written in regions of the device; once for each device."""
     key = dispatcher.autocast_key(device)
     if key is None:
         return
@@ -161,15 +168,15 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
         drop()
         held_casts.stepped(optimizer)
-    elif held_casts.weights:  # what fused kernels write shows nowhere: this breaks the graph
+    elif held.by_id:  # what fused kernels write shows nowhere: this breaks the graph
         _stepped(optimizer)
 
 
-@dynamo.untraced("the step of an optimizer in a hold_casts block has to tell that weights changed")
+@dynamo.untraced("after an optimizer's step in a hold_casts block, casts are dropped by Python")
 def _stepped(optimizer: torch.optim.Optimizer) -> None:
     held_casts.stepped(optimizer)
 
@@ -177,7 +184,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> None:
 def _writer(op: torch._ops.OpOverload, key: str) -> Any:
     pass_on = dispatcher.passing_on(op, key)
 
-    def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def writer(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         writing(args[0])
         return pass_on(keys, args, kwargs)
 
@@ -185,25 +192,25 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
 
 
 def writing(into: Any) -> None:
-    """A tensor, or a list of them, is about to be written in place: casts of it are dropped."""
+    """Drop all casts if a tensor, or one of a list, that is about to be written is a parameter."""
     one = isinstance(into, torch.Tensor)
     if _is_parameter(into) if one else any(map(_is_parameter, into)):
         drop()
 
 
 def _is_parameter(t: torch.Tensor) -> bool:
-    """True for a leaf that wants gradients and for a view of one: what torch keeps casts of."""
+    """Return whether a tensor, or its base, is a leaf with gradients: torch keeps its casts."""
     base = t._base if t._is_view() else t
     return base is not None and base.requires_grad and base.is_leaf
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """`t` in `dtype`, for our kernels; a parameter's cast to the low dtype is kept.
+    """Cast a tensor for our kernels; a parameter's cast to the low dtype is kept.
 
     Args:
         t: any float tensor.
-        dtype: target.
-        low: the region's dtype.
+        dtype: the dtype to cast to.
+        low: the low dtype of the region.
 
     Returns:
         A tensor of `dtype` with the shape of `t`; `t` itself if it has that dtype.
@@ -213,8 +220,8 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    make = held_casts.cast if held_casts.weights else torch.Tensor.to
-    if held_casts.weights and not (t.requires_grad and torch.is_grad_enabled()):
+    make = held_casts.cast if held.by_id else torch.Tensor.to
+    if held.by_id and not (t.requires_grad and torch.is_grad_enabled()):
         return make(t, dtype)
     may_keep = (
         dtype is low
@@ -236,7 +243,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
     found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
-        if held_casts.weights and held_casts.is_checked(t):
+        if held.by_id and held_casts.is_checked(t):
             held_casts.find(t, dtype)
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
@@ -246,10 +253,10 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
 
 
 def kept_by_torch(args: Iterable[Any]) -> bool:
-    """True if the cast of one of the arguments has to be kept in torch's map.
+    """Return whether the cast of one of the arguments has to be kept in torch's map.
 
-    In a region of torch's own, that is, whose end is not seen here: until then one cast, one node
-    in the graph, serves all uses of a parameter.
+    So it is in a region of torch's own, whose end is not seen here: until then one cast, with one
+    node in the graph, serves all uses of a parameter.
     """
     if _mine.thread.open or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
         return False

@@ -1,9 +1,8 @@
-"""Entering and leaving regions: core regions on one side, torch's autocast state on the other.
+"""Entering and leaving regions: the core's stack on one side, torch's autocast state on the other.
 
-The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag. Compiled
-kernels, torch.compile's guards and torch's own autocast class read and write the same. Which
-policies are in force stands there, too, as a code. What leaving has to restore is kept on the
-core's stack.
+The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag, and the
+policies as a code. Compiled kernels, torch.compile's guards and torch's own autocast class read and
+write the same state. The stack of regions keeps what leaving has to restore.
 """
 
 import threading
@@ -24,7 +23,7 @@ from torch import (
 
 from polymp.backends.torch.autocast import policy_code, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.autocast.policy_code import NONE, POLICIES, Code
+from polymp.backends.torch.autocast.policy_code import NONE, Code, codes
 from polymp.backends.torch.compat import dynamo
 from polymp.rules.region import Region, Stack
 
@@ -33,7 +32,7 @@ stack: Stack[tuple[Region, bool, torch.dtype, bool, Code]] = Stack()
 
 
 class Entries(threading.local):
-    """What of the regions that this thread has entered, open or not, concerns scalers.
+    """What loss scalers need to know of the regions that this thread has entered, open or not.
 
     Attributes:
         latest: by device type, the low dtype of the region that was entered last.
@@ -50,14 +49,19 @@ entries = Entries()
 
 @dynamo.no_frame
 def enter(ticket: str) -> None:
-    """Enter a prepared region in this thread. It runs at every `with`, so every call counts.
+    """Enter a prepared region in this thread.
+
+    It runs at every `with`: a call more shows in the overhead of regions.
+
+    Args:
+        ticket: of the region.
 
     Raises:
         PolicyError: policies cannot be in force with it; nothing has changed then.
     """
-    region, device, enabled, dtype, cache = known[ticket]
+    region, device, enabled, dtype, cache = prepared.by_ticket[ticket]
     code = inside = NONE
-    if len(POLICIES) > 1:
+    if len(codes.policies) > 1:
         code = policy_code.in_force()
         inside = policy_code.inside(region, code)
     stack.frames.append(
@@ -70,18 +74,21 @@ def enter(ticket: str) -> None:
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache and region_casts.keep(device, dtype, enabled, depth))
-    if len(POLICIES) > 1:
+    if len(codes.policies) > 1:
         policy_code.write(inside)
 
 
 @dynamo.no_frame
 def leave(ticket: str) -> None:
-    """Leave the youngest open region equal to the ticket's.
+    """Leave the youngest open region that is equal to the ticket's.
+
+    Args:
+        ticket: of the region.
 
     Raises:
         RuntimeError: it is not open in this thread.
     """
-    region, device, *_ = known[ticket]
+    region, device, *_ = prepared.by_ticket[ticket]
     frames = stack.frames
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     depth = autocast_decrement_nesting()
@@ -94,15 +101,15 @@ def leave(ticket: str) -> None:
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
-    if len(POLICIES) > 1:
+    if len(codes.policies) > 1:
         policy_code.write(code)
 
 
 def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, Code]:
-    """Take a frame out from under younger ones; the state that is to be in force then.
+    """Take a frame out from under younger ones; return the state that is to be in force then.
 
-    Flag and dtype are a device's and go to the next younger frame of it. Cache flag and policies
-    are the thread's: they are what the frames that are left make of those before the first.
+    Flag and dtype belong to a device and go to its next younger frame. Cache flag and policies
+    belong to the thread: the frames that are left change them, from those before the first.
     """
     frames = stack.frames
     cache, code = frames[0][3:] if frames else (True, NONE)
@@ -116,45 +123,61 @@ def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, Code]:
     return *pulled[:3], cache, code
 
 
-known: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}  # prepared regions, by ticket
+class Prepared:
+    """The regions of this process that can be entered.
+
+    Attributes:
+        by_ticket: each with its device, whether it is enabled, its low dtype and its cache flag.
+        tickets: their names.
+        lock: held while one is added.
+    """
+
+    def __init__(self) -> None:
+        self.by_ticket: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}
+        self.tickets: dict[Region, str] = {}
+        self.lock = threading.Lock()
 
 
-@cache
+prepared = Prepared()
+
+
 def ticket(region: Region) -> str:
-    """A name for the region, equal for equal ones; what a compiled graph is guarded by.
+    """Return a name for the region, equal for equal ones; compiled graphs are guarded by it.
 
     A number would not do: dynamo makes a symbol of a number that changes.
     """
     policy_code.inside(region, NONE)  # from now on policies are read and written, if it has one
-    dtype = DTYPES[region.dtype]
-    name = f"region {len(known)}"
-    known[name] = region, region.device, region.enabled, dtype, region.cache
-    return name
+    with prepared.lock:
+        if region not in prepared.tickets:
+            name = prepared.tickets[region] = f"region {len(prepared.tickets)}"
+            dtype = DTYPES[region.dtype]
+            prepared.by_ticket[name] = region, region.device, region.enabled, dtype, region.cache
+        return prepared.tickets[region]
 
 
 def in_force(device: str) -> Region:
-    """The region that holds for the device in this thread, read from torch's own state."""
+    """Return the region in force for the device in this thread, read from torch's own state."""
     return _region(
         device,
         is_autocast_enabled(device),
         get_autocast_dtype(device),
         is_autocast_cache_enabled(),
-        NONE if len(POLICIES) == 1 else policy_code.in_force(),
+        NONE if len(codes.policies) == 1 else policy_code.in_force(),
     )
 
 
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
-    """Note, for scalers, that an enabled region was entered."""
+    """Note for loss scalers that an enabled region was entered."""
     entries.latest[device] = dtype
     if dtype is torch.float16 and is_grad_enabled():
         entries.unscaled.add(device)
 
 
 def latest_low(device: str) -> torch.dtype | None:
-    """The low dtype of the region for the device that is in force, or was the latest entered.
+    """Return the low dtype of the region in force for the device, or else of the latest one.
 
-    A loss is as often scaled after its region as in it. None if there was none in this thread.
+    A loss is as often scaled after its region as in it. None if this thread has entered none.
     """
     if is_autocast_enabled(device):
         return get_autocast_dtype(device)
@@ -163,7 +186,7 @@ def latest_low(device: str) -> torch.dtype | None:
 
 @dynamo.no_frame
 def wants_cache() -> bool:
-    """The cache flag asked for where this is called, even if another thread has the map."""
+    """Return the cache flag of the region around, even if another thread has torch's map."""
     frames = stack.frames
     return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 

@@ -1,8 +1,7 @@
-"""One op, run as a row says: what was decided, and the casts that bring it about.
+"""One op, run by its row: the decision of the policy, and the casts that follow from it.
 
-A `Ruling` is what a region's policy says of an op, worked out once; `runner` makes the function
-that does it. When and where ops are run is `autocast_kernel`'s
-part.
+A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function that
+casts and calls. The kernels in `autocast_kernel` and `front_kernel` call both.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +26,15 @@ Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What holds for one op in one region.
+    """The decision for one op in one region.
 
     Attributes:
         region: the region.
-        policy: its own, or torch's of the device.
-        row: that won; None if the op has no rule.
+        policy: its own, or torch's table of the device.
+        row: the row that won; None if the policy has no row for the op.
         agrees: True if torch's compiled kernel does the same.
-        how: the way in which fp32 is brought about.
-        decision: where it is the same whatever comes in; else None.
+        how: how the op is made to run in float32 under rule fp32.
+        decision: the decision, if it does not depend on the dtypes of the inputs; else None.
     """
 
     region: Region
@@ -82,7 +81,7 @@ class Rulings:
 
 
 def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
-    """How a row is brought about: as it says, as the device's own table does, or as is usual."""
+    """Return how fp32 is applied: as the row says, as the device's table does, or by a cast."""
     if row.rule is not Rule.FP32:
         return Apply.CAST
     own = torch_table.row(device, name, dtype)
@@ -94,12 +93,15 @@ def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
 
 @cache
 def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
-    """Which arguments a rule asks: tensors that may not be left out, as torch's `prioritize`."""
+    """Return for each argument whether its dtype counts for a rule, as in torch's `prioritize`.
+
+    Tensors count that may not be left out.
+    """
     return tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments)
 
 
 def dtypes(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
-    """The dtypes that a rule asks for, in order."""
+    """Return the dtypes of the inputs that count for a rule, in order."""
     return [
         dtype_names.NAMES[t.dtype]
         for arg, ask in zip(args, _consulted(op), strict=False)
@@ -111,9 +113,9 @@ def dtypes(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[
 
 @cache
 def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
-    """A function that runs `op` as a ruling says, on the device, with autocast excluded.
+    """Make a function that runs an op by a ruling, on the device, with autocast excluded.
 
-    It takes the ruling, a cast, what to call, and the arguments.
+    It takes the ruling, a cast, the function to call, and the arguments.
     """
     schema = op._schema.arguments
     in_float32, words = op_facts.in_float32(name), vocabulary()
@@ -168,12 +170,12 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
 
 
 def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """A cast that is not kept."""
+    """Cast without keeping the result."""
     return t.to(dtype)
 
 
 def _cast(value: Any, device: str, dtype: torch.dtype, low: torch.dtype, cast: Cast) -> Any:
-    """An argument with its eligible tensors cast."""
+    """Cast the eligible tensors of an argument."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not _eligible(value, device):
             return value
@@ -196,7 +198,7 @@ def _by_dtype(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """Run an op in float32 by its dtype argument, or by the overload that has one."""
+    """Run an op in float32 by its dtype argument, or by the overload that has such an argument."""
     schema = op._schema.arguments
     ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
     if how is Apply.APPEND_DTYPE:
@@ -222,7 +224,7 @@ def _back(result: Any, dtype: torch.dtype) -> Any:
 
 
 def forbid(policy: Policy, row: Row, name: str, asked: Sequence[str]) -> NoReturn:
-    """Raise what a forbidden op raises."""
+    """Raise the error of a forbidden op."""
     if row.rule is Rule.WIDEST:  # torch's message, from its own check
         raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
     use = f"Use {row.instead}, or give it" if row.instead else "Give it"

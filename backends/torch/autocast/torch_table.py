@@ -1,8 +1,8 @@
-"""What torch registers on its own autocast keys, as policies.
+"""The compiled kernels on torch's own autocast keys, as policies.
 
 For each device that has one, the shipped table `torch-<device>` describes torch's compiled
 kernels: the rows of all supported versions, of which those count whose op the installed torch has.
-The engine leaves an op to its compiled kernel where a policy agrees with that table.
+An op runs on its compiled kernel wherever a policy agrees with that table.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ SINCE = {"rms_norm": (2, 12)}
 
 @cache
 def policy(device: str) -> Policy:
-    """This torch's own table of the device; an empty one for a device without."""
+    """Return this torch's own table of the device; an empty one for a device without."""
     name = f"torch-{device}"
     if device not in DEVICES:
         return Policy(name, ())
@@ -45,7 +45,7 @@ def policy(device: str) -> Policy:
 
 @cache
 def kernels(device: str) -> frozenset[str]:
-    """Ops that this torch has a compiled autocast kernel for on the device.
+    """Return the ops that have a compiled autocast kernel in this torch on the device.
 
     Read before polymp registers a kernel of its own on that device's key. Without the overloads
     that take named dimensions, until torch 2.12: no policy has rules for them.
@@ -56,7 +56,7 @@ def kernels(device: str) -> frozenset[str]:
 
 
 def table(policy: Policy, dtype: str) -> Mapping[str, Row]:
-    """The overloads of this torch that a policy rules in regions of a dtype, with their rows."""
+    """Return the overloads of this torch that have a row in regions of a dtype, with the rows."""
     return _table(policy, dtype, len(vocabulary().registered))
 
 
@@ -80,10 +80,18 @@ def _table(policy: Policy, dtype: str, registered: int) -> Mapping[str, Row]:
 
 
 def row(device: str, op: str, dtype: str) -> Row | None:
-    """What torch does with the op: its row, or None where it has no kernel or we no row.
+    """Return the row of an op in torch's table; None if torch has no kernel or the table no row.
 
     A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
     this build of torch leaves out is never called, and has the row that other builds give it.
+
+    Args:
+        device: the device type.
+        op: name of an overload.
+        dtype: the low dtype of the region.
+
+    Returns:
+        The row, or None.
     """
     if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
         return table(policy(device), dtype).get(op)
@@ -92,7 +100,7 @@ def row(device: str, op: str, dtype: str) -> Row | None:
 
 @cache
 def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
-    """True if torch's compiled kernel, or the lack of one, is what `other` asks for the op."""
+    """Return whether torch's compiled kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         return in_float32(op)
@@ -106,9 +114,15 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
 
 
 def drift(device: str) -> tuple[list[str], list[str]]:
-    """Ops that this torch registers and our table lacks, and the other way round; sorted.
+    """Return the ops that torch registers and our table lacks, and those the other way round.
 
-    What this build of torch leaves out counts as no op of the table.
+    Ops that this build of torch leaves out do not count as ops of the table.
+
+    Args:
+        device: the device type.
+
+    Returns:
+        Two sorted lists.
     """
     ours = table(policy(device), "float16")
     known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}

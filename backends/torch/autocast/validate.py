@@ -1,4 +1,4 @@
-"""What a policy may ask of torch: rows that it cannot honour are found before anything runs."""
+"""Checks of policies against torch: rows that it cannot follow are found before anything runs."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from polymp.rules.vocabulary import vocabulary
 
 
 def check(policy: Policy, device: str, dtype: str = "") -> None:
-    """Refuse a policy with a row that torch cannot honour.
+    """Refuse a policy with a row that torch cannot follow.
 
     Args:
-        policy: all its rows are looked at, also those that wait for a scope.
-        device: the device type whose kernels are asked for.
-        dtype: of the region; "" asks for no kernels.
+        policy: all its rows are checked, those with a scope, too.
+        device: the device type whose kernels are looked up.
+        dtype: the low dtype of the region; "" to look up no kernels.
 
     Raises:
         PolicyError: for the first such row.
@@ -33,13 +33,13 @@ def check(policy: Policy, device: str, dtype: str = "") -> None:
         if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, dtype):
             raise PolicyError(
                 f"policy {policy.name!r}: torch has no {dtype} kernel of {name!r} on {device}, "
-                f"which the row {row.of} = {row.rule} asks for. Leave the row out, or say fp32."
+                f"which the row {row.of} = {row.rule} asks for. Leave the row out, or write fp32."
             )
 
 
 @cache
 def refusals(policy: Policy) -> Mapping[Row, str]:
-    """The rows that torch cannot honour on any device, each with the reason."""
+    """Return the rows that torch cannot follow on any device, each with the reason."""
     refused: dict[Row, str] = {}
     words, shipped = vocabulary(), policy_files.shipped_rows()
     for row in policy.rows:
@@ -49,7 +49,8 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
             refused[row] = f"policy {policy.name!r} {why}"
         if spelled in op_facts.UNTOUCHED:
             refused[row] = (
-                f"policy {policy.name!r} has a rule for {spelled!r}, which can have none."
+                f"policy {policy.name!r} has a rule for {spelled!r}, which can have none: torch "
+                "makes parameters of its result. Leave the row out."
             )
         op = words.ops.get(row.of)
         if op is not None and not op.aten and not op.rule and replace(row, dtype="") not in shipped:
@@ -80,7 +81,7 @@ def _faults(row: Row, name: str) -> Iterator[str]:
 
 
 def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
-    """Why no policy may give an op a rule: the end of a sentence, or nothing."""
+    """Return why no policy may have a row for an op: the end of a sentence, or nothing."""
     if op._schema.is_mutable and not (rule == Rule.FIRST and _writes_its_first(op)):
         return (
             "which writes into an argument: the dtype of its result is given. Give the rule to "
@@ -92,13 +93,13 @@ def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
 
 
 def _writes_its_first(op: torch._ops.OpOverload) -> bool:
-    """True if an op writes into its first argument, a tensor, and into no other."""
+    """Return whether an op writes into its first argument, a tensor, and into no other."""
     written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
     return written[0] and not any(written[1:]) and str(op._schema.arguments[0].type) == "Tensor"
 
 
 def _hint(name: str) -> str:
-    """What may have been meant by an op's name."""
+    """Return the names that may have been meant by an op's name, as the end of a sentence."""
     base = name.partition(".")[0]
     packet = getattr(torch.ops.aten, base, None)
     if packet is not None:
@@ -117,7 +118,7 @@ APPENDED = {
 
 
 def dtype_at(op: torch._ops.OpOverload) -> int | None:
-    """The place of an op's dtype argument, None if it has none."""
+    """Return the place of an op's dtype argument, None if it has none."""
     for at, argument in enumerate(op._schema.arguments):
         if argument.name == "dtype":
             return at

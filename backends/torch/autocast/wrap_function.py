@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 
 def wrapped(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, so that its body runs in a region, an `autocast`; a generator's step by step."""
+    """Wrap a function so that its body runs in a region; a generator's step by step."""
     if inspect.isasyncgenfunction(func):
         return _async_generator(region, func)
     if inspect.iscoroutinefunction(func):
@@ -22,7 +22,7 @@ def wrapped(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _function(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: object, **kwargs: object) -> Any:
         if is_dynamo_compiling():
             with region._again():
                 return func(*args, **kwargs)
@@ -58,7 +58,7 @@ _awaitable_steps = types.coroutine(_steps)
 
 def _generator(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
-    def generator(*args: Any, **kwargs: Any) -> Any:
+    def generator(*args: object, **kwargs: object) -> Any:
         return (yield from _steps(region, func(*args, **kwargs)))
 
     return generator
@@ -66,7 +66,7 @@ def _generator(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _coroutine(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
-    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+    async def coroutine(*args: object, **kwargs: object) -> Any:
         return await _awaitable_steps(region, func(*args, **kwargs))
 
     return coroutine
@@ -74,7 +74,7 @@ def _coroutine(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _async_generator(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
-    async def async_generator(*args: Any, **kwargs: Any) -> Any:
+    async def async_generator(*args: object, **kwargs: object) -> Any:
         inner = func(*args, **kwargs)
         step = inner.asend(None)
         while True:

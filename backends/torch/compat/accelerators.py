@@ -1,4 +1,4 @@
-"""Which devices there are, and what of one that is not here can be stood in for."""
+"""The devices of this machine and of this build of torch, and a stand-in for a missing one."""
 
 import ctypes
 import functools
@@ -12,9 +12,9 @@ import torch
 
 
 def cuda_missing() -> bool:
-    """True if neither CUDA nor torch_xla can be used: torch.amp then disables itself.
+    """Return whether neither CUDA nor torch_xla can be used: torch.amp then disables itself.
 
-    Read from torch so that a test which patches it there is seen here. Since torch 1.10.
+    Read from torch, so that a test can patch torch. Since torch 1.10.
     """
     return not _standing_in.get() and bool(torch.cuda.amp.common.amp_definitely_not_available())
 
@@ -24,13 +24,16 @@ _standing_in: ContextVar[bool] = ContextVar("polymp.standing_in", default=False)
 
 @contextmanager
 def stand_in(device: str) -> Iterator[bool]:
-    """Code that runs on fake tensors of a device: regions are then as on a machine that has it.
+    """Let code run on fake tensors of a device, with regions as on a machine that has it.
 
-    A torch that is built without the device has no guard for it, which autograd, indexing and many
-    fake kernels ask for, and which has nothing to do for tensors without memory. Meanwhile it gets
-    the guard of meta tensors, as torch gives a build for CUDA on a machine without a GPU
+    A torch that is built without the device has no guard for it. Autograd, indexing and many fake
+    kernels need one, though it has nothing to do for tensors without memory. So the device gets the
+    guard of meta tensors, as torch does for a CUDA build on a machine without a GPU
     (`_ensureCUDADeviceGuardSet`). `c10::impl::device_guard_impl_registry`, by the numbers of
     `c10::DeviceType`, since torch 1.0.
+
+    Args:
+        device: the device type.
 
     Yields:
         True if the device has a guard now, so that gradients can be taken.
@@ -55,7 +58,7 @@ _NUMBERS = {"cuda": 1, "xpu": 12, "mps": 13}
 
 @functools.cache
 def _guards() -> Any:
-    """The guards of all device types; None where the library does not show them."""
+    """Return the guards of all device types; None where the library does not export them."""
     path = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         name = "_ZN3c104impl26device_guard_impl_registryE"
@@ -65,19 +68,27 @@ def _guards() -> Any:
 
 
 def is_here(device: str) -> bool:
-    """True if there can be real tensors on the device type. `_get_accelerator` since torch 2.3."""
+    """Return whether real tensors can be on the device type. `_get_accelerator` since torch 2.3."""
     return device == "cpu" or (
         torch._C._get_accelerator().type == device and torch.accelerator.is_available()
     )
 
 
 def cuda_lacks_bfloat16() -> bool:
-    """True if the GPU that is there cannot compute in bfloat16."""
+    """Return whether the GPU of this machine cannot compute in bfloat16."""
     return not _standing_in.get() and not torch.cuda.is_bf16_supported()
 
 
 def knows_autocast(device: str) -> bool:
-    """True if torch has autocast on the device type. `_is_autocast_available` since torch 2.4.
+    """Return whether torch has autocast for a device type.
+
+    `_is_autocast_available` since torch 2.4.
+
+    Args:
+        device: the device type.
+
+    Returns:
+        True if it has.
 
     Raises:
         RuntimeError: torch has no such device type.
@@ -86,17 +97,25 @@ def knows_autocast(device: str) -> bool:
 
 
 def is_private(device: str) -> bool:
-    """True for the device type that an extension registered. Since torch 2.0."""
+    """Return whether an extension registered the device type. Since torch 2.0."""
     return device == torch._C._get_privateuse1_backend_name()
 
 
 def private_dtypes(device: str) -> list[torch.dtype]:
-    """Low dtypes of a device that an extension registered as PrivateUse1. Since torch 2.1.
+    """Return the low dtypes of a device that an extension registered as PrivateUse1.
+
+    Since torch 2.1.
+
+    Args:
+        device: the device type.
+
+    Returns:
+        The dtypes that autocast supports on it.
 
     Raises:
         AssertionError: the extension has not registered its module, or not all of it.
     """
     if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):
-        torch.autocast(device)  # raises, in the words of this version of torch
+        torch.autocast(device)  # raises the error of this version of torch
     found: list[torch.dtype] = getattr(torch, device).get_amp_supported_dtype()
     return found

@@ -1,6 +1,7 @@
-"""Autograd: the nodes of the graph, what is saved for backward, checkpoints."""
+"""Autograd: the nodes of the graph, tensors saved for backward, checkpoints."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 
 
 def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have torch.utils.checkpoint run again `carry(function)` in place of `function`.
+    """Have torch.utils.checkpoint recompute `carry(function)` in place of `function`.
 
     `carry` is called in the forward pass, in every checkpoint of both kinds. A `context_fn`, the
-    official way, is for those who call `checkpoint`, and for one kind. `CheckpointFunction` is
-    public, its `ctx.run_function` since torch 1.0; `_CheckpointFrame` since torch 2.1.
+    documented way, has to be given in each call of `checkpoint`, and works for one kind only.
+    `CheckpointFunction` is public, its `ctx.run_function` since torch 1.0; `_CheckpointFrame` since
+    torch 2.1.
     """
     from torch.utils import checkpoint
 
@@ -22,13 +24,13 @@ def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[...,
     forward, make = function.forward, frame.__init__
 
     @functools.wraps(forward)
-    def carried_forward(ctx: Any, *args: Any) -> Any:
+    def carried_forward(ctx: Any, *args: object) -> Any:
         outputs = forward(ctx, *args)
         ctx.run_function = carry(ctx.run_function)
         return outputs
 
     @functools.wraps(make)
-    def carried_make(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+    def carried_make(self: Any, recompute_fn: Any, *args: object, **kwargs: object) -> None:
         make(self, carry(recompute_fn), *args, **kwargs)
 
     function.forward = staticmethod(carried_forward)
@@ -36,16 +38,16 @@ def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[...,
 
 
 def latest_node() -> int:
-    """The number of the autograd node that was made last in this thread.
+    """Return the number of the autograd node that was made last in this thread.
 
-    Below autograd, where an op runs that wants gradients, it is the op's own; it is made before the
-    op runs. `_get_sequence_nr` since torch 2.1; torch.fx.traceback goes by it, too.
+    Below autograd, where an op with gradients runs, it is the op's own node, for that is made
+    before the op runs. `_get_sequence_nr` since torch 2.1; torch.fx.traceback goes by it, too.
     """
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 def backward_node() -> int | None:
-    """The number of the node whose backward runs here; None outside of a backward pass.
+    """Return the number of the node whose backward runs here; None outside of a backward pass.
 
     Nodes that accumulate into leaves have no number of their own; for them it is -1.
     `_current_graph_task_id` and `_current_autograd_node` since torch 2.0.
@@ -58,19 +60,25 @@ def backward_node() -> int | None:
 
 
 def backward_task() -> int | None:
-    """A number for the backward pass that runs here; None outside of one. Since torch 2.0."""
+    """Return a number for the backward pass that runs here; None outside. Since torch 2.0."""
     number = int(torch._C._current_graph_task_id())
     return None if number < 0 else number
 
 
 @contextmanager
 def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Show every tensor that is saved for backward in this thread to a function.
+    """Call a function with every tensor that is saved for backward in this thread.
 
-    torch.func's transforms refuse to run under hooks on saved tensors; they run without these, as
-    they would if nobody looked. They ask by `torch.autograd.graph.disable_saved_tensors_hooks`,
-    which is documented, as is no way to step aside for it: it is replaced meanwhile.
-    `_top_saved_tensors_default_hooks` since torch 2.3.
+    torch.func's transforms refuse to run under hooks on saved tensors, which they find out by the
+    documented `torch.autograd.graph.disable_saved_tensors_hooks`. That function is replaced for the
+    length of the block by one that first takes these hooks off, so that transforms run as without
+    them. `_top_saved_tensors_default_hooks` since torch 2.3.
+
+    Args:
+        see: called with each tensor.
+
+    Yields:
+        Nothing.
     """
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -78,26 +86,44 @@ def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         return t
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    _showing[pack] = hooks
-    torch.autograd.graph.disable_saved_tensors_hooks = _disable_hooks  # type: ignore[assignment]
+    graph: Any = torch.autograd.graph
+    with showing.lock:
+        showing.hooks[pack] = hooks
+        graph.disable_saved_tensors_hooks = _disable_hooks
     try:
         with hooks:
             yield
     finally:
-        del _showing[pack]
-        if not _showing:
-            torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
+        with showing.lock:
+            del showing.hooks[pack]
+            if not showing.hooks:
+                graph.disable_saved_tensors_hooks = _DISABLE
 
 
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
-_showing: dict[Any, Any] = {}  # hooks of `saved_tensors_shown` that are in force, in all threads
+
+
+class Showing:
+    """The hooks of `saved_tensors_shown` that are in force, in all threads of this process.
+
+    Attributes:
+        hooks: by the function that packs.
+        lock: held while any come or go.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[Any, Any] = {}
+        self.lock = threading.Lock()
+
+
+showing = Showing()
 
 
 @contextmanager
 def _disable_hooks(message: str) -> Iterator[None]:
     with ExitStack() as stack:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and (hooks := _showing.get(top[0])) is not None:
+        if top is not None and (hooks := showing.hooks.get(top[0])) is not None:
             hooks.__exit__(None, None, None)
             stack.callback(hooks.__enter__)
             stack.enter_context(_disable_hooks(message))  # there may be more below

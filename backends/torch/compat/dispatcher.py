@@ -17,7 +17,7 @@ FUNC_FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 def autocast_key(device: str) -> str | None:
-    """The name of the dispatch key that autocast uses on the device type. Since torch 1.10.
+    """Return the name of the dispatch key that autocast uses on a device type. Since torch 1.10.
 
     None where Python cannot name it, as for XLA: nothing can be registered there from Python.
     """
@@ -27,24 +27,24 @@ def autocast_key(device: str) -> str | None:
 
 
 def keyset(key: str) -> torch._C.DispatchKeySet:
-    """The set of one dispatch key, for `ExcludeKeys`. Since torch 1.13."""
+    """Return the set of one dispatch key, for `ExcludeKeys`. Since torch 1.13."""
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
 
 def autocast_keys(devices: Sequence[str]) -> torch._C.DispatchKeySet:
-    """The set of the autocast keys of device types, for `ExcludeKeys`. Since torch 1.13."""
+    """Return the set of autocast keys of device types, for `ExcludeKeys`. Since torch 1.13."""
     return functools.reduce(
         lambda one, other: one | other, map(keyset, filter(None, map(autocast_key, devices)))
     )
 
 
 def below(key: str) -> torch._C.DispatchKeySet:
-    """All keys that the dispatcher asks after `key`. Since torch 2.0."""
+    """Return all keys that the dispatcher asks after `key`. Since torch 2.0."""
     return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
 
 
 def registered(key: str) -> frozenset[str]:
-    """Names of the aten overloads that have a kernel on the key, without "aten::".
+    """Return the names of the aten overloads with a kernel on the key, without "aten::".
 
     Needed to know which compiled autocast kernels this torch has. Since torch 2.0.
     """
@@ -53,7 +53,7 @@ def registered(key: str) -> frozenset[str]:
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """The overload "mm", "softmax.int" or "mylib::my_op", None if torch has none of that name."""
+    """Return the overload "mm", "softmax.int" or "mylib::my_op"; None if torch has none."""
     space, _, name = name.rpartition("::")
     base, _, variant = name.partition(".")
     packet = getattr(getattr(torch.ops, space or "aten"), base, None)
@@ -63,15 +63,15 @@ def overload(name: str) -> torch._ops.OpOverload | None:
 
 
 def takes_names(name: str) -> bool:
-    """True if an overload takes named dimensions, from torch 1.3 to 2.12.
+    """Return whether an overload takes named dimensions, from torch 1.3 to 2.12.
 
-    Schemas say str of them; only the names of overloads tell.
+    Their type in schemas is str; only the names of overloads tell them apart.
     """
     return "dimname" in name.lower() or ".names_" in name
 
 
-def qualified_name(op: Any) -> str | None:
-    """The name "mylib::my_op" of a name, an op or what `custom_op` returned; None for all else.
+def qualified_name(op: object) -> str | None:
+    """Return the name "mylib::my_op" of a name, an op or a result of `custom_op`; None otherwise.
 
     Since torch 2.4: `CustomOpDef._qualname`, `OpOverload._name`.
     """
@@ -85,28 +85,27 @@ def qualified_name(op: Any) -> str | None:
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """True if an op has a kernel of its own on a dispatch key. Since torch 1.10."""
+    """Return whether an op has a kernel of its own on a dispatch key. Since torch 1.10."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def tensors_of(op: torch._ops.OpOverload) -> list[int]:
-    """The places of an op's arguments that must be tensors. Since torch 1.13."""
+    """Return the places of an op's arguments that must be tensors. Since torch 1.13."""
     return [at for at, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"]
 
 
 def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A function that calls an op, also with a Python number where the schema says Tensor.
+    """Make a function that calls an op, with a Python number for a Tensor of the schema, too.
 
-    The dispatcher hands such numbers to a Python kernel as they were written: `x % 4` comes as
-    (x, 4). Most overloads refuse them; the packet finds the one that takes a number. Since
-    torch 1.13.
+    The dispatcher passes such numbers to a Python kernel as they were written: `x % 4` as (x, 4).
+    Most overloads refuse them; the packet finds the overload that takes a number. Since torch 1.13.
     """
     tensors = tensors_of(op)
     packet, entry = op.overloadpacket, op._op  # without the Python of OpOverload.__call__
     if tensors in ([], [0]):
         return entry
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         for at in tensors:
             if at < len(args) and not isinstance(args[at], torch.Tensor):
                 return packet(*args, **kwargs)
@@ -116,10 +115,10 @@ def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
-    """A function of (keys, args, kwargs) that does what the dispatcher does had `key` no kernel.
+    """Make a function of (keys, args, kwargs) that calls an op as if `key` had no kernel.
 
     `OpOverload.redispatch` (since torch 2.0) refuses a Python number where the schema says Tensor;
-    then the op is called anew, with the key excluded.
+    then the op is called again, with the key excluded.
     """
     after, excluded = below(key), keyset(key)
     tensors = tensors_of(op)
@@ -136,7 +135,7 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
 
 
 def library_of(name: str) -> Library:
-    """The library for kernels of an op that stay; one for each namespace."""
+    """Return the library for kernels of an op that stay; one for each namespace."""
     return _library(name.rpartition("::")[0] or "aten")
 
 
@@ -147,7 +146,7 @@ def _library(namespace: str) -> Library:
 
 @contextmanager
 def temporary_library(namespace: str) -> Iterator[Library]:
-    """A library whose kernels go when the block ends, and those that they replaced come back."""
+    """Yield a library; when the block ends its kernels go, and those that they replaced return."""
     library = Library(namespace, "IMPL")
     try:
         yield library
@@ -156,7 +155,7 @@ def temporary_library(namespace: str) -> Iterator[Library]:
 
 
 def destroy(library: Library) -> None:
-    """Take away a library's kernels; those that they replaced come back.
+    """Take away a library's kernels; those that they replaced return.
 
     `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
     """
@@ -164,9 +163,9 @@ def destroy(library: Library) -> None:
 
 
 def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
-    """Register a kernel that takes the keyset first, over whatever is on the key.
+    """Register a kernel that takes the keyset first, in place of any other on the key.
 
-    torch warns once when a kernel is replaced; here that is the intention. `with_keyset` since
+    torch warns once when a kernel is replaced; here that is intended. `with_keyset` since
     torch 2.1, `allow_override` since 2.7, and by itself since 2.13.
     """
     with warnings.catch_warnings():
@@ -174,7 +173,7 @@ def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> No
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
-# Where the dispatcher finds an op's kernel that is made of other ops, if the device has none.
+# The keys of kernels that are made of other ops, which run if the device has none of its own.
 COMPOSITE = tuple(
     f"Composite{kind}"
     for kind in ("ImplicitAutograd", "ExplicitAutograd", "ExplicitAutogradNonFunctional")
@@ -182,7 +181,7 @@ COMPOSITE = tuple(
 
 
 def all_ops() -> list[torch._ops.OpOverload]:
-    """Every op of the dispatcher; new ones come with the libraries that define them."""
+    """Return every op of the dispatcher; libraries that are imported later may add some."""
     found = (
         overload(name.removeprefix("aten::")) for name in torch._C._dispatch_get_all_op_names()
     )
@@ -190,26 +189,27 @@ def all_ops() -> list[torch._ops.OpOverload]:
 
 
 def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
-    """The op's kernel on a dispatch key, as a function of the op's arguments. Since torch 2.0.
+    """Return an op's kernel on a dispatch key, as a function of the op's arguments.
 
-    `op.decompose` asks for a decomposition in Python first, and some take another way than the
-    compiled kernel: upsampling without the op that has a rule. `get_kernel` has no alias keys.
+    `op.decompose` would look for a decomposition in Python first, and some of these call other ops
+    than the compiled kernel: upsampling without the op that has a row. `get_kernel` has no alias
+    keys. Since torch 2.0.
     """
     return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
 
 
-# Kernels that write running statistics and do not say so in their schemas, as of torch 2.13.
+# Kernels that write running statistics without a mark in their schemas, as of torch 2.13.
 _SILENT = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 def writes(op: torch._ops.OpOverload) -> bool:
-    """True if an op writes into its arguments. `is_mutable` since torch 1.12."""
+    """Return whether an op writes into its arguments. `is_mutable` since torch 1.12."""
     return bool(op._schema.is_mutable) or op.overloadpacket.__name__ in _SILENT
 
 
 def written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an op's arguments that it writes. `alias_info` since torch 1.8."""
+    """Yield the tensors among an op's arguments that it writes. `alias_info` since torch 1.8."""
     silent = op.overloadpacket.__name__ in _SILENT
     for at, argument in enumerate(op._schema.arguments):
         says = argument.alias_info is not None and argument.alias_info.is_write

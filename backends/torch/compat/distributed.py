@@ -1,4 +1,4 @@
-"""torch.distributed: what talks to other ranks, and over what."""
+"""torch.distributed: ops and modules that talk to other ranks, and their process groups."""
 
 import sys
 from typing import Any
@@ -8,30 +8,30 @@ from torch import nn
 
 
 def talks(op: torch._ops.OpOverload) -> bool:
-    """True if an op talks to other ranks. The namespaces of such ops: since torch 2.0 and 2.1."""
+    """Return whether an op talks to other ranks. Their namespaces: since torch 2.0 and 2.1."""
     return op.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def will_talk(module: nn.Module) -> bool:
-    """True if a call of a module, or the backward pass of it, is sure to talk to other ranks.
+    """Return whether a call of a module, or its backward pass, is sure to talk to other ranks.
 
     FSDP's classes are public; `require_backward_grad_sync` of DDP is what its `no_sync` sets.
     """
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return torch.is_grad_enabled() and bool(module.require_backward_grad_sync)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing can be one
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # before it is imported, no module is one
     names = ("FullyShardedDataParallel", "FSDPModule")  # the second since torch 2.6
     kinds = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
     return isinstance(module, kinds)
 
 
 def default_store() -> Any:
-    """The key-value store of the default process group. `_get_default_store`: since torch 1.8."""
+    """Return the key-value store of the default process group. Since torch 1.8."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it on a device that the process group can exchange.
+    """Return the tensor, or a copy of it on a device that the process group can exchange.
 
     A group is for the devices in `get_backend_config`, such as "cpu:gloo,cuda:nccl".
     """
@@ -43,5 +43,5 @@ def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_fsdp1(tensor: torch.Tensor) -> bool:
-    """True for a parameter that FSDP1 has taken over. `_fsdp_flattened`: since torch 2.0."""
+    """Return whether FSDP1 manages a parameter. `_fsdp_flattened`: since torch 2.0."""
     return getattr(tensor, "_fsdp_flattened", False)

@@ -1,4 +1,4 @@
-"""DTensors: the part that this process holds, sums that are not made, meshes."""
+"""DTensors: the part that this process holds, sums that are not added up yet, meshes."""
 
 import sys
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 
 
 def _dtensor() -> type | None:
-    """DTensor's class if anybody has imported it; nothing can be one before."""
+    """Return DTensor's class; None before it is imported, when no tensor can be one."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this process holds, sharing its memory; any other as it is."""
+    """Return this process's part of a DTensor, in the same memory; other tensors as they are."""
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return tensor
@@ -23,7 +23,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
-    """True for a DTensor whose ranks hold terms of a sum, as gradients of replicated ones may be.
+    """Return whether the ranks hold terms of a sum, as for some gradients of replicated DTensors.
 
     The answer is the same on every rank of the mesh.
     """
@@ -34,7 +34,7 @@ def is_partial(tensor: torch.Tensor) -> bool:
 
 
 def added_up(tensor: Any) -> Any:
-    """The DTensor with every sum over ranks made, and held by each of them. Talks to them."""
+    """Add up every sum of a DTensor over the ranks, so that each holds it. Talks to them."""
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -42,9 +42,9 @@ def added_up(tensor: Any) -> Any:
 
 
 def meshes(tensors: list[torch.Tensor]) -> list[Any]:
-    """The meshes of the DTensors among them that this process is in, in the order of first use.
+    """Return the meshes of DTensors that this process is in, each once, in the order of first use.
 
-    Each once, and equal ones count as one: they have the same process groups.
+    Equal meshes count as one: they have the same process groups.
     """
     kind = _dtensor()
     if kind is None or not any(issubclass(t, kind) for t in set(map(type, tensors))):

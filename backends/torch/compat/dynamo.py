@@ -1,4 +1,4 @@
-"""torch.compile's front end: what it leaves alone, runs while it traces, and is told."""
+"""torch.compile's front end: functions that it skips, or runs while it traces; addresses."""
 
 import sys
 from collections.abc import Callable
@@ -21,8 +21,11 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
 
     Args:
         fn: a function of ours.
-        inside: True to leave what it calls alone, too: kernels, which eager code calls between
-            compiled graphs.
+        inside: True to skip the functions that it calls, too: for kernels, which eager code calls
+            between compiled graphs.
+
+    Returns:
+        The same function.
     """
     assert isinstance(fn, FunctionType)
     frame = _dynamo.eval_frame
@@ -33,7 +36,7 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
 
 
 def untraced(reason: str) -> Callable[[F], F]:
-    """Have torch.compile break the graph for a call of a function, and leave what it calls alone.
+    """Have torch.compile break the graph at calls of a function, and skip those that it calls.
 
     `torch.compiler.disable` sets the same marks, but imports all of dynamo. Since torch 2.7; the
     reason, which the error under fullgraph shows, since torch 2.8.
@@ -49,7 +52,7 @@ def untraced(reason: str) -> Callable[[F], F]:
 
 
 def at_trace_time(fn: F) -> F:
-    """Have torch.compile run `fn` while it traces and take what it returns as a constant.
+    """Have torch.compile run `fn` while it traces, and treat the result as a constant.
 
     `torch.compiler.assume_constant_result` sets the same mark, but imports all of dynamo.
     Since torch 2.0.
@@ -71,10 +74,10 @@ def after_tracing(undo: Callable[[], object]) -> None:
 
 
 def stays(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, marked as one whose address compiled code may rely on.
+    """Mark a tensor as one whose address compiled code may rely on, and return it.
 
-    What `torch._dynamo.mark_static_address(tensor, guard=True)` does, without importing dynamo:
-    CUDA graphs of `mode="reduce-overhead"` write to no other inputs. Since torch 2.1.
+    `torch._dynamo.mark_static_address(tensor, guard=True)` does the same, but imports dynamo. CUDA
+    graphs of `mode="reduce-overhead"` write to no other inputs. Since torch 2.1.
     """
     tensor._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
     return tensor

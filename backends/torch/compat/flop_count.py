@@ -1,4 +1,4 @@
-"""FLOPs of an op, by torch's formulas where these are right."""
+"""FLOPs of an op, by torch's formulas where these are correct."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int:
-    """FLOPs of a product, convolution or attention kernel; 0 of any other op.
+    """Return the FLOPs of a product, convolution or attention kernel; 0 for any other op.
 
     By torch.utils.flop_counter's formulas, which are documented; its table of them,
     `flop_registry`, is not. It counts too many in convolutions with groups, lacks the attention
@@ -31,15 +31,18 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
 
 
 def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int:
-    """Two for each number of a query, or of a value, that meets a key, in so many products.
+    """Count two FLOPs for each product of a number of a query, or of a value, with a key.
 
-    Forward these are the scores and the result. Backward computes the scores again, and then the
-    gradients of the scores, of values, queries and keys.
+    Forward computes the scores and the result; backward the scores again, and then the gradients
+    of scores, values, queries and keys.
 
     Args:
         inputs: query [batch, heads, queries, width], key [batch, heads, keys, width] and value
             [batch, heads, keys, width of a value]; the last two may have fewer heads.
-        products: how many have the width of a query, and of a value.
+        products: the number of matrix products with the width of a query, and of a value.
+
+    Returns:
+        The FLOPs.
     """
     query, key, value = inputs
     width = products[0] * query.shape[3] + products[1] * value.shape[3]
@@ -49,5 +52,5 @@ def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int
 def _convolution(
     transposed: bool, given: torch.Tensor, weight: torch.Tensor, made: torch.Tensor
 ) -> int:
-    """Two for each weight that meets a number of the input, or of the result, if not transposed."""
+    """Count two FLOPs for each product of a weight with a number of the input or the result."""
     return 2 * (given if transposed else made).numel() * (weight.numel() // len(weight))

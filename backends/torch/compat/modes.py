@@ -1,4 +1,4 @@
-"""Who else sees or changes ops: dispatch modes, transforms of torch.func, tensor classes."""
+"""Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,11 @@ __all__ = ["are_functions_watched"]  # True under a TorchFunctionMode; since tor
 
 
 def is_recorded() -> bool:
-    """True where ops are shown to somebody, transformed by torch.func or have tangents.
+    """Return whether a mode sees the ops, torch.func transforms them, or they have tangents.
 
-    What runs then may be written into a program, where a number computed earlier would be a
-    constant, or be differentiated in ways that a node of ours has no rule for. A mode of ours that
-    only looks on counts for nothing.
+    Ops may then be written into a program, where a number computed earlier would be a constant, or
+    be differentiated in ways that a node of ours has no rule for. Modes of ours that only look on
+    do not count.
     `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` and
     `peek_interpreter_stack` since 2.0, `forward_ad._current_level` since 1.9,
     `_get_tracing_state`, of torch.jit.trace, since 1.0.
@@ -29,22 +29,22 @@ def is_recorded() -> bool:
 
 
 def innermost_mode() -> Any:
-    """The mode that sees ops below autograd first; None without one. Since torch 2.0."""
+    """Return the mode that sees ops below autograd first; None without one. Since torch 2.0."""
     from torch.utils import _python_dispatch
 
     return _python_dispatch._get_current_dispatch_mode()
 
 
 def sees(mode: Any) -> bool:
-    """True if a mode sees the ops of this thread. Since torch 2.0."""
+    """Return whether a mode sees the ops of this thread. Since torch 2.0."""
     depths = range(torch._C._len_torch_dispatch_stack())
     return any(torch._C._get_dispatch_stack_at(depth) is mode for depth in depths)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True unless the tensor's class has a say in what ops on it do, as DTensor's does.
+    """Return False if the tensor's class overrides ops, as DTensor does.
 
-    `_disabled_torch_dispatch_impl` and `_disabled_torch_function_impl` mark classes that have not;
+    `_disabled_torch_dispatch_impl` and `_disabled_torch_function_impl` mark classes that do not;
     since torch 1.11 and 1.5.
     """
     kind = type(tensor)
@@ -54,18 +54,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def unwrapped_first(types: Sequence[type]) -> bool:
-    """True if a mode is to pass an op on to its arguments' classes, and see what they make of it.
+    """Return whether a mode has to let the classes of an op's arguments run the op first.
 
-    Such are DTensor and all classes that hold other tensors: their own memory is nowhere, and a
-    mode that runs their ops itself does not see what happens to the tensors inside. Says the
-    protocol of torch.utils._python_dispatch: `__tensor_flatten__`, since torch 2.1.
+    So it is for DTensor and all classes that hold other tensors: they have no memory of their own,
+    and a mode that runs their ops does not see the ops on the tensors inside. Such classes have
+    `__tensor_flatten__`, by the protocol of torch.utils._python_dispatch, since torch 2.1.
 
     Args:
-        types: what `__torch_dispatch__` of a mode is given.
+        types: the argument `types` of the mode's `__torch_dispatch__`.
+
+    Returns:
+        True if the mode has to return NotImplemented.
     """
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def in_transform(tensor: torch.Tensor) -> bool:
-    """True for a tensor that a transform of torch.func (vmap, grad) stands for. Since torch 2.0."""
+    """Return whether a transform of torch.func (vmap, grad) wraps a tensor. Since torch 2.0."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -1,4 +1,4 @@
-"""torch.optim, and torch.amp's scaler, which unscales for it."""
+"""torch.optim: steps, state and hooks; and torch.amp's scaler."""
 
 import gc
 import inspect
@@ -15,7 +15,7 @@ from polymp.backends.torch.compat import dynamo
 
 
 def unscales(device: str, dtype: torch.dtype) -> bool:
-    """True if torch's fused kernel can unscale such gradients.
+    """Return whether torch's fused kernel can unscale gradients of a device type and dtype.
 
     On CUDA it has no bfloat16 (pytorch/pytorch#127176).
     """
@@ -23,10 +23,10 @@ def unscales(device: str, dtype: torch.dtype) -> bool:
 
 
 def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
+    """Return whether a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
 
-    Nobody keeps a list of scalers, so all objects of the process are looked through; a fraction of
-    a second. `_per_optimizer_states`: since torch 1.6.
+    torch has no list of scalers, so all objects of the process are searched, for a fraction of a
+    second. `_per_optimizer_states`: since torch 1.6.
     """
     for one in gc.get_objects():
         if issubclass(type(one), torch.amp.GradScaler):
@@ -37,14 +37,14 @@ def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """`optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break where it can be.
+    """Call `optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break if possible.
 
-    torch's optimizers ask for a graph break around their step, so that inductor sees that no
-    gradient is wanted (a note in torch/optim/optimizer.py says so). What they wrap is called here
-    instead: `Optimizer.profile_hook_step` and `_use_grad_for_differentiable`, since torch 2.0. What
-    a learning-rate scheduler puts around the step (`_wrapped_by_lr_sched`, since torch 2.4) only
-    sets an attribute, and dynamo drops what is written to attributes of optimizers. Dynamo of torch
-    2.15 knows `getattr` of such a step, and no `hasattr`.
+    torch's optimizers break the graph around their step, so that inductor sees that no gradient is
+    wanted (see a note in torch/optim/optimizer.py). Here the function inside their wrappers is
+    called instead: `Optimizer.profile_hook_step` and `_use_grad_for_differentiable`, since torch
+    2.0. The wrapper of a learning-rate scheduler (`_wrapped_by_lr_sched`, since torch 2.4) only
+    sets an attribute, and dynamo drops writes to attributes of optimizers. The dynamo of torch 2.15
+    can trace `getattr` on such a step, but not `hasattr`.
     """
     kind: Any = type(optimizer)
     if (
@@ -71,13 +71,13 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) 
 
 
 def _scheduled(step: Any) -> bool:
-    """True if a learning-rate scheduler put something around the step."""
+    """Return whether a learning-rate scheduler has wrapped the step."""
     return bool(getattr(step, "_wrapped_by_lr_sched", False))
 
 
 @dynamo.at_trace_time
 def _breaks_graphs(kind: type[torch.optim.Optimizer]) -> bool:
-    """True if a class's `step` is in these two wrappers and no others."""
+    """Return whether a class's `step` has these two wrappers and no others."""
     step: Any = kind.step
     inner: Any = getattr(step, "__wrapped__", None)
     return (
@@ -93,8 +93,8 @@ _USE_GRAD: Any = _use_grad_for_differentiable(inspect.unwrap)  # any function wi
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
 
-    Dynamo runs `_init_group` when it traces it, since torch 2.1; by then the state is there, for
-    whoever looks at it next. Every class has arguments of its own: a group, and lists to fill.
+    Dynamo runs `_init_group` while it traces it, since torch 2.1, so that the state exists after
+    this call. Each class has arguments of its own: a group, and lists to fill.
     """
     lists = _lists_of(type(optimizer))
     if lists is not None:
@@ -107,7 +107,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 @dynamo.at_trace_time
 def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
-    """How many lists `_init_group` fills; None if there is none, or it is not torch's own."""
+    """Return how many lists `_init_group` fills; None without one of torch's own."""
     make = getattr(kind, "_init_group", None)
     if make is None or not inspect.unwrap(make).__module__.startswith("torch.optim"):
         return None

@@ -6,9 +6,9 @@ import torch
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number for the memory that a tensor is on, the same for all views of it; 0 without one.
+    """Return a number for the memory of a tensor, the same for all views of it; 0 without memory.
 
-    Unique among the storages that are alive, or held by `storage_reference`. `_cdata` since
+    Unique among the storages that are alive, or kept by `storage_reference`. `_cdata` since
     torch 2.0.
     """
     try:
@@ -18,7 +18,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_reference(tensor: torch.Tensor) -> Any:
-    """What keeps the key of a storage from being given to another, and its memory from nothing.
+    """Return an object that keeps a storage's key from being used again, but frees its memory.
 
     `StorageWeakRef` since torch 1.0.
     """

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,7 @@ class Measures(OpTracer):
         self._events.append(event)
         self._provenance.made(result, len(self._events) - 1)
 
-    def viewed(self, func: Any, args: Any, frame: Any) -> None:
+    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
         """A view's gradient is one of what it is a view of; where it was called is not asked."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node and args:
@@ -257,7 +258,7 @@ class Measures(OpTracer):
         if not self._closure:  # an update is no op of the model; what a closure runs is
             self.pause()
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self, *_: object) -> None:
         if self._stepper != threading.get_ident():
             return
         self._stepper = None

@@ -6,7 +6,8 @@ Both are read off the Python stack, so nothing is hooked and no module is change
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class CallSites:
         for name, module in root.named_modules():
             self._paths.setdefault(id(module), name)
 
-    def here(self, frame: Any) -> CallSite:
+    def here(self, frame: FrameType | None) -> CallSite:
         """The call site of a frame and of those that called it."""
         running: list[nn.Module] = []
         source, recomputed, updating = "", False, False

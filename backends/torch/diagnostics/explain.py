@@ -1,14 +1,14 @@
 """`explain`: which op ran in which dtype, and why.
 
 report = polymp.torch.explain(model, x, dtype=torch.bfloat16)
-with polymp.torch.explain() as report: ...      # forward, backward, whatever runs
+with polymp.torch.explain() as report: ...      # forward, backward, any code
 """
 
 import copy
 import reprlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ class _Calls(OpTracer):
             self._saved[key] = reference, autograd.latest_node(), t.untyped_storage().nbytes()
 
     def finished(self) -> list[Call]:
-        """The calls, once all has run."""
+        """Return the calls, once the program has run."""
         for key, (_, node, size) in self._saved.items():
             if key not in self._leaves and node in self._of_node:
                 self._of_node[node].kept += size
@@ -64,7 +64,7 @@ class _Calls(OpTracer):
 
 
 def call_of(op_call: OpCall) -> Call:
-    """What is reported of a call."""
+    """Make the record of a call that a report has."""
     known = [f for f in op_call.run if f in FORMATS]
     return Call(
         "torch",
@@ -88,7 +88,7 @@ def call_of(op_call: OpCall) -> Call:
 
 @contextmanager
 def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Report]:
-    """`with explain() as report:`; see `explain`."""
+    """Yield a report on the block, filled when it ends; see `explain`."""
     report = Report(title=title)
     tracer = _Calls(model)
     try:
@@ -98,46 +98,63 @@ def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Repo
         report.fill(tracer.finished(), *tracer.region)
 
 
+@overload
 def explain(
-    fn: Any = None,
-    *args: Any,
+    fn: None = None, *, model: nn.Module | None = None
+) -> AbstractContextManager[Report]: ...
+
+
+@overload
+def explain(
+    fn: Callable[..., object],
+    *args: object,
+    dtype: torch.dtype | str | None = None,
+    policy: PolicyLike | None = None,
+    device: str | None = None,
+    **kwargs: object,
+) -> Report: ...
+
+
+def explain(
+    fn: Callable[..., object] | None = None,
+    *args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
     **kwargs: Any,
-) -> Any:
-    """What runs in which dtype, and why: a report with a row for each op call site.
+) -> Report | AbstractContextManager[Report]:
+    """Report which op runs in which dtype, and why: a row for each op call site.
 
         report = explain(model, x, dtype=torch.bfloat16)
         with explain() as report:                 # any code: forward, backward, a step
             loss_fn(model(x), y).backward()
         report = explain(model, x, dtype="float16", device="cuda")     # on a machine without
 
-    The program runs, once, and its results are what they are without. Ops are seen below autograd:
-    what is reported is what ran, casts and backward included. What torch.compile compiled runs as
-    it is written.
+    The program runs once, and its results are the same as without a report. Ops are seen below
+    autograd: the report has what ran, casts and backward included. Functions that torch.compile
+    compiled run as they are written.
 
     Args:
         fn: a module or a function; None for a context manager. With `model=` as the only argument
-            by name, the context manager calls modules by their paths in it.
-        args: of the call; modules and tensors among them in any nesting.
+            by name, the context manager reports modules by their paths in that model.
+        *args: of the call; modules and tensors among them in any nesting.
         dtype: the low dtype of a region that is opened around the call, bfloat16 or float16;
             None to open none, unless a policy is given.
-        policy: of that region, and of the modules in the call, in place of what `scoped` gave them;
-            it may have rules by module path. None for torch's own table of the device, and for the
-            scopes that the modules have.
+        policy: of that region, and of the modules in the call, in place of the policy that `scoped`
+            gave them; it may have rules by module path. None for torch's own table of the device,
+            and for the scopes that the modules have.
         device: a device type such as "cuda": the call runs on fake tensors of that device, which
             have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
             is built without that device, no backward pass can run.
-        kwargs: of the call.
+        **kwargs: of the call.
 
     Returns:
-        The report, or a context manager that yields it; it is filled when the block ends.
+        The report; without `fn` a context manager that yields it, and fills it when the block ends.
 
     Raises:
         TypeError: `fn` is not callable, or `dtype` no dtype.
         ValueError: `device` is given for code that holds tensors where they cannot be found.
-        RuntimeError: what the call raises.
+        Exception: any that the call raises.
     """
     if fn is None:
         if args or {dtype, policy, device} != {None} or set(kwargs) - {"model"}:
@@ -190,23 +207,23 @@ def explain(
 
 
 def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
-    """Put a policy's scopes on the models of a call; what of it is for the region."""
+    """Put a policy's scopes on the models of a call; return the policy of the region."""
     loaded = policy_files.load(policy)
     if loaded.scopes and not models:
-        return loaded  # which a region refuses, and says where it can be given
+        return loaded  # a region refuses it, with a message that names `scoped`
     stack.enter_context(scoped_anew(models, loaded))
     return loaded.at("") if loaded.scopes else loaded
 
 
 def _models(tree: Any) -> list[nn.Module]:
-    """The modules among the leaves of a call that are not inside others of them."""
+    """Return the modules among the leaves of a call that are not inside others of them."""
     leaves = (getattr(leaf, "__self__", leaf) for leaf in tree_leaves(tree))
     found = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
     inside = {id(m) for one in found for m in one.modules() if m is not one}
     return [one for one in found if id(one) not in inside]
 
 
-# What torch says of a device that it is built without.
+# Parts of torch's messages about a device that it is built without.
 _NOT_THERE = (
     "Cannot access accelerator device",
     "not compiled with CUDA enabled",
@@ -227,7 +244,7 @@ def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
 
 
 def _device(fn: Any, given: Any) -> str:
-    """The device type of the tensors in a call; "cpu" if there are none."""
+    """Return the device type of the tensors in a call; "cpu" if there are none."""
     own = list(fn.parameters()) if isinstance(fn, nn.Module) else []
     for t in (*_tensors(given), *own):
         if t.device.type != "cpu":
@@ -244,7 +261,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
-    """A call with its tensors, and copies of its modules, on fake tensors of a device."""
+    """Put a call on fake tensors of a device: its tensors, and copies of its modules."""
     mode = FakeTensorMode()
     known: dict[int, torch.Tensor] = {}
     differentiable = stack.enter_context(accelerators.stand_in(device))

@@ -26,7 +26,7 @@ from polymp.diagnostics.audit_records import Fault
 
 
 def locate(
-    step_fn: Callable[..., Any], *args: Any, model: nn.Module | None = None, **kwargs: Any
+    step_fn: Callable[..., Any], *args: object, model: nn.Module | None = None, **kwargs: object
 ) -> Fault | None:
     """The op at which a step's numbers broke: where the first value that is not finite came from.
 
@@ -210,7 +210,7 @@ def _put_back() -> Iterator[None]:
     """Run code, and put back what it wrote."""
     optimizers: dict[int, tuple[Any, Any, Any]] = {}
 
-    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
         states = {p: dict(state) for p, state in optimizer.state.items()}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         optimizers.setdefault(id(optimizer), (optimizer, states, groups))

@@ -40,7 +40,9 @@ def name_of(overload: str, name: str) -> str:
         overload: its full name.
         name: without the overload's: "add_".
     """
-    op = vocabulary().of_aten(overload) or op_facts.KERNELS.get(name)
+    if name == "_to_copy":
+        return "to"
+    op = vocabulary().of_aten(overload) or vocabulary().of_kernel(name)
     if not op and name.endswith("_"):
         op = vocabulary().of_aten(overload.replace(name, name[:-1], 1))
     return op or name

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polymp.backends.torch.autocast import op_facts, regions
+from polymp.backends.torch.autocast import lent_kernels, regions
 from polymp.backends.torch.compat import autograd, modes
 from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
@@ -33,6 +34,10 @@ from polymp.backends.torch.diagnostics.op_kinds import (
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
+
+# Classes whose ops, without a row, are told apart below autograd as well: views, and one kernel
+# each. Other classes that compute nothing have ops that are made of several, such as quantile.
+_SEEN_BELOW = frozenset({"layout", "indexing"})
 
 
 class OpTracer(decision_log.Recorder):
@@ -77,18 +82,18 @@ class OpTracer(decision_log.Recorder):
     # Called by the kernels on the autocast keys
 
     def around(
-        self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any
+        self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op that a kernel was called for; what runs meanwhile is part of it."""
         super().note(entry)
         return self._within(entry, run, *args)
 
-    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: Any) -> Any:
+    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
         if isinstance(self.outer, OpTracer):
             run = partial(self.outer._within, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
-        if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in op_facts.MOVING:
+        if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # what it is made of is watched
         place, direction, origin = self._where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
@@ -128,7 +133,7 @@ class OpTracer(decision_log.Recorder):
 
     # Called by the dispatch mode
 
-    def op_call(self, func: Any, frame: Any) -> OpCall:
+    def op_call(self, func: Any, frame: FrameType | None) -> OpCall:
         """The call that an op is part of; a new one if it is one by itself."""
         if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
@@ -150,7 +155,7 @@ class OpTracer(decision_log.Recorder):
             self.calls.append(made)
         return made
 
-    def _where(self, frame: Any) -> tuple[CallSite, str, OpCall | None]:
+    def _where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
         """Call site and direction of what runs, and the call whose backward, by torch, it is in."""
         place, node = self._call_sites.here(frame), autograd.backward_node()
         if place.recomputed or node is None:
@@ -179,7 +184,7 @@ class OpTracer(decision_log.Recorder):
         if number >= self._first_node and number not in self._of_node:
             self._of_node[number] = op_call
 
-    def viewed(self, func: Any, args: Any, frame: Any) -> None:
+    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
         """A view is made, which is no call; the backward of one may be."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
@@ -191,15 +196,21 @@ class OpTracer(decision_log.Recorder):
     def __enter__(self) -> "OpTracer":
         self._first_node = autograd.latest_node() + 1
         with ExitStack() as stack:
+            stack.enter_context(lent_kernels.recorded())
             stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._pauses = 0
         self.go_on()
-        self._stack.__exit__(*error)
+        self._stack.__exit__(kind, error, traceback)
 
     def pause(self) -> None:
         """OpTracer nothing until `go_on`, at no cost where no other mode is inside of this one.

@@ -1,7 +1,6 @@
 """`Own`: ops that a tracer runs for itself."""
 
 import threading
-from typing import Any
 
 import torch
 
@@ -38,6 +37,6 @@ class Own:
         self._guard = dispatcher.ExcludeKeys(self._keys)
         self._guard.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)
         _busy.depth -= 1

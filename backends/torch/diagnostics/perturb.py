@@ -175,7 +175,7 @@ def _movement(
     terms = 1.0
     if flops:
         terms = flops / (2 * max(t.numel(), 1))
-    elif name in op_facts.SUMS or kind in op_facts.SUM_ALONG:
+    elif name in op_facts.SUMS or kind in vocabulary().traits["sums"]:
         terms = size / max(t.numel(), 1)
         if terms <= 1 and name not in op_facts.SUMS:
             terms = max(t.shape, default=1)

@@ -1,7 +1,6 @@
 """`pin`: parameters that keep their dtype when the model is cast to another.
 
-In goes a module, a dtype and patterns of paths; what comes out is a handle. Pinning speaks of what
-is stored. What an op computes in is the policy's, and not known here.
+Pinning is about storage alone: the policy decides in which dtype an op computes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,18 +17,18 @@ from polymp.rules import scopes
 
 
 class Pin(NamedTuple):
-    """What a pinned module keeps.
+    """The dtype of a pinned module's tensors.
 
     Attributes:
         dtype: of its float parameters and buffers.
-        names: of those that are meant; None for all, also ones registered later.
+        names: of those that are pinned; None for all, those registered later, too.
     """
 
     dtype: str
     names: frozenset[str] | None
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's own float tensors that are meant, with their names."""
+        """Yield the module's own float tensors that are pinned, with their names."""
         own = (*module._parameters.items(), *module._buffers.items())
         for name, tensor in own:
             if tensor is None or not tensor.is_floating_point():
@@ -44,7 +43,7 @@ class Pinned(subclass.Extension):
     KEY = "_polymp_pin"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *recurse: bool) -> Any:
-        """What `to`, `half`, `cuda` and the others come to: `fn` on every parameter and buffer."""
+        """Apply `fn` to every parameter and buffer, as `to`, `half` and `cuda` do; keep dtypes."""
         pin = self.__dict__.get(Pinned.KEY)
         if pin is None:
             return super()._apply(fn, *recurse)  # type: ignore[no-untyped-call]
@@ -58,8 +57,8 @@ class Pinned(subclass.Extension):
 
         return super()._apply(unrounded, *recurse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load, and bring tensors that were put in place of ours to our dtype."""
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        """Load, and cast tensors that have replaced pinned ones to the pinned dtype."""
         super()._load_from_state_dict(*args, **kwargs)
         pin = self.__dict__.get(Pinned.KEY)
         if pin is None:
@@ -74,14 +73,18 @@ class Pinned(subclass.Extension):
 
 
 def _like(made: torch.Tensor, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`t` in `dtype`, but where and how `made` lies; `t` itself if that is so."""
+    """Copy `t` to `dtype`, and to the device and layout of `made`; return `t` if it has these."""
     if t.dtype is dtype and t.device == made.device and t.stride() == made.stride():
         return t
     return torch.empty_like(made, dtype=dtype).copy_(t)
 
 
 class Pinning(subclass.Handle):
-    """What `pin` returns: after `remove()` the modules can be cast again."""
+    """The handle that `pin` returns: after `remove()` the modules can be cast again.
+
+    Attributes:
+        dtype: the name of the pinned dtype.
+    """
 
     _call = "pin(model, dtype)"
 
@@ -101,32 +104,33 @@ def pin(
         pin(model, "float32", paths=["*.norm*", "lm_head"])
         model.to("cuda", torch.bfloat16)         # all but those; theirs were never rounded
 
-    Float parameters, their gradients and float buffers, such as running statistics, are brought to
-    the dtype now and stay in it through `to`, `half`, `bfloat16`, `double` and the like, and
+    Float parameters, their gradients and float buffers, such as running statistics, are cast to the
+    dtype now and stay in it through `to`, `half`, `bfloat16`, `double` and the like, and
     through `load_state_dict(assign=True)`. They move between devices, and to memory formats, as
     others do. Integer and complex tensors are left alone. A parameter that is tied to another
-    module of `module` is kept there, too; so pin in a model that has both.
+    module of `module` is pinned there, too; so call pin on a model that has both.
 
-    This is about storage. In which dtype the module's ops run is the policy's: in a region, a
-    pinned weight is cast for a matmul like any other. For that, use `scoped`.
+    This is about storage. The policy decides in which dtype the module's ops run: in a region, a
+    pinned weight is cast for a matmul like any other. To run ops of a module in float32, use
+    `scoped`.
 
-    The modules are changed in place: the class of each becomes a subclass of the same name, and
-    goes with deepcopy, pickle and DistributedDataParallel; state_dict has no new keys. What casts
-    tensors without asking the module is not seen: `module.weight.data = ...`, another Parameter
-    put in by hand, FSDP's own mixed precision.
+    The modules are changed in place: the class of each becomes a subclass of the same name. They
+    work with deepcopy, pickle and DistributedDataParallel; state_dict has no new keys. Casts that
+    do not call the module are not seen: `module.weight.data = ...`, another Parameter assigned by
+    hand, FSDP's own mixed precision.
 
     Args:
-        module: any module, with all that it has in it; modules added later are not pinned.
-        dtype: a float dtype by its full name, or torch's dtype.
-        paths: patterns of paths in `module`, as in the scopes of a policy; None for all of it.
+        module: any module, with its submodules; modules added later are not pinned.
+        dtype: a float dtype, by name or torch's own.
+        paths: patterns of module paths in `module`, as in the scopes of a policy; None for all.
 
     Returns:
         A handle, not the module.
 
     Raises:
-        TypeError: `module` is no module, or has one that cannot be pinned.
-        PolicyError: no such float dtype; a pattern that is none, or that matches nothing; or a
-            module that is pinned already.
+        TypeError: `module` is no module, or a submodule cannot be pinned.
+        PolicyError: there is no such float dtype; a pattern is malformed or matches nothing; or a
+            module is pinned already.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"pin() takes a torch.nn.Module and a dtype, not {module!r}.")
@@ -158,7 +162,7 @@ def _dtype(dtype: str | torch.dtype) -> str:
 def _pins(
     root: nn.Module, dtype: str, paths: Sequence[str] | None
 ) -> dict[str, tuple[nn.Module, Pin]]:
-    """The modules to pin, by path, and those that share a parameter with them."""
+    """Return the modules to pin, by path, and those that share a parameter with them."""
     modules = dict(root.named_modules())
     meant = set(modules)
     if paths is not None:

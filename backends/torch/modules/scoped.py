@@ -1,8 +1,7 @@
-"""`scoped`: rules by module path. Every module of a model runs under the policy of its place.
+"""`scoped`: rules by module path. Every module of a model runs under the policy of its path.
 
-In goes a model and a policy with scopes; `policy.at(path)` says what holds in the module at a path,
-and the call of each module puts that in force for as long as it lasts. Which region is open, if
-any, and what the rules do in it, is not known here.
+The call of a module puts `policy.at(path)` in force for as long as it runs. Regions and the casts
+of ops are in `autocast`.
 """
 
 import warnings
@@ -23,11 +22,14 @@ from polymp.rules.policy import Policy
 
 
 class ModuleScope:
-    """What a module knows of its scope; one object for each policy.
+    """The scope of a module; one object for each policy.
+
+    Args:
+        policy: the policy in the module.
 
     Attributes:
-        policy: what holds in the module.
-        code: by which it is put in force.
+        policy: likewise.
+        code: the policy's code; see `policy_code`.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -50,8 +52,8 @@ class Scoped(subclass.Extension):
 
     KEY = "_polymp_scope"
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
+        """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
         module_scope = self.__dict__.get(Scoped.KEY)
         if module_scope is None:
             above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
@@ -67,11 +69,15 @@ class Scoped(subclass.Extension):
 
 
 class Scoping(subclass.Handle):
-    """What `scoped` returns: `remove()` takes the scopes off the model again.
+    """The handle that `scoped` returns: `remove()` takes the scopes off the model again.
+
+    Args:
+        policy: as given to `scoped`.
+        modules: of the model, by path.
 
     Attributes:
-        policy: as given to `scoped`.
-        unmatched: patterns of the policy that match no module of the model; typos look like that.
+        policy: likewise.
+        unmatched: patterns of the policy that match no module of the model, such as typos.
     """
 
     _call = "scoped(model, policy)"
@@ -88,7 +94,7 @@ class Scoping(subclass.Handle):
 
 @contextmanager
 def scoped_anew(models: Sequence[nn.Module], policy: Policy) -> Iterator[None]:
-    """Have the scopes of a policy, or none, in place of those that models have, for a while."""
+    """Replace the scopes of models by those of a policy, or by none, for the length of a block."""
     modules = [module for model in models for module in model.modules()]
     were = [(m, m.__dict__[Scoped.KEY]) for m in modules if Scoped.KEY in m.__dict__]
     with ExitStack() as stack:
@@ -108,16 +114,17 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
             logits = model(ids)              # lm_head in float32, the rest as amp says
 
     While a module is called, `policy.at(path)` is in force in every enabled region, polymp's or
-    torch.amp's, with the region's device, dtype and cache; outside of regions nothing changes.
-    The innermost word counts: it holds instead of the policy of a region around the model, and a
-    region with a policy of its own, entered inside a module, holds up to the next module's call.
+    torch.amp's, with the region's device, dtype and cache; outside of regions nothing changes. It
+    replaces the policy of a region around the model. A region with a policy of its own that is
+    entered inside a module replaces it in turn, up to the next module's call.
 
     A path is the module's name in `model.named_modules()`, the first for a module with several. The
-    model is changed in place: the class of each module becomes a subclass of the same name, and
-    goes with deepcopy, pickle, DistributedDataParallel, DataParallel and torch.compile; state_dict
-    is untouched. Scope a model before it is wrapped, for a wrapper puts its own name before paths.
+    model is changed in place: the class of each module becomes a subclass of the same name. It
+    works with deepcopy, pickle, DistributedDataParallel, DataParallel and torch.compile; state_dict
+    stays as it is. Scope a model before it is wrapped, because a wrapper puts its own name before
+    the paths.
 
-    What no call of a module runs has no path: parameters that a parent reads itself, as
+    Code outside of module calls has no path: parameters that a parent reads itself, as
     nn.MultiheadAttention does with `out_proj`, and `module.forward(...)`.
 
     Args:
@@ -128,9 +135,9 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
         A handle, not the model.
 
     Raises:
-        TypeError: the model is no module, or has one that cannot be scoped.
-        PolicyError: the policy cannot be read or honoured, or the model, or a part of it, is
-            scoped.
+        TypeError: the model is no module, or a submodule cannot be scoped.
+        PolicyError: the policy cannot be read, has a row that torch cannot follow, or the model, or
+            a part of it, is scoped already.
 
     Warns:
         PolicyWarning: patterns of the policy match no module of the model.
@@ -159,7 +166,7 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
 
 
 def _said_of(scoping: Scoping, model: nn.Module) -> str:
-    """A warning that names the patterns that match nothing, and what may have been meant."""
+    """Return a warning with the patterns that match nothing, and what may have been meant."""
     firsts = {id(module): path for path, module in model.named_modules()}
     paths = {path: firsts[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
     said = []

@@ -1,12 +1,11 @@
-"""Modules that get methods of ours: the same object, of a class between its class and us.
+"""Modules that get methods of ours: the object stays, and its class becomes a subclass.
 
     extend(linear, Scoped, data)     type(linear) is now  Linear(Scoped, Linear)
     restore(linear, Scoped)          type(linear) is Linear again
 
-The new class has the old one's name, and the methods of ours come before the old ones. What they
-need lies in the module's `__dict__`, out of reach of `state_dict`; without it they do nothing.
-Hooks would not do: torch runs none on an interrupt, and torch.compile does not guard them. Nothing
-here knows what the methods are for.
+The new class has the old one's name, and the methods of ours come before the old ones. Their data
+is in the module's `__dict__`, where `state_dict` does not look; without data they do nothing. Hooks
+would not work: torch runs none after an interrupt, and torch.compile does not guard them.
 """
 
 import copy
@@ -24,16 +23,16 @@ class Extension(nn.Module):
     """A class of methods that `extend` gives to modules.
 
     Attributes:
-        KEY: where in the module's `__dict__` their data lies.
+        KEY: the key of their data in the module's `__dict__`.
     """
 
     KEY: ClassVar[str]
 
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Do nothing, lest a class that keeps a list of its subclasses hear of this one."""
+    def __init_subclass__(cls, **_: object) -> None:
+        """Do nothing, so that classes which keep a list of their subclasses do not get this."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the class below would pickle it, and extended again."""
+        """Pickle as the class below does; loading extends the module again."""
         below, worn = _taken_apart(type(self))
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *rest = reduced
@@ -44,9 +43,10 @@ class Extension(nn.Module):
 
 
 class Handle:
-    """What a function that extends modules returns: takes it back, once, or at the end of a `with`.
+    """The handle of a function that extends modules: `remove()` undoes it.
 
-    Copied or pickled together with the model, it is the handle of the copy.
+    So does the end of a `with` block. Copied or pickled together with the model, it is the handle
+    of the copy.
     """
 
     _call: ClassVar[str]  # how the user's function is called
@@ -67,8 +67,12 @@ class Handle:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Say that this is not the model."""
+    def __call__(self, *_: object, **__: Any) -> NoReturn:
+        """Raise: this is not the model.
+
+        Raises:
+            TypeError: always.
+        """
         name = self._call.partition("(")[0]
         raise TypeError(
             f"{name}() changes the model in place and returns a handle with remove(). "
@@ -77,10 +81,18 @@ class Handle:
 
 
 def check(module: nn.Module, path: str, doing: str) -> str:
-    """Refuse a module that cannot be extended; what to call it in a message.
+    """Refuse a module that cannot be extended.
+
+    Args:
+        module: the module.
+        path: its path in the model.
+        doing: the name of the user's function.
+
+    Returns:
+        The start of messages about the module.
 
     Raises:
-        TypeError: it is scripted, traced or lazy.
+        TypeError: the module is scripted, traced or lazy.
     """
     what = f"{doing}(): {type(module).__name__}" + (f" at {path!r}" if path else "")
     if isinstance(module, torch.jit.ScriptModule):
@@ -98,8 +110,8 @@ def check(module: nn.Module, path: str, doing: str) -> str:
     return what
 
 
-def extend(module: nn.Module, extension: type[Extension], data: Any) -> None:
-    """Give a module the extension's methods, and the data that they need."""
+def extend(module: nn.Module, extension: type[Extension], data: object) -> None:
+    """Give a module the extension's methods and their data."""
     _strip(module)
     if not isinstance(module, extension):
         module.__class__ = _class(extension, type(module))
@@ -109,21 +121,21 @@ def extend(module: nn.Module, extension: type[Extension], data: Any) -> None:
 def restore(module: nn.Module, extension: type[Extension]) -> None:
     """Take the extension's methods away again.
 
-    Where another class has been put on top, as torch's parametrizations do, the methods stay and
-    do nothing.
+    If another class has been put on top, as torch's parametrizations do, the methods stay and do
+    nothing.
     """
     module.__dict__.pop(extension.KEY, None)
     _strip(module)
 
 
 def _strip(module: nn.Module) -> None:
-    """Take off the classes on top that have no data."""
+    """Take off the classes on top whose data is gone."""
     while (made := _made(type(module))) and made[0].KEY not in module.__dict__:
         module.__class__ = made[1]
 
 
 def _class(extension: type[Extension], base: type[nn.Module]) -> type[nn.Module]:
-    """The class between; one for each base, so that copies and graphs share it."""
+    """Return the subclass of a base; one for each base, so that copies and graphs share it."""
     for known in base.__subclasses__():
         if _made(known) == (extension, base):
             return known
@@ -135,13 +147,13 @@ def _class(extension: type[Extension], base: type[nn.Module]) -> type[nn.Module]
 
 
 def _made(cls: type) -> tuple[type[Extension], type[nn.Module]] | None:
-    """Of what a class was made here; None if it was not."""
+    """Return the extension and the base that a class was made of here; None for other classes."""
     found: tuple[type[Extension], type[nn.Module]] | None = vars(cls).get("_made")
     return found
 
 
 def _taken_apart(cls: type) -> tuple[type, list[type[Extension]]]:
-    """The class below, and the extensions above it, the lowest first."""
+    """Return the class below, and the extensions above it, the lowest first."""
     worn: list[type[Extension]] = []
     while made := _made(cls):
         worn.insert(0, made[0])
@@ -161,7 +173,7 @@ def _extended_again(
 
 
 def _deepcopy(self: nn.Module, memo: Any) -> nn.Module:
-    """As the class below copies itself, which may look at the class; and extended again."""
+    """Copy with the class below, which may look at the class, and extend the copy again."""
     own = type(self)
     self.__class__, worn = _taken_apart(own)
     try:

@@ -1,8 +1,8 @@
-"""A scaler's state on its way to the host, while nobody waits for it."""
+"""Copies of a scaler's state to the host, for which the host does not wait."""
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Self
 from weakref import WeakMethod
 
 import torch
@@ -15,27 +15,27 @@ _EVERY = 4
 
 
 class AsyncRead:
-    """Copies the state to the host now and then, and tells what the last copy that arrived said.
+    """Copies the state to the host every few updates, and keeps the last copy that has arrived.
 
     Attributes:
-        seen: the state of the last copy that has arrived; None before the first.
-        age: updates since the state that `seen` is.
+        seen: the state of that copy; None before the first.
+        age: the number of updates since that state.
     """
 
     def __init__(self) -> None:
         self.seen: ScaleState | None = None
         self.age = 0
         self._on_its_way: tuple[torch.Tensor, torch.Event | None, int] | None = None
-        self._given = 0  # how often a scale was given
-        self._seen_of = 0  # what that was when `seen` was sent
+        self._given = 0  # how often the user has set the scale
+        self._seen_of = 0  # `_given` when the copy in `seen` was started
         self._sent = 0  # updates since the copy on its way was started
         self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
 
-    def __reduce__(self) -> Any:
-        return AsyncRead, ()
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
 
     def updated(self, *state: torch.Tensor) -> bool:
-        """Note an update; take in a copy that has arrived, start another.
+        """Note an update; read a copy that has arrived, and start another.
 
         Args:
             *state: scale [], tracker [] and counts [3] of `scale_update`, on one device.
@@ -55,7 +55,7 @@ class AsyncRead:
                 self._on_its_way, self._seen_of, new = None, given, True
         device = state[0].device
         if self._on_its_way is None and self._sent >= _EVERY:
-            # In one piece, as bits: nothing is converted, nor rounded.
+            # One copy for all, as bits, so that no number is converted or rounded.
             together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
             event = None
             copy = together.to("cpu", non_blocking=True)
@@ -66,7 +66,7 @@ class AsyncRead:
         return new
 
     def given(self) -> None:
-        """Note that the scale was set by hand: what was sent before says nothing about it."""
+        """Note that the user has set the scale: copies from before say nothing about it."""
         self._given += 1
 
     def wrote(self, scale: torch.Tensor) -> None:
@@ -74,13 +74,21 @@ class AsyncRead:
         self._left = scale, scale._version
 
     def follows(self, scale: torch.Tensor) -> bool:
-        """False if something else than an update may have written the scale, float32 []."""
+        """Return False if other code than an update may have written the scale, float32 []."""
         return self._left is not None and (
             self._left[0] is scale and self._left[1] == scale._version
         )
 
     def at_least(self, backoff: float, min_scale: float) -> float:
-        """A scale that the state's cannot be below, as long as only updates write it."""
+        """Return a lower bound of the scale, which holds as long as only updates write it.
+
+        Args:
+            backoff: the backoff factor.
+            min_scale: the bound of the rule.
+
+        Returns:
+            The bound.
+        """
         if self.seen is None or self._seen_of != self._given:
             return min_scale
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
@@ -88,50 +96,54 @@ class AsyncRead:
 
 
 # In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
-Hears = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Listener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Listeners:
-    """The methods that listen in this process, by their names.
+    """The listeners of this process.
 
     Attributes:
-        methods: references to them; one goes when its object does.
+        methods: weak references to them by name; one goes when its object does.
+        numbers: for the next name.
     """
 
     def __init__(self) -> None:
-        self.methods: dict[str, WeakMethod[Hears]] = {}
+        self.methods: dict[str, WeakMethod[Listener]] = {}
         self.numbers = count()
 
 
 listeners = Listeners()
 
 
-def listen(hears: Hears) -> str:
-    """A name under which `tell` reaches a method of an object, as long as the object lives.
+def listen(listener: Listener) -> str:
+    """Register a method to be called by `tell`, as long as its object lives.
 
     Args:
-        hears: called with scale [], tracker [] and counts [3].
+        listener: called with scale [], tracker [] and counts [3].
+
+    Returns:
+        A name for `tell`.
     """
     name = f"scaler {next(listeners.numbers)}"
-    listeners.methods[name] = WeakMethod(hears, lambda _: listeners.methods.pop(name, None))
+    listeners.methods[name] = WeakMethod(listener, lambda _: listeners.methods.pop(name, None))
     return name
 
 
 def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
-    """Call what listens under the name, when the code that is being traced runs."""
+    """Call the listener of that name whenever the code that is being traced runs."""
     torch.ops.polymp.updated(counts, scale, tracker, name)
 
 
 def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    listening = listeners.methods.get(name)
-    hears = None if listening is None else listening()
-    if hears is not None:
-        hears(scale, tracker, counts)
+    reference = listeners.methods.get(name)
+    listener = None if reference is None else reference()
+    if listener is not None:
+        listener(scale, tracker, counts)
 
 
 _library = torch.library.Library("polymp", "DEF")
-# It says that it writes, so that no compiler leaves it out.
-# And that a CUDA graph cannot hold it, for a replay would not call it: a compiler cuts there.
+# Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
+# graphs, whose replays would not call it: compilers cut the graph there.
 _library.define(
     "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),

@@ -1,10 +1,11 @@
-"""Gradients that are clipped while they are still multiplied by a loss scale: noticed here.
+"""A warning for gradients that are clipped while they are still multiplied by a loss scale.
 
-torch.amp says nothing of it, and accelerate does it where `accelerator.scaler` is set under
-`mixed_precision="no"`: the gradients that remain are too small by the loss scale. A scaler knows
-its optimizers from the iteration before, so that the first iteration shows nothing.
+The gradients that remain are then too small by the loss scale. torch.amp does not notice it, and
+accelerate does it where `accelerator.scaler` is set under `mixed_precision="no"`. A scaler knows
+its optimizers from the iteration before, so that nothing is noticed in the first one.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -17,8 +18,21 @@ from polymp.backends.torch.scaler.findings import Findings
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 
-# What is watched, and whether the warning was given for it.
-_warned: "weakref.WeakKeyDictionary[Findings, bool]" = weakref.WeakKeyDictionary()
+
+class Watched:
+    """The scalers of this process whose gradients must not be clipped before they are unscaled.
+
+    Attributes:
+        warned: by the findings of a scaler, whether the warning was given for it.
+        lock: held while it changes or is gone through.
+    """
+
+    def __init__(self) -> None:
+        self.warned: weakref.WeakKeyDictionary[Findings, bool] = weakref.WeakKeyDictionary()
+        self.lock = threading.Lock()
+
+
+watched = Watched()
 
 TOO_EARLY = (
     "gradients were clipped while they were still multiplied by the loss scale, so what is left of "
@@ -29,8 +43,9 @@ TOO_EARLY = (
 
 
 def watch(findings: Findings) -> None:
-    """Have clipping noticed between a scaler's `scale` and its `unscale_`."""
-    _warned[findings] = False
+    """Warn of clipping between a scaler's `scale` and its `unscale_` from now on."""
+    with watched.lock:
+        watched.warned[findings] = False
     _install()
 
 
@@ -40,10 +55,12 @@ def _install() -> None:
 
 
 def _look(parameters: Sequence[torch.Tensor]) -> None:
-    """Gradients are about to be clipped: warn once for a scaler that has not unscaled them."""
+    """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
-    for findings, warned in list(_warned.items()):
-        if not warned and findings.has_yet_to_unscale(parameters):
-            _warned[findings] = True
+    with watched.lock:
+        unwarned = [findings for findings, warned in watched.warned.items() if not warned]
+    for findings in unwarned:
+        if findings.has_yet_to_unscale(parameters):
+            watched.warned[findings] = True
             warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

@@ -1,7 +1,7 @@
-"""An optimizer's step with a closure, every evaluation of which is checked.
+"""An optimizer's step with a closure; every evaluation of the closure is checked.
 
-An evaluation with Inf or NaN in it ends the step at once: parameters and the optimizer's state are
-put back to what they were before the step, so that a search never goes on from a spoiled point.
+An evaluation with Inf or NaN in its gradients ends the step at once: parameters and the optimizer's
+state are put back to what they were before the step, so that a search does not go on from there.
 """
 
 import copy
@@ -16,11 +16,11 @@ from polymp.backends.torch.scaler.findings import Entry, Findings
 
 
 class _NotFinite(BaseException):
-    """Leaves an optimizer's step, past whatever in it goes on after an error."""
+    """Ends an optimizer's step. No Exception, so that no optimizer catches it and goes on."""
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step, first or by name; None if there is none."""
+    """Return the closure among the arguments of a step, first or by name; None without one."""
     given = kwargs.get("closure", args[0] if args else None)
     return given if callable(given) else None
 
@@ -33,7 +33,7 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`optimizer.step(*args, **kwargs)`, taken back if an evaluation had Inf or NaN.
+    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation had Inf or NaN.
 
     Args:
         unscale: `GradScaler.unscale_`.
@@ -44,7 +44,7 @@ def step(
         kwargs: of the step, with the closure.
 
     Returns:
-        What the step returned; None if it was taken back.
+        The result of the step; None if it was taken back.
 
     Raises:
         RuntimeError: the closure did not scale its loss.
@@ -64,8 +64,8 @@ def step(
             findings.note_scaled(False)
         return bad
 
-    # Gradients that are there already are for an optimizer that uses them before it calls the
-    # closure (SAM), if they were made in this iteration.
+    # Gradients that this iteration has made already are for an optimizer that uses them before it
+    # calls the closure (SAM).
     if findings.has_scaled() and spoiled():
         result, entry["skipped"] = None, True
     else:
@@ -80,17 +80,17 @@ def _step_or_take_back(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """`optimizer.step(*args, **kwargs)`, taken back if an evaluation of the closure is spoiled.
+    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation is spoiled.
 
     Args:
         optimizer: calls the closure as often as it likes.
-        spoiled: called after each evaluation; makes its gradients true ones and says whether it
-            found Inf or NaN.
+        spoiled: called after each evaluation; unscales its gradients and returns True if it found
+            Inf or NaN.
         args: of the step, with the closure.
         kwargs: of the step, with the closure.
 
     Returns:
-        What the step returned, None if it was taken back; and True if it was.
+        The result of the step, None if it was taken back; and True if it was.
     """
     closure = closure_of(args, kwargs)
     assert closure is not None

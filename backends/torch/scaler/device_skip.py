@@ -1,10 +1,10 @@
-"""An optimizer's step that a value on the device takes or leaves, without the host knowing.
+"""An optimizer's step that is skipped by a value on the device, for which the host does not wait.
 
-The step is taken, and what it has written is exchanged for what was there wherever the finding
-says so: parameters that have a gradient, and the tensors of their state. It costs a copy of both
-while the step runs, and three passes over them, each in a few launches for all. What cannot be
-exchanged like that is put back on the host, which then waits for the finding: state that the step
-has made, numbers of Python's that it has changed, tensors on the CPU where the finding is not.
+The step is taken, and then undone on the device if Inf or NaN was found: parameters that have a
+gradient, and the tensors of their state, get their old values back. This costs a copy of both
+while the step runs, and three passes over them, each in a few launches for all. The rest is put
+back by the host, which waits for the finding: state that the step has made, Python numbers that it
+has changed, and tensors on the CPU if the finding is elsewhere.
 
 torch's optimizers, after the step that made their state:
 
@@ -15,8 +15,8 @@ torch's optimizers, after the step that made their state:
     always wait            SparseAdam: its count of steps is a number
     need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
 
-An optimizer that keeps other things than tensors and numbers in its state is not stepped before the
-host knows.
+For an optimizer that keeps other objects than tensors and numbers in its state, the host waits for
+the finding before the step.
 """
 
 from collections import defaultdict
@@ -31,16 +31,16 @@ from polymp.backends.torch.scaler.options import SkipOn
 State = dict[str, Any]
 # Values that a step can only replace, not change in place.
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
-# Whole numbers of so many bytes. Of 16, as complex128 has, there are none: see `_Copies`.
+# Integer dtypes by their size in bytes. There is none of 16, as complex128 has: see `_Copies`.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`optimizer.step(*args, **kwargs)`, undone where `found` is not 0.
+    """Call `optimizer.step(*args, **kwargs)`, and undo it if `found` is not 0.
 
     In code that torch.compile traces nothing can wait: there torch's optimizers make their state
-    before the step, a first one that is skipped leaves it as made, and SGD's momentum is then
-    zeros instead of None, which is the same to it unless `dampening` is set.
+    before the step, and a first step that is skipped leaves it as made. SGD's momentum is then
+    zeros instead of None, which gives the same next step unless `dampening` is set.
 
     Args:
         optimizer: any that writes only to numbers in its param_groups, to parameters that have a
@@ -50,7 +50,7 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
         **kwargs: for the step.
 
     Returns:
-        What the step returned; None if it was skipped without being taken.
+        The result of the step; None if it was skipped without being taken.
     """
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -98,10 +98,10 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
 
 
 def wanted(skip_on: SkipOn, optimizer: torch.optim.Optimizer) -> bool:
-    """True if the device is to decide on a step.
+    """Return whether the device decides on a step.
 
-    Left to us, it is in compiled code, and where the optimizer says that its step needs nothing of
-    the host: `capturable`.
+    By "auto" it does so in compiled code, and for optimizers whose steps can be captured in a CUDA
+    graph: `capturable`.
     """
     if skip_on == "auto":
         return torch.compiler.is_compiling() or all(
@@ -111,12 +111,13 @@ def wanted(skip_on: SkipOn, optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Copies:
-    """Copies of tensors, and how they are put back where a finding says so.
+    """Copies of tensors, which are put back if a finding is not 0.
 
-    Tensors on the finding's device are taken as whole numbers, whose products with 0 and 1 and
-    whose sums have the same bits whatever the tensors hold, and many at a time: a copy is 0 unless
-    it will be put back, and is added to what is not to be kept. For other tensors the host waits,
-    but not before the step; and a compiler makes one kernel of many by itself.
+    Tensors on the finding's device are read as integers, many at a time: products with 0 and 1 and
+    sums of integers are exact. A copy is multiplied by 1 if it will be put back and by 0 if not,
+    what the step has written the other way round, and the two are added. Other tensors are put back
+    one by one, for which the host waits after the step; in compiled code all are, because the
+    compiler makes one kernel of many by itself.
     """
 
     def __init__(self, tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
@@ -136,7 +137,7 @@ class _Copies:
         }
 
     def put_back(self, skips: unscale.OnDevices) -> None:
-        """Bring the tensors to what they held where the finding is not 0."""
+        """Give the tensors their old values back if the finding is not 0."""
         for tensor, copy in self.alone:
             torch.where(skips.get(tensor.device), copy, tensor, out=tensor)
         keep = self.skip.logical_not()
@@ -148,7 +149,7 @@ class _Copies:
 def _momentum_from_zeros(
     optimizer: torch.optim.SGD, before: dict[torch.Tensor, State], skips: unscale.OnDevices
 ) -> None:
-    """Make momentum that a skipped first step has left zeros, and note it as what was there."""
+    """Make momentum that a skipped first step has made zeros, and note it as the old state."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             now = optimizer.state.get(p, {}).get("momentum_buffer")
@@ -162,12 +163,12 @@ def _momentum_from_zeros(
 
 
 def _settings(group: State) -> State:
-    """The numbers of a group that a step could change."""
+    """Return the numbers of a group that a step could change."""
     return {k: v for k, v in group.items() if isinstance(v, (bool, int, float))}
 
 
 def _same(before: State, after: State) -> bool:
-    """True if nothing but the values of tensors has changed."""
+    """Return whether nothing but the values of tensors has changed."""
     if before.keys() != after.keys():
         return False
     for key, was in before.items():

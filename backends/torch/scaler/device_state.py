@@ -1,8 +1,8 @@
-"""`DeviceState`: a loss scaler's constants, and its state on a device that the host may know, too.
+"""`DeviceState`: a loss scaler's constants, and its state on a device, often known to the host.
 
-The state is tensors, for others read and write them under torch.amp's names. Whatever brings it
-from one state to the next by Python numbers notes them with the versions of the tensors; as long as
-the versions stay, nothing has to wait for the device to read them.
+The state is tensors, because other libraries read and write them under torch.amp's names. An update
+that computes the next state in Python notes its numbers with the versions of the tensors; as long
+as the versions stay, the state can be read without waiting for the device.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ class DeviceState:
     Args:
         rule: the constants.
         first: the state to start with, as Python numbers.
-        notes_losses: whether `loss` is ever written to by others.
+        notes_losses: whether `GradScaler.scale` writes to `loss`.
 
     Attributes:
         rule: the constants now.
-        first: what the tensors are made from.
+        first: the state that the tensors are made from.
         scale: float32 [], None until it is made. Others may write to it, or put another here.
         tracker: int32 [], likewise.
         counts: float32 [3], of `scale_update.counted`.
         loss: float32 [], one of the bars of a finding: not 0 if a loss was not finite.
-        arriving: what is copied to the host while nobody waits.
+        arriving: copies to the host, for which it does not wait.
     """
 
     def __init__(self, rule: ScaleRule, first: ScaleState, *, notes_losses: bool) -> None:
@@ -60,7 +60,7 @@ class DeviceState:
         self._captured: torch.Tensor | None = None
 
     def at_rest(self) -> "DeviceState":
-        """The same numbers without tensors, to be loaded where the device is missing."""
+        """Return the same numbers without tensors, to be loaded where the device is missing."""
         return DeviceState(self.rule, self.read(), notes_losses=self._notes_losses)
 
     def change(self, **constants: float) -> None:
@@ -68,7 +68,7 @@ class DeviceState:
         rule = self.rule._replace(**constants)  # type: ignore[arg-type]
         self._regular = self._regular and rule.interval >= self.rule.interval
         if rule.backoff != self.rule.backoff:
-            self.arriving = AsyncRead()  # what it said of the scale went by the old factor
+            self.arriving = AsyncRead()  # its bound of the scale followed from the old factor
         self.rule = rule
 
     def make(self, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class DeviceState:
                 dynamo.stays(cast(torch.Tensor, tensor))
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scale, tracker and counts. Others may have made the first two by themselves."""
+        """Return scale, tracker and counts. Other libraries may have made the first two."""
         assert self.scale is not None
         assert self.tracker is not None
         if self.counts is None:
@@ -108,7 +108,7 @@ class DeviceState:
         return self.scale, self.tracker, self.counts
 
     def noted_loss(self) -> torch.Tensor:
-        """`loss`, made if it is not there."""
+        """Return `loss`, made if it is not there."""
         if self.loss is None:
             self.tensors()
         assert self.loss is not None
@@ -123,23 +123,23 @@ class DeviceState:
         self._known = _Known(state, tensors, tuple(t._version for t in tensors))
 
     def _replays(self) -> bool:
-        """True if what runs here may run again without the host: nothing it knows may decide.
+        """Return whether this code may run again without Python, so that no number may decide.
 
-        In code that is compiled, while a CUDA graph is captured, and for as long as the scale is
-        one that a graph updates.
+        So it is in code that is compiled, while a CUDA graph is captured, and for as long as the
+        scale is one that a graph updates.
         """
         if torch.compiler.is_compiling() or self.capturing():
             return True
         return self._captured is not None and self._captured is self.scale
 
     def capturing(self) -> bool:
-        """True while a CUDA graph is captured; where code is compiled, that is the compiler's."""
+        """Return whether a CUDA graph is captured, other than by a compiler."""
         if torch.compiler.is_compiling() or self.scale is None:
             return False
         return self.scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def recall(self) -> ScaleState | None:
-        """The state, if the host knows it: None if anything wrote to the tensors since."""
+        """Return the state if the host knows it; None if something has written to the tensors."""
         if self._replays():
             return None
         known = self._known
@@ -151,7 +151,7 @@ class DeviceState:
         return known.state
 
     def read(self) -> ScaleState:
-        """The state as Python numbers. Waits for the device if the host does not know it."""
+        """Return the state as Python numbers. Waits for the device if the host does not know it."""
         if self.scale is None:
             return self.first
         state = self.recall()
@@ -162,10 +162,10 @@ class DeviceState:
         return state
 
     def may_be_below_one(self) -> bool:
-        """False where the host can rule out that the scale is below 1.
+        """Return False where the host can rule out that the scale is below 1.
 
-        Above 1 no quotient overflows, so that looking for one finds nothing: the answer saves a
-        pass, and what is found does not follow from what the host happens to know.
+        With a scale of 1 or more no quotient overflows, so that the pass that looks for overflows
+        is saved. What is found does not depend on the answer.
         """
         if self.rule.min_scale >= 1:
             return False
@@ -179,7 +179,7 @@ class DeviceState:
         return self.arriving.at_least(self.rule.backoff, self.rule.min_scale) < 1
 
     def set_scale(self, new: Any, device: str) -> None:
-        """Go on with another scale, a number or a tensor on the device type."""
+        """Set the scale to a number, or a tensor on the device type."""
         scale, *_ = self.tensors()
         before = self.recall()
         if self.capturing():
@@ -199,12 +199,15 @@ class DeviceState:
             self.remember(before._replace(scale=scale_rule.as_float32(number)))
 
     def update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
-        """Go on by the rule, in Python numbers; returns the state after.
+        """Apply the rule to Python numbers, and write the ones that have changed.
 
         Args:
-            skipped: whether an optimizer was.
-            loss_lost: whether it was for a loss that was not finite.
-            given: whether the scale was: then the rule counts skips alone.
+            skipped: whether an optimizer was skipped.
+            loss_lost: whether it was skipped for a loss that was not finite.
+            given: whether the user has set the scale: then the rule only counts skips.
+
+        Returns:
+            The state after.
         """
         before = self.read()
         after = scale_rule.step(self.rule, before, not skipped, loss_finite=not loss_lost)
@@ -228,11 +231,11 @@ class DeviceState:
     def update_on_device(
         self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
     ) -> None:
-        """The same where only the device knows.
+        """Apply the rule on the device, where only the device knows what was found.
 
         Args:
             found: float32 []; above 0 if an optimizer was skipped, else 0.
-            losses: float32 [] each; 0 if no loss was lost. None where nobody looked.
+            losses: float32 [] each; 0 if no loss was lost. Empty if losses are not checked.
             given: see `update_on_host`.
         """
         scale, tracker, counts = self.tensors()
@@ -241,7 +244,7 @@ class DeviceState:
             self._captured = scale
         bars = self._bars if self._regular else None
         if bars is not None and loss is not None and loss is not self.loss:
-            self.noted_loss().copy_(loss)  # the ranks have agreed on another
+            self.noted_loss().copy_(loss)  # the ranks have found another together
         elif loss is None and self._notes_losses:
             self.noted_loss().zero_()
         moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
@@ -253,7 +256,7 @@ class DeviceState:
             self.arriving.wrote(scale)
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state as `scale_rule.from_state_dict` takes it, or raise as it does."""
+        """Load a state that `scale_rule.from_state_dict` accepts; raises as that does."""
         self.rule, self.first = scale_rule.from_state_dict(state_dict, self.rule)
         self.arriving = AsyncRead()
         if self.scale is not None:
@@ -264,10 +267,10 @@ class DeviceState:
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1/scale as torch.amp computes it, through float64.
+    """Return 1/scale as torch.amp computes it, in float64 and rounded once; float32 [].
 
-    Of the tensor that the loss was multiplied by: `torch.distributed` and `.data` write to it
-    without a new version.
+    It is computed from the tensor that the loss was multiplied by, not from a number that the host
+    knows: `torch.distributed` and `.data` write to the tensor without a new version.
     """
     if scale.device.type == "mps":
         return scale.reciprocal()
@@ -275,7 +278,7 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _versioned() -> Any:
-    """Tensors made in it have versions and can be trained with, in inference mode, too."""
+    """Return a context whose tensors have versions and can be trained, in inference mode, too."""
     inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if inference else contextlib.nullcontext()
 

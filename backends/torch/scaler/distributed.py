@@ -1,8 +1,8 @@
-"""Who must agree with this process on what a scaler found: groups, and the exchange.
+"""The ranks that must find the same as this one in gradients: process groups, and the exchange.
 
 A gradient in pieces on several ranks can be Inf on one of them only. Parameters that are DTensors
-(FSDP2, tensor parallel) name their mesh; those of FSDP1 belong to all ranks; DDP adds up
-gradients, so that Inf reaches every rank by itself.
+(FSDP2, tensor parallel) have a mesh; those of FSDP1 belong to all ranks; DDP adds gradients up, so
+that Inf reaches every rank by itself.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Circle(NamedTuple):
 
     Attributes:
         groups: process groups, in the order of their exchanges, which every rank has to keep.
-        everybody: True if afterwards all ranks of the job know the same.
+        everybody: True if all ranks of the job know the same afterwards.
     """
 
     groups: tuple[Any, ...]
@@ -30,21 +30,24 @@ ALONE = Circle((), True)
 
 
 def has_peers() -> bool:
-    """True if this process is one of several that can talk to each other."""
+    """Return whether this process is one of several that can talk to each other."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
-    """Over which groups a finding about the parameters has to be exchanged.
+    """Return the groups over which a finding about parameters has to be exchanged.
 
-    The same on every rank that holds the same parameters, whether they have gradients or not. A
-    group of all ranks makes the others needless. The group that the caller gives comes last, for
-    ranks may hold other parameters, on other meshes: every rank of a mesh is through with that
-    before it waits for ranks outside it.
+    They are the same on every rank that holds the same parameters, with gradients or without. A
+    group of all ranks replaces the others. The group that the caller gives comes last: ranks may
+    hold other parameters, on other meshes, and every rank of a mesh is then done with the mesh
+    before it waits for ranks outside of it.
 
     Args:
-        params: an optimizer's.
-        given: a process group to add, as the caller asks for.
+        params: the parameters of an optimizer.
+        given: the process group that the user gave; None without one.
+
+    Returns:
+        The groups, in the order of their exchanges.
     """
     if not has_peers():
         return ALONE
@@ -82,8 +85,11 @@ def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
         finding.copy_(largest)
 
 
-def check_group(group: Any) -> None:
+def check_group(group: object) -> None:
     """Raise if findings cannot be exchanged over the group.
+
+    Args:
+        group: as given by the user.
 
     Raises:
         TypeError: it is neither None nor a process group.

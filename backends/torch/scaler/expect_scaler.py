@@ -1,13 +1,13 @@
-"""`expect_scaler`: hear of an optimizer that steps on float16 gradients which nobody has scaled.
+"""`expect_scaler`: a check that no optimizer steps on float16 gradients without a loss scaler.
 
-A check to switch on. Regions note that they were entered; a hook of torch's, which every optimizer
-calls before it steps, looks at that note.
+Regions note that they were entered; a hook that torch calls before every optimizer's step reads
+these notes.
 """
 
 import inspect
 import warnings
 import weakref
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,34 +25,39 @@ _SCALERS = frozenset(
 
 
 def expect_scaler(action: Literal["warn", "raise"] = "warn") -> RemovableHandle:
-    """Flag every optimizer step on gradients that came out of a float16 region without a scaler.
+    """Flag optimizer steps on gradients of a float16 region that no scaler has scaled.
 
         with expect_scaler("raise"):
             train()
 
     A step is flagged if a float16 region of polymp's was entered, with gradients on, since the last
-    step, the optimizer has gradients on that device, and neither polymp's scaler, `LossScalers` nor
-    torch.amp's takes the step or has unscaled its gradients. A scaler that is disabled counts: it
-    is there on purpose. An optimizer whose gradients torch.amp's has unscaled for a step by hand is
-    not looked at again. Nothing is flagged in compiled code, nor in another thread than that of the
-    regions. Where a model in float16 without a scaler and one in float32 are trained in turns, the
-    step of the second may be flagged: the check does not follow gradients through the graph.
+    step, the optimizer has gradients on that device, and no scaler takes the step or has unscaled
+    its gradients: neither polymp's `GradScaler` or `LossScalers` nor torch.amp's. A disabled scaler
+    counts as one. An optimizer is not checked again after torch.amp's scaler has unscaled its
+    gradients for a step by hand. Nothing is flagged in compiled code, or in another thread than
+    that of the regions. Where a model in float16 without a scaler and one in float32 are trained in
+    turns, the step of the second may be flagged: the check does not follow gradients through the
+    graph.
 
     Args:
         action: "warn" warns, once for each optimizer; "raise" raises before the step.
 
     Returns:
-        The check; `remove()` ends it, and so does leaving it as a context manager.
+        A handle. `remove()` ends the check, and so does leaving the handle as a context manager.
 
     Raises:
-        ValueError: `action` is another word.
+        ValueError: `action` is neither "warn" nor "raise".
+        UnscaledError: later, before a step that is flagged, if `action` is "raise".
+
+    Warns:
+        ScalerWarning: later, at a step that is flagged, if `action` is "warn".
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
     regions.entries.unscaled.clear()
     settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
             return
         entered = regions.entries.unscaled
@@ -73,7 +78,7 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> RemovableHandle:
 
 
 def _stepped_by_a_scaler() -> bool:
-    """True if a scaler's function is among those that are running."""
+    """Return whether a function of a scaler is running."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") in _SCALERS:

@@ -1,9 +1,9 @@
-"""`Findings`: what a loss scaler has found in the gradients of each optimizer.
+"""`Findings`: the Inf and NaN that a loss scaler has found in the gradients of each optimizer.
 
-An iteration has a dictionary for each optimizer, its entry, which other libraries reach into:
-torch.amp's `stage` and `found_inf_per_device`, and beside them, once they are known, `loss`,
-float32 [], 0 if no loss was lost, `optimizer`, a weak reference, `inverse`, by which the gradients
-were multiplied, and `skipped`, where the host knows it.
+An iteration has a dictionary for each optimizer, its entry. Other libraries read and write it, so
+it has torch.amp's keys `stage` and `found_inf_per_device`, and once they are known: `loss`,
+float32 [], 0 if no loss was lost; `optimizer`, a weak reference; `inverse`, by which the gradients
+were multiplied; and `skipped`, where the host knows it.
 """
 
 import weakref
@@ -43,7 +43,7 @@ class Findings:
         options: the scaler's.
 
     Attributes:
-        entries: those of this iteration, by the id of the optimizer. Others may put new ones here.
+        entries: of this iteration, by the id of the optimizer. Other libraries may replace it.
     """
 
     def __init__(self, state: DeviceState, options: Options) -> None:
@@ -56,13 +56,14 @@ class Findings:
     # The iteration.
 
     def note_scaled(self, scaled: bool = True) -> None:
-        """Note that a loss was scaled in this iteration; or that none was since, if not."""
+        """Note that a loss was scaled in this iteration; with False, forget it."""
         self._scaled_in = self.entries if scaled else None
 
     def has_scaled(self) -> bool:
-        """True if a loss was scaled in this iteration, on the host.
+        """Return whether a loss was scaled in this iteration, outside of compiled code.
 
-        Iterations are told apart by their entries, which a subclass's own `update` exchanges, too.
+        Iterations are told apart by the object in `entries`, which the `update` of a subclass
+        replaces, too.
         """
         return self._scaled_in is self.entries
 
@@ -71,9 +72,9 @@ class Findings:
         self._before, self.entries = self.entries, _fresh_entries()
 
     def has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """True between `scale` and `unscale_` or `step`, for parameters of one of the optimizers.
+        """Return whether gradients of parameters are scaled now: after `scale`, before `unscale_`.
 
-        These are the ones that were stepped in the iteration before.
+        Only the optimizers that were stepped in the iteration before are known.
         """
         if not self.has_scaled() or self.options.loss:
             return False
@@ -87,6 +88,29 @@ class Findings:
         return False
 
     # One optimizer.
+
+    def unscale(
+        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, unscale_grads: Unscale
+    ) -> None:
+        """Multiply the gradients by `inverse`, once in an iteration; see `look`.
+
+        Args:
+            optimizer: whose gradients they are.
+            inverse: float32 [].
+            unscale_grads: `GradScaler._unscale_grads_`.
+
+        Raises:
+            RuntimeError: they are unscaled already, or the optimizer has stepped.
+        """
+        entry = self.entries[id(optimizer)]
+        if entry["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if entry["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self.look(optimizer, inverse, unscale_grads, allow_fp16=self.options.allow_fp16)
+        entry["stage"] = OptState.UNSCALED
 
     def look(
         self,
@@ -104,7 +128,7 @@ class Findings:
             inverse: float32 [].
             unscale_grads: `GradScaler._unscale_grads_`.
             allow_fp16: whether gradients may be float16.
-            divisor: float32 []; given where the optimizer divides by it itself.
+            divisor: float32 []; given for optimizers that divide by it themselves.
 
         Returns:
             The optimizer's entry.
@@ -148,7 +172,7 @@ class Findings:
         return entry
 
     def nothing_to_step(self, entry: Entry) -> bool:
-        """True if there was no gradient to look at, so that the step does nothing."""
+        """Return whether there was no gradient to look at, so that the step does nothing."""
         if entry["found_inf_per_device"]:
             return False
         if self.options.strict:
@@ -157,16 +181,16 @@ class Findings:
         return True
 
     def found(self, entry: Entry) -> torch.Tensor:
-        """The finding for the optimizer on all devices, on the scale's: 0 or 1, float32 [].
+        """Return 1 if any device found Inf or NaN, else 0; float32 [], on the scale's device.
 
-        Torch's sharded scaler adds up what the ranks found; others take the mean. Fused kernels
-        skip for 1 and for nothing else.
+        torch's sharded scaler adds up the findings of ranks, other libraries take their mean; but
+        fused kernels skip for 1 and for nothing else.
         """
         found: torch.Tensor = self.largest(entry).sign()
         return found
 
     def largest(self, entry: Entry) -> torch.Tensor:
-        """The same as it was found: 0, or above 0."""
+        """Return the largest finding of all devices: 0, or above 0."""
         device = self.state.tensors()[0].device
         findings = list(entry["found_inf_per_device"].values())
         either: torch.Tensor = findings[0]
@@ -174,11 +198,11 @@ class Findings:
             largest = unscale.either(unscale.moved(t, device) for t in findings)
             assert largest is not None
             either = largest
-        # Torch's sharded scaler finds in shape [1].
+        # The findings of torch's sharded scaler have the shape [1].
         return either if either.dim() == 0 else either.reshape(())
 
     def latest(self, optimizer: torch.optim.Optimizer) -> Entry:
-        """What was last found for the optimizer, in this iteration or the one before."""
+        """Return the optimizer's entry of this iteration, or else of the one before."""
         for entries in (self.entries, self._before):
             entry = entries.get(id(optimizer))
             if entry is not None and "optimizer" in entry and entry["optimizer"]() is optimizer:
@@ -189,7 +213,7 @@ class Findings:
         )
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if the last iteration had an entry for the optimizer."""
+        """Return whether the last iteration had an entry for the optimizer."""
         return id(optimizer) in self._before
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -203,7 +227,7 @@ class Findings:
     # All of them.
 
     def report(self, names: gradient_stats.Names, *, last: bool) -> GradientReport:
-        """The report on the gradients; with optimizers of the `last` iteration, if asked for."""
+        """Report on the gradients; if asked for, with optimizers of the `last` iteration."""
         rows = []
         for entry in {**(self._before if last else {}), **self.entries}.values():
             optimizer = entry["optimizer"]() if "optimizer" in entry else None

@@ -1,4 +1,4 @@
-"""The step of an optimizer that takes the scale and the finding, and skips by itself."""
+"""The step of an optimizer that divides by the scale and skips by itself, as torch's fused ones."""
 
 import inspect
 import warnings
@@ -12,7 +12,19 @@ from torch.amp.grad_scaler import OptState
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler.findings import Entry, Findings
 
-_takes_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+class Steps:
+    """The steps of optimizers that this process has seen.
+
+    Attributes:
+        take_scaler: by function, whether it has an argument `grad_scaler`.
+    """
+
+    def __init__(self) -> None:
+        self.take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+steps = Steps()
 
 
 def step(
@@ -23,15 +35,18 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`optimizer.step(*args, **kwargs)` under what it needs to divide and to skip.
+    """Call `optimizer.step(*args, **kwargs)` with the scale and the finding set on the optimizer.
 
     Args:
-        scaler: a `GradScaler`; what it does under torch.amp's names, a subclass may do otherwise.
+        scaler: a `GradScaler`. A subclass may override its methods of torch.amp's names.
         findings: the scaler's.
         optimizer: one with `_step_supports_amp_scaling`.
         entry: the optimizer's.
         args: of the step.
         kwargs: of the step.
+
+    Returns:
+        The result of the step.
     """
     if takes_scaler(optimizer):
         warnings.warn(
@@ -55,16 +70,18 @@ def step(
 
 
 def takes_scaler(optimizer: Any) -> bool:
-    """True if the optimizer's step asks for the scaler itself, by an argument `grad_scaler`.
+    """Return whether the optimizer's step has an argument `grad_scaler`, for the scaler itself.
 
-    Asked at every step, and a signature takes longer to read than what it is needed for.
+    The answer is kept: reading a signature takes longer than the rest of the step's overhead.
     """
-    if torch.compiler.is_compiling():  # which knows signatures, and no such dictionary
+    if torch.compiler.is_compiling():  # dynamo traces signatures, and no such dictionary
         return "grad_scaler" in inspect.signature(optimizer.step).parameters
     step = getattr(optimizer.step, "__func__", optimizer.step)
-    if step not in _takes_scaler:
-        _takes_scaler[step] = "grad_scaler" in inspect.signature(optimizer.step).parameters
-    return _takes_scaler[step]
+    known = steps.take_scaler.get(step)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        steps.take_scaler[step] = known
+    return known
 
 
 @dynamo.untraced(
@@ -77,7 +94,7 @@ def _step_under(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`optimizer.step(*args, **kwargs)` under a `grad_scale` and a `found_inf`.
+    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set.
 
     Dynamo does not trace it: it breaks the graph in a fused step anyway, and would lose attributes
     that are set before the break and deleted after it.
@@ -92,16 +109,19 @@ def _step_under(
 
 
 def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
-    """Make the optimizer ready for a step that `found` may skip; False if it is not to be called.
+    """Prepare the optimizer for a step that `found` may skip.
 
-    The fused step of SGD makes its momentum without a value and counts on the first step to write
-    it. If that is skipped, the next one reads whatever the memory held (torch 2.13). Zeros lead to
-    what the first step would have written, unless `dampening` is set: the host waits for `found`
-    then, at steps in which a parameter has its first gradient.
+    The fused step of SGD makes its momentum without a value and lets the first step write it. If
+    that is skipped, the next step reads whatever the memory held (torch 2.13). So the momentum is
+    made of zeros here, from which the first step gets the same result unless `dampening` is set.
+    With `dampening` the host waits for `found` if a parameter has its first gradient.
 
     Args:
         optimizer: a fused one.
         found: float32 [].
+
+    Returns:
+        False if the step must not be called.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

@@ -1,19 +1,16 @@
 """`GradScaler`: dynamic loss scaling for torch optimizers.
 
 The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gradients, step or
-skip, update the scale. The rule is `polymp.scaling.scale_rule.step`. Where the host knows what was
-found, it applies the rule to Python numbers and writes what has changed; where only the device
-knows, the same lines run on tensors. Names with a leading underscore that other libraries reach for
-are torch.amp's.
+skip, update the scale. The rule is `polymp.scaling.scale_rule.step`: the host applies it to Python
+numbers where it knows what was found, else it runs on the device's tensors.
 
     scale      scaled_outputs
     unscale_   findings: unscale, distributed
     step       the host decides, or device_skip, fused_step, closure_step
-    update     device_state: scale_update, async_read; stuck_watch
+    update     next_scale: device_state, scale_update, async_read; stuck_watch
     the rest   properties
 """
 
-import warnings
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,28 +23,26 @@ from polymp.backends.torch.scaler import (
     device_state,
     fused_step,
     gradient_stats,
+    next_scale,
     options,
     scaled_outputs,
     unscale,
 )
 from polymp.backends.torch.scaler.device_state import DeviceState
-from polymp.backends.torch.scaler.findings import Entry
 from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
 from polymp.backends.torch.scaler.options import Options, SkipOn
 from polymp.backends.torch.scaler.properties import ScalerProperties
-from polymp.code_origin import outside
-from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import NO_EFFECT, OnStuck
+from polymp.scaling.gradient_report import OnStuck
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 Outputs = TypeVar("Outputs")
 
 
 class GradScaler(ScalerProperties):
-    """Keeps small float16 gradients from vanishing.
+    """Loss scaling, which keeps small float16 gradients from becoming zero.
 
         scaler = GradScaler("cuda")
         with autocast("cuda", dtype=torch.float16):
@@ -68,25 +63,25 @@ class GradScaler(ScalerProperties):
         dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
-        hysteresis: overflows in a row that do not lower the scale yet.
-        on_stuck: what happens after `stuck_after` skips in a row, once: "warn", "raise", or a
+        hysteresis: how many overflows in a row leave the scale as it is.
+        on_stuck: the reaction to `stuck_after` skips in a row, once: "warn", "raise", or a
             function that is called with a `GradientReport`.
-        stuck_after: see `on_stuck`. Where the host does not wait for the device, it learns of the
-            skips a few steps later.
+        stuck_after: see `on_stuck`. Where the host does not wait for the device, it reacts a few
+            steps later.
         named: a module, or pairs of a name and a parameter: names for reports.
         strict: True raises, as torch.amp does, if an optimizer has no gradient; otherwise its step
             does nothing.
-        allow_fp16: True takes float16 gradients. Unscaled they are float16 again, and small ones
-            vanish there.
+        allow_fp16: True accepts float16 gradients. Unscaled they are still float16, and small ones
+            become zero.
         check_loss: True skips a step whose loss is not finite even before it is scaled, and leaves
-            the scale as it is. Several processes can only do so where what they found is exchanged
-            among all: with FSDP and DTensors on a mesh of all ranks, or with `process_group`.
-        skip_on: where a step is skipped by. "host" waits for what was found; "device" takes the
-            step and undoes it (see `device_skip.step`). "auto" is "device" for optimizers whose
-            groups are all `capturable` and in compiled code, and "host" for others. Fused
+            the scale as it is. With several processes this works only where all of them exchange
+            their findings: with FSDP and DTensors on a mesh of all ranks, or with `process_group`.
+        skip_on: "host" waits for the finding and then steps or skips; "device" steps, and undoes
+            the step on the device (see `device_skip.step`). "auto" is "device" in compiled code and
+            for optimizers whose groups are all `capturable`, and "host" for others. Fused
             optimizers skip by themselves.
-        process_group: ranks that what is found is exchanged with, besides the meshes of DTensors;
-            for models that a pipeline cuts in pieces, or under DDP for `check_loss`.
+        process_group: ranks to exchange findings with, besides the meshes of DTensors; for models
+            that a pipeline cuts in pieces, or under DDP for `check_loss`.
 
     Raises:
         AssertionError: `growth_factor` is not above 1 or `backoff_factor` not below 1.
@@ -159,17 +154,7 @@ class GradScaler(ScalerProperties):
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, torch.Tensor):
-            scale = unscale.moved(self._made_scale(outputs.device), outputs.device)
-            return cast(Outputs, outputs * self._factor(outputs, scale))
-        copies: list[unscale.OnDevices] = []
-
-        def factor_of(loss: torch.Tensor) -> torch.Tensor:
-            if not copies:  # so that `update` between two backwards does not change what is saved
-                copies.append(unscale.OnDevices(self._made_scale(loss.device)))
-            return self._factor(loss, copies[0].get(loss.device))
-
-        return cast(Outputs, scaled_outputs.multiply(outputs, factor_of))
+        return scaled_outputs.scaled(outputs, self._made_scale, self._factor)
 
     def _made_scale(self, device: torch.device) -> torch.Tensor:
         if self._state.scale is None:
@@ -178,11 +163,7 @@ class GradScaler(ScalerProperties):
         return self._state.scale
 
     def _factor(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        if not self._looked and (low := regions.latest_low(loss.device.type)) is not None:
-            self._looked = True
-            if low is torch.bfloat16:
-                level = 3 if torch.compiler.is_compiling() else outside()
-                warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
+        self._looked = self._looked or scaled_outputs.warned_of_bfloat16(loss.device.type)
         self._findings.note_scaled()
         if not self._findings.options.check_loss:
             return scale
@@ -201,9 +182,12 @@ class GradScaler(ScalerProperties):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note Inf and NaN.
 
-        For looking at or clipping true gradients between `backward` and `step`; `step` does it by
-        itself otherwise. No host sync. Sparse float16 gradients are replaced by coalesced ones.
+        Call it to look at or clip true gradients between `backward` and `step`; otherwise `step`
+        does it. The host does not wait. Sparse float16 gradients are replaced by coalesced ones.
         Ranks that hold pieces of the parameters exchange what they found.
+
+        Args:
+            optimizer: whose gradients they are.
 
         Raises:
             RuntimeError: called twice for the optimizer since `update`, or after its `step`.
@@ -213,21 +197,8 @@ class GradScaler(ScalerProperties):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        findings = self._findings
-        entry = findings.entries[id(optimizer)]
-        if entry["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
-        if entry["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        findings.look(
-            optimizer,
-            device_state.inverse(scale),
-            self._unscale_grads_,
-            allow_fp16=findings.options.allow_fp16,
-        )
-        entry["stage"] = OptState.UNSCALED
+        inverse = device_state.inverse(scale)
+        self._findings.unscale(optimizer, inverse, self._unscale_grads_)
 
     def _check_inf_per_device(
         self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
@@ -256,7 +227,7 @@ class GradScaler(ScalerProperties):
         return cast("float | None", optimizer.step(*args, **kwargs))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale if that is not done, then `optimizer.step(*args, **kwargs)`, or skip it.
+        """Unscale if that is not done, then call `optimizer.step(*args, **kwargs)` or skip it.
 
         A fused optimizer gets `grad_scale` and `found_inf` and decides on the device; for others
         see `skip_on`. An optimizer without any gradient is left alone.
@@ -265,8 +236,13 @@ class GradScaler(ScalerProperties):
         scaling. Every evaluation is unscaled and checked; one with Inf or NaN ends the step, which
         is taken back as a whole and counts as skipped.
 
+        Args:
+            optimizer: the optimizer.
+            *args: of `optimizer.step`, such as a closure.
+            **kwargs: likewise.
+
         Returns:
-            What `optimizer.step` returned; None if the host skipped it.
+            The result of `optimizer.step`; None if the host skipped it.
 
         Raises:
             RuntimeError: called twice for the optimizer since `update`, or the closure did not
@@ -317,25 +293,6 @@ class GradScaler(ScalerProperties):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
-        given = new_scale is not None
-        if given:
+        if new_scale is not None:
             self._state.set_scale(new_scale, self._device)
-        findings = self._findings
-        entries: list[Entry] = list(findings.entries.values())
-        looked = [e for e in entries if e["found_inf_per_device"]]
-        if not looked and not given and (findings.options.strict or not entries):
-            raise AssertionError("No inf checks were recorded prior to update.")
-        findings.end_iteration()
-        if not looked:
-            return
-        losses = [e["loss"] for e in looked if e.get("loss") is not None]
-        if not torch.compiler.is_compiling() and all("skipped" in e for e in looked):
-            skipped = any(e["skipped"] for e in looked)
-            lost = skipped and any(loss.item() for loss in losses)
-            self._stuck.look(
-                self._state.update_on_host(skipped=skipped, loss_lost=lost, given=given)
-            )
-        else:
-            found = cast(torch.Tensor, unscale.either(findings.largest(e) for e in looked))
-            self._state.update_on_device(found, losses, given=given)
-            self._stuck.updated()
+        next_scale.advance(self._findings, self._stuck, given=new_scale is not None)

@@ -1,8 +1,7 @@
-"""Counts of what the gradients of optimizers hold, and the names of their parameters."""
+"""Counts of Inf, NaN, zeros and subnormal numbers in gradients, and names of parameters."""
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -17,10 +16,10 @@ class Names:
     """Names of parameters, by the tensor; keeps neither a module nor a tensor alive.
 
     Args:
-        named: a module, or pairs of a name and a parameter; None for nothing.
+        named: a module, or pairs of a name and a parameter; None for no names.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `named` is something else.
     """
 
     def __init__(self, named: Named | None = None) -> None:
@@ -41,13 +40,13 @@ class Names:
                 )
             self._pairs = [(name, weakref.ref(param)) for name, param in pairs]
 
-    def __reduce__(self) -> Any:
-        return Names, ()  # the tensors that a copy would have to know are others
+    def __reduce__(self) -> tuple[type["Names"], tuple[()]]:
+        return Names, ()  # the parameters of a copied model are other tensors
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """A name for every parameter of the optimizer, by its id.
+        """Return a name for every parameter of the optimizer, by its id.
 
-        The optimizer's own names, or its places, where none is known.
+        Parameters without a name get the optimizer's own name, or their place in it.
         """
         names: dict[int, str] = {}
         for at, group in enumerate(optimizer.param_groups):
@@ -64,12 +63,15 @@ class Names:
 def gradients(
     optimizer: torch.optim.Optimizer, names: dict[int, str], factor: torch.Tensor
 ) -> list[Gradient]:
-    """An entry for each gradient of the optimizer. Waits for the device, once.
+    """Count the values of each gradient of the optimizer. Waits for the device, once.
 
     Args:
-        optimizer: whose parameters are looked at; of a DTensor, this rank's part.
+        optimizer: whose gradients are counted; of a DTensor, this rank's part.
         names: by the id of the parameter.
-        factor: float32 []; what the gradients have to be multiplied by to be the scaled ones.
+        factor: float32 []; the gradients times this are the scaled ones.
+
+    Returns:
+        A record for each gradient.
     """
     rows, counts = [], []
     for group in optimizer.param_groups:
@@ -86,9 +88,9 @@ def gradients(
 
 @torch.no_grad()
 def _counts(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Inf, NaN, zero and subnormal values; int64 [4]."""
+    """Count Inf, NaN, zero and subnormal values; int64 [4]."""
     absent = 0
-    if grad.layout is not torch.strided:  # what is not there is zero
+    if grad.layout is not torch.strided:  # absent elements are zeros
         values = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.values()
         absent, grad = grad.numel() - values.numel(), values
     size = grad.abs()  # of a complex number, its distance from 0

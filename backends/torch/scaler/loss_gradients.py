@@ -1,4 +1,4 @@
-"""Gradients of one loss among several: unscaled by themselves, added up, looked at as a sum."""
+"""Gradients of several losses: unscaled loss by loss, added up, and checked as a sum."""
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -10,7 +10,7 @@ from polymp.backends.torch.scaler.properties import findings_of
 
 
 def unscale_new(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """`scaler.unscale_(optimizer)` for gradients that are new, adding to what was found before."""
+    """Unscale new gradients, and add the finding to those of the same iteration before."""
     entry = findings_of(scaler).entries[id(optimizer)]
     before, entry["stage"] = entry["found_inf_per_device"], OptState.READY
     scaler.unscale_(optimizer)
@@ -22,9 +22,9 @@ def unscale_new(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
 def look_at_sums(
     optimizer: torch.optim.Optimizer, findings: dict[str, Findings], looked: dict[str, Entry]
 ) -> None:
-    """Note true gradients that overflow only where they add up, as if every loss were lost.
+    """Check the sums of true gradients; an overflow there counts as a lost loss for every loss.
 
-    No scale mends that, so none is lowered for it.
+    A lower scale does not help against it, so none is lowered.
     """
     first = next(iter(looked))
     lead, entry = findings[first], looked[first]
@@ -40,7 +40,7 @@ def look_at_sums(
 
 
 def add(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Add a gradient to a parameter's, as backward does."""
+    """Add a gradient to that of a parameter, as backward does."""
     with torch.no_grad():
         if grad is None:
             return

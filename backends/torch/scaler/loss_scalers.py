@@ -20,7 +20,7 @@ _RESERVED = ("retain_graph", "skipped")  # an argument of `backward`, an entry o
 
 
 class LossScalers(Mapping[str, GradScaler]):
-    """A `GradScaler` for each loss; a mapping from the names of the losses to them.
+    """A loss scale for each loss: a mapping from the names of losses to their `GradScaler`s.
 
         scalers = LossScalers("cuda", losses=("content", "style"))
         with autocast("cuda", dtype=torch.float16):
@@ -30,16 +30,16 @@ class LossScalers(Mapping[str, GradScaler]):
         scalers.step(optimizer)      # skipped if those of any loss have Inf or NaN
         scalers.update()             # each scale by what was found for its own loss
 
-    For a scale of its own for each optimizer, make one `GradScaler` for each.
+    For one scale for each optimizer, make a `GradScaler` for each.
 
     Args:
-        device: where the scales live.
-        losses: their names, each once.
-        **options: those of `GradScaler`, for each of them.
+        device: the device of the scales.
+        losses: names of the losses, each once.
+        **options: arguments of `GradScaler`, the same for each loss.
 
     Raises:
-        ValueError: there is no name, one is given twice, or is "retain_graph" or "skipped".
-        TypeError: a name is no string, or an option is none of `GradScaler`.
+        ValueError: there is no name, a name is given twice, or is "retain_graph" or "skipped".
+        TypeError: a name is no string, or `GradScaler` has no such argument.
     """
 
     def __init__(self, device: str = "cuda", *, losses: Iterable[str], **options: Any) -> None:
@@ -75,11 +75,11 @@ class LossScalers(Mapping[str, GradScaler]):
         return ", ".join(map(repr, self._scalers))
 
     def _findings(self) -> dict[str, Findings]:
-        """The findings of each loss's scaler; of none, if disabled."""
+        """Return the findings of each loss's scaler; of none, if disabled."""
         return {n: findings_of(scaler) for n, scaler in self.items() if scaler.is_enabled()}
 
     def is_enabled(self) -> bool:
-        """False if every method passes through."""
+        """Return False if every method passes through."""
         return any(scaler.is_enabled() for scaler in self.values())
 
     def backward(
@@ -92,13 +92,13 @@ class LossScalers(Mapping[str, GradScaler]):
     ) -> None:
         """Add the true gradients of the losses to those of the optimizer's parameters.
 
-        Other parameters get none. Called again before `step`, it accumulates. A loss may be left
-        out; its scale then stays as it is. Losses may share a graph. No host sync.
+        Other parameters get no gradients. Called again before `step`, it accumulates. A loss may be
+        left out; its scale then stays as it is. Losses may share a graph. The host does not wait.
 
         Args:
             optimizer: whose parameters get gradients.
             retain_graph: True keeps the graphs for another `backward`.
-            **losses: by name; not scaled.
+            **losses: float scalars by the names of the losses; not scaled.
 
         Raises:
             KeyError: there is no loss of that name.
@@ -137,7 +137,7 @@ class LossScalers(Mapping[str, GradScaler]):
                 loss_gradients.add(p, grad)
 
     def _entries(self, optimizer: torch.optim.Optimizer) -> dict[str, Entry]:
-        """What each loss's scaler has found for the optimizer in this iteration, by the loss."""
+        """Return the optimizer's entry of this iteration in each loss's scaler, by the loss."""
         return {
             name: findings.entries[id(optimizer)]
             for name, findings in self._findings().items()
@@ -145,12 +145,17 @@ class LossScalers(Mapping[str, GradScaler]):
         }
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step(*args, **kwargs)`, skipped if the gradients of any loss are not finite.
+        """Call `optimizer.step(*args, **kwargs)`; skip it if gradients of any loss are not finite.
 
-        The host waits, once, where it does in `GradScaler.step`.
+        The host waits once, where it does in `GradScaler.step`.
+
+        Args:
+            optimizer: the optimizer.
+            *args: of `optimizer.step`; no closure.
+            **kwargs: likewise.
 
         Returns:
-            What `optimizer.step` returned; None if the host skipped it.
+            The result of `optimizer.step`; None if the host skipped it.
 
         Raises:
             RuntimeError: no `backward` came before, or `step` was called already.
@@ -227,9 +232,15 @@ class LossScalers(Mapping[str, GradScaler]):
             raise raised[0]
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """True if Inf or NaN was last found for the optimizer, in any loss; bool [].
+        """Return whether Inf or NaN was last found for the optimizer, in any loss.
 
-        For one loss alone, ask its own scaler. Nothing waits until the tensor is read.
+        For one loss alone, ask its own scaler. The host waits when the tensor is read.
+
+        Args:
+            optimizer: the optimizer.
+
+        Returns:
+            bool [].
 
         Raises:
             RuntimeError: there was no `backward` in this iteration or the last.
@@ -237,7 +248,13 @@ class LossScalers(Mapping[str, GradScaler]):
         return self._any(optimizer, "found_inf")
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """True if the last `step` of the optimizer was skipped; bool []. To be asked after it.
+        """Return whether the last `step` of the optimizer was skipped.
+
+        Args:
+            optimizer: the optimizer, after its `step`.
+
+        Returns:
+            bool [].
 
         Raises:
             RuntimeError: there was no `step` in this iteration or the last.
@@ -256,18 +273,21 @@ class LossScalers(Mapping[str, GradScaler]):
 
     @property
     def skipped_steps(self) -> torch.Tensor:
-        """Iterations so far in which an optimizer was skipped; int32 []."""
+        """The number of iterations so far in which an optimizer was skipped; int32 []."""
         return torch.as_tensor(self._skipped, dtype=torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each loss's scaler by the loss's name, and `skipped`. Empty if disabled."""
+        """Return the state of each loss's scaler by its name, and `skipped`; {} if disabled."""
         if not self.is_enabled():
             return {}
         states: dict[str, Any] = {name: scaler.state_dict() for name, scaler in self.items()}
         return states | {"skipped": int(self._skipped)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; does nothing if disabled. Nothing is changed if it raises.
+        """Load a state; does nothing if disabled. Nothing is changed if it raises.
+
+        Args:
+            state_dict: from `state_dict`.
 
         Raises:
             KeyError: the names of the losses are others, or an entry is missing.

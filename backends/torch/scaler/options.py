@@ -1,4 +1,4 @@
-"""The arguments of a loss scaler, checked; `Options` are those beside the rule."""
+"""Checks of the arguments of a loss scaler; `Options` holds those that are not of the rule."""
 
 import warnings
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,7 @@ SkipOn = Literal["auto", "host", "device"]
 
 
 class Options(NamedTuple):
-    """The arguments of `GradScaler` by their names, and the loss that it is for."""
+    """Arguments of `GradScaler` by their names, and the name of the loss that it is for."""
 
     on_stuck: OnStuck
     stuck_after: int
@@ -38,8 +38,16 @@ class Options(NamedTuple):
         return Options, tuple(self)
 
 
-def acts_on(device: Any, dtype: Any, enabled: bool) -> bool:
-    """True if a scaler with these arguments does something.
+def acts_on(device: object, dtype: object, enabled: bool) -> bool:
+    """Return whether a scaler with these arguments is enabled.
+
+    Args:
+        device: as given to `GradScaler`.
+        dtype: likewise.
+        enabled: likewise.
+
+    Returns:
+        True if it scales; False if every method passes through.
 
     Raises:
         TypeError: `device` is no name, or `dtype` no float dtype.
@@ -67,7 +75,13 @@ def acts_on(device: Any, dtype: Any, enabled: bool) -> bool:
 
 
 def checked_rule(rule: ScaleRule) -> ScaleRule:
-    """The rule, or an error, of torch.amp's kind where torch.amp has one.
+    """Check the constants of a rule; the errors are torch.amp's where torch.amp has one.
+
+    Args:
+        rule: the constants.
+
+    Returns:
+        The rule.
 
     Raises:
         AssertionError: `growth` is not above 1 or `backoff` not below 1.
@@ -82,11 +96,17 @@ def checked_rule(rule: ScaleRule) -> ScaleRule:
 
 
 def checked(options: Options) -> Options:
-    """The options, or an error.
+    """Check the options.
+
+    Args:
+        options: the options.
+
+    Returns:
+        The same.
 
     Raises:
         TypeError: `process_group` is neither None nor a process group.
-        ValueError: an option is none of its words, or out of its range.
+        ValueError: an option has none of its values, or is out of its range.
     """
     if options.skip_on not in ("auto", "host", "device"):
         raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {options.skip_on!r}.")

@@ -1,8 +1,7 @@
-"""`ScalerProperties`: a loss scaler's parts, and what it can be asked and set to.
+"""`ScalerProperties`: the getters and setters of a loss scaler, its state, and its reports.
 
-Nothing here touches a gradient: every name stands for something of the parts, a `DeviceState`,
-`Findings` and a `StuckWatch`. Names with a leading underscore that other
-libraries reach for are torch.amp's.
+Nothing here writes a gradient: each name reads or sets something in a `DeviceState`, `Findings` or
+a `StuckWatch`. Other libraries use the names with a leading underscore, which are torch.amp's.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 
 def _part(part: str, name: str) -> Any:
-    """A property that stands for an attribute of one of a scaler's parts."""
+    """Make a property for an attribute of one of a scaler's parts."""
 
     def get(scaler: "ScalerProperties") -> Any:
         return getattr(getattr(scaler, part), name)
@@ -35,7 +34,7 @@ def _part(part: str, name: str) -> Any:
 
 
 def _constant(name: str) -> Any:
-    """A property that stands for a constant of a scaler's rule; what is written is not checked."""
+    """Make a property for a constant of a scaler's rule; values are not checked."""
 
     def get(scaler: "ScalerProperties") -> Any:
         return getattr(scaler._state.rule, name)
@@ -47,7 +46,7 @@ def _constant(name: str) -> Any:
 
 
 def _first(name: str) -> Any:
-    """A property that stands for a number that a scaler's state starts with."""
+    """Make a property for a number that a scaler's state starts with."""
 
     def get(scaler: "ScalerProperties") -> Any:
         return getattr(scaler._state.first, name)
@@ -58,7 +57,7 @@ def _first(name: str) -> Any:
     return property(get, put)
 
 
-# The classes of whatever in a scaler changes as it is used.
+# The classes whose objects change as a scaler is used.
 PARTS = (DeviceState, AsyncRead, Findings, StuckWatch)
 
 
@@ -135,33 +134,33 @@ class ScalerProperties:
     # The numbers.
 
     def get_scale(self) -> float:
-        """The scale, or 1.0 if disabled. Waits for the device if the host does not know it."""
+        """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
         return cast(float, self._state.read().scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """The growth factor."""
+        """Return the growth factor."""
         return cast(float, self._growth_factor)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Use another growth factor from now on; raises as `GradScaler` does for a wrong one."""
+        """Set the growth factor; raises as `GradScaler` does for a wrong one."""
         if self._enabled:
             self._growth_factor = self._checked(growth=new_factor).growth
 
     def get_backoff_factor(self) -> float:
-        """The backoff factor."""
+        """Return the backoff factor."""
         return cast(float, self._backoff_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Use another backoff factor from now on; raises as `GradScaler` does for a wrong one."""
+        """Set the backoff factor; raises as `GradScaler` does for a wrong one."""
         if self._enabled:
             self._backoff_factor = self._checked(backoff=new_factor).backoff
 
     def get_growth_interval(self) -> int:
-        """The growth interval, in steps."""
+        """Return the growth interval, in steps."""
         return cast(int, self._growth_interval)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Use another growth interval from now on, in steps; raises for a wrong one."""
+        """Set the growth interval, in steps; raises as `GradScaler` does for a wrong one."""
         if self._enabled:
             self._growth_interval = self._checked(interval=new_interval).interval
 
@@ -172,21 +171,27 @@ class ScalerProperties:
         return int(self._state.read().tracker) if self._enabled else 0
 
     def is_enabled(self) -> bool:
-        """False if every method passes through."""
+        """Return False if every method passes through."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as Python numbers, under torch.amp's names; see `scale_rule.to_state_dict`.
+        """Return the state as Python numbers under torch.amp's names; {} if disabled.
 
-        torch.amp's scaler and polymp's for JAX load it, too. Empty if disabled. To be taken after
-        `update`. Waits for the device if the host does not know the state.
+        torch.amp's scaler and polymp's for JAX load it, too. Call it after `update`. It waits for
+        the device if the host does not know the state.
+
+        Returns:
+            A dictionary; see `polymp.scaling.scale_rule.to_state_dict` for its keys.
         """
         return (
             scale_rule.to_state_dict(self._state.rule, self._state.read()) if self._enabled else {}
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; does nothing if disabled. Nothing is changed if it raises.
+        """Load a state; does nothing if disabled. Nothing is changed if it raises.
+
+        Args:
+            state_dict: from `state_dict` of a scaler, polymp's or torch.amp's.
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler's is.
@@ -206,10 +211,16 @@ class ScalerProperties:
     # What happened.
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """True if Inf or NaN was last found for the optimizer; bool [], on the scale's device.
+        """Return whether Inf or NaN was last found for the optimizer.
 
-        In a gradient on any rank, before or after it was unscaled, or in a loss. Nothing waits for
-        the device until the tensor is read.
+        In a gradient on any rank, before or after it was unscaled, or in a loss. The host waits for
+        the device when the tensor is read.
+
+        Args:
+            optimizer: the optimizer.
+
+        Returns:
+            bool [], on the scale's device.
 
         Raises:
             RuntimeError: the scaler has not looked at the optimizer in this iteration or the last.
@@ -219,11 +230,17 @@ class ScalerProperties:
         return self._findings.found_inf(optimizer)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """True if the last `step` of the optimizer was not taken; bool [], on the scale's device.
+        """Return whether the last `step` of the optimizer was skipped.
 
-        For Inf or NaN, or because the optimizer had no gradient. To be asked after `step`, before
-        or after `update`. `if scaler.step_skipped(optimizer):` waits for the device where the host
-        does not know the answer.
+        It is skipped for Inf or NaN, or because the optimizer had no gradient. Call it after
+        `step`, before or after `update`. `if scaler.step_skipped(optimizer):` waits for the device
+        if the host does not know the answer.
+
+        Args:
+            optimizer: the optimizer.
+
+        Returns:
+            bool [], on the scale's device.
 
         Raises:
             RuntimeError: the scaler has not stepped the optimizer in this iteration or the last.
@@ -239,7 +256,7 @@ class ScalerProperties:
 
     @property
     def skipped_steps(self) -> torch.Tensor:
-        """Iterations so far in which an optimizer was skipped; int32 [], on the scale's device."""
+        """The number of iterations so far with a skipped step; int32 [], on the scale's device."""
         if not self._enabled or self._state.scale is None:
             return torch.tensor(
                 self._state.first.skipped if self._enabled else 0, dtype=torch.int32
@@ -247,15 +264,18 @@ class ScalerProperties:
         return self._state.tensors()[2][2].to(torch.int32)
 
     def report(self, named: gradient_stats.Named | None = None) -> GradientReport:
-        """What is in the gradients of the optimizers of this iteration, or of the last one.
+        """Report on the gradients of the optimizers of this iteration, or of the last one.
 
-        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. To be asked
-        after `step` or `unscale_`, and before `zero_grad`; before them there are no entries. Waits
-        for the device. Of a DTensor, this rank's part is counted.
+        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. Call it after
+        `step` or `unscale_`, and before `zero_grad`; before them it has no entries. Waits for the
+        device. Of a DTensor, this rank's part is counted.
 
         Args:
-            named: a module, or pairs of a name and a parameter; None for those that the scaler was
-                made with.
+            named: a module, or pairs of a name and a parameter, for names in the report; None for
+                the argument `named` of the scaler.
+
+        Returns:
+            The report.
 
         Raises:
             TypeError: `named` is something else.
@@ -263,10 +283,10 @@ class ScalerProperties:
         if not self._enabled:
             return GradientReport(ScaleRule(), ScaleState(1.0), ())
         names = self._stuck.names if named is None else gradient_stats.Names(named)
-        # Once a loss of this iteration is scaled, gradients are no longer what the last one left.
+        # Once a loss of this iteration is scaled, gradients of the last one may have changed.
         return self._findings.report(names, last=not self._findings.has_scaled())
 
 
 def findings_of(scaler: ScalerProperties) -> Findings:
-    """The findings of a scaler that is enabled, for whoever steps by those of several."""
+    """Return the findings of an enabled scaler, for code that combines those of several."""
     return scaler._findings

@@ -1,4 +1,4 @@
-"""`scale_rule.step` on a device: state and findings are tensors, and nobody waits for them."""
+"""`scale_rule.step` on a device: state and findings are tensors, and the host does not wait."""
 
 from typing import Any
 
@@ -13,22 +13,22 @@ _TAME = 4.0
 
 
 def counted(state: ScaleState) -> tuple[Any, Any, Any]:
-    """The counts as a device keeps them: skips in a row, overflows among these, all skips."""
+    """Return the counts as tensors hold them: skips in a row, overflows among them, all skips."""
     return state.skips, state.skips - state.spoiled, state.skipped
 
 
 def state_of(scale: Any, tracker: Any, skips: Any, overflows: Any, skipped: Any) -> ScaleState:
-    """The state as Python numbers, from a scale, a tracker and counts of `counted`."""
+    """Return the state as Python numbers, from a scale, a tracker and counts of `counted`."""
     counts = map(int, (tracker, skips, skips - overflows, skipped))
     return ScaleState(scale, *counts)
 
 
 def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the bars of a finding, float32 [6], and the one of them that says whose fault it was.
+    """Make the thresholds of a finding, float32 [6], and a view of the second one, float32 [].
 
-    A finding above the first three adds to the three counts; one above the last three lets a count
-    go on. The second bar, float32 [], is 0, and NaN or 1 if a loss was not finite: no finding is
-    above it then, and no overflow is counted.
+    A finding above the first three adds 1 to the three counts; one above the last three keeps a
+    count. The second threshold is 0, and NaN or 1 if a loss was not finite: no finding is above it
+    then, and no overflow is counted.
     """
     bars = torch.zeros(6, device=device)
     bars.select(0, 5).fill_(-1.0)
@@ -36,11 +36,14 @@ def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def regular(rule: ScaleRule, state: ScaleState) -> bool:
-    """True for a state that the rule leads to; not past a lowered interval, nor out of its bounds.
+    """Return whether the rule can lead to a state: within the bounds and the growth interval.
 
     Args:
         rule: the constants.
         state: as Python numbers.
+
+    Returns:
+        False if the state is out of its bounds, or past an interval that was lowered.
     """
     inside = rule.min_scale <= scale_rule.as_float32(state.scale) <= rule.max_scale
     return bool(inside and state.tracker < rule.interval)
@@ -108,7 +111,7 @@ def _by_kernel(
     loss: torch.Tensor | None,
     bars: torch.Tensor,
 ) -> None:
-    """The same in a quarter of the launches, by the kernel that torch.amp uses."""
+    """Do the same in a quarter of the launches, by the kernel that torch.amp uses."""
     above = torch.gt(found, bars, out=torch.empty_like(bars))  # 1 or 0, float32
     more, goes_on = above.view(2, 3).unbind()
     torch.addcmul(more, goes_on, counts, out=counts)

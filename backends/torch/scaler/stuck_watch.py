@@ -1,4 +1,4 @@
-"""`StuckWatch`: says of a loss scaler that it skips one step after the other."""
+"""`StuckWatch`: warns, raises or calls a function when a loss scaler skips step after step."""
 
 import torch
 
@@ -9,12 +9,12 @@ from polymp.scaling.scale_rule import ScaleState
 
 
 class StuckWatch:
-    """Does what `on_stuck` says, once in each row of skips.
+    """The reaction of a scaler to `stuck_after` skips in a row, once in each row.
 
     Args:
         findings: the scaler's.
         names: of parameters, for the report.
-        told: of which row of skips it was said: how many skips came before the row.
+        told: the row of skips that was reported, by the number of skips before it; None if none.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class StuckWatch:
         self._name = async_read.listen(self._updated)
 
     def updated(self) -> None:
-        """Note an update of the state on the device, be it in code that is being compiled."""
+        """Note an update of the state on the device, in compiled code, too."""
         state = self.findings.state.tensors()
         if torch.compiler.is_compiling():
             async_read.tell(self._name, *state)
@@ -41,7 +41,7 @@ class StuckWatch:
             self.look(device_state.arriving.seen)
 
     def look(self, state: ScaleState) -> None:
-        """Say that the scaler is stuck, if the state has that many skips in a row."""
+        """React if the state has `stuck_after` skips in a row, and this row had no reaction yet."""
         options = self.findings.options
         stuck = state.skips >= options.stuck_after
         row = state.skipped - state.skips if stuck else None  # skips before it

@@ -1,6 +1,7 @@
 """Gradients of one optimizer: gather them, multiply them by the inverse scale, find Inf and NaN.
 
-Lists of tensors in, findings out, one for each device, float32 []. Nothing here waits for a device.
+A finding is float32 [], one for each device: 0 if all gradients there are finite. The host does not
+wait for it.
 """
 
 from collections import defaultdict
@@ -14,9 +15,11 @@ from polymp.backends.torch.compat import dtensor, optimizers
 
 
 class OnDevices:
-    """Copies of a scalar tensor, one for each device that asks.
+    """Copies of a scalar tensor on other devices, made when they are needed.
 
-    On its own device it is a copy, too, unless nobody will write to it.
+    Args:
+        master: the tensor.
+        copy: True to make a copy on its own device, too, because copies will be written.
     """
 
     def __init__(self, master: torch.Tensor, *, copy: bool = True) -> None:
@@ -25,29 +28,29 @@ class OnDevices:
         self.copies: dict[torch.device, torch.Tensor] = {}
 
     def get(self, device: torch.device) -> torch.Tensor:
-        """The device's copy."""
+        """Return the copy on a device."""
         if device not in self.copies:
             self.copies[device] = moved(self.master, device, copy=self.copy)
         return self.copies[device]
 
 
 def moved(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> torch.Tensor:
-    """The tensor on a device, without waiting if that can be.
+    """Move a tensor to a device without waiting, except to the CPU.
 
-    On its way to the CPU it can not: torch would let go on before the values are there.
+    There torch would return before the values have arrived.
     """
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Every parameter of the optimizer, in its order."""
+    """Return every parameter of the optimizer, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def either(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The largest of some findings, float32 [] on one device; None if there are none.
+    """Return the largest of findings on one device, float32 []; None if there are none.
 
-    It is the finding itself where there is one, be it given once or more often.
+    If all are one tensor, that tensor is returned.
     """
     found = None
     for finding in findings:
@@ -64,19 +67,19 @@ def unscale(
     found: torch.Tensor,
     float16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Multiply every gradient by `inverse`, in place, and find what was not finite before.
+    """Multiply every gradient by `inverse`, in place, and find Inf and NaN in what it was before.
 
     Args:
-        optimizer: whose parameters' gradients they are; those without are passed over.
+        optimizer: whose parameters' gradients they are; parameters without one are left out.
         inverse: float32 [].
-        found: float32 []; what is known already, 0 if nothing.
-        float16: whether gradients may be float16.
+        found: float32 []; a finding from before, else 0.
+        float16: whether float16 gradients are allowed.
 
     Returns:
         The finding of each device that has gradients: float32 [], 0 if all were finite.
 
     Raises:
-        ValueError: a gradient is float16 and may not be; nothing has changed then.
+        ValueError: a gradient is float16 and that is not allowed; nothing has changed then.
     """
     inverses, founds = OnDevices(inverse, copy=False), OnDevices(found)
 
@@ -110,7 +113,7 @@ def unscale(
 def overflows(
     optimizer: torch.optim.Optimizer, divisor: torch.Tensor
 ) -> dict[torch.device, torch.Tensor]:
-    """Find gradients that divided by `divisor` are not finite; nothing is written to them.
+    """Find gradients whose quotient by `divisor` is not finite; none is written.
 
     The largest magnitude of a gradient is divided, as torch's fused optimizers divide: in float32,
     or in float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
@@ -141,16 +144,16 @@ def overflows(
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients that there are."""
+    """Return the gradients of the optimizer's parameters that have one."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return [g for g in grads if g is not None]
 
 
 def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
-    """True if one call of the kernel can take all of them, if none is sparse.
+    """Return whether one call of the kernel can take all gradients, unless one is sparse.
 
-    The kernel is given all the tensors before it touches any, and refuses them if one is sparse:
-    to look for that here would cost as much as gathering them.
+    The kernel checks all tensors before it writes any, and raises if one is sparse: to check it
+    here would cost as much as gathering the gradients.
     """
     return (
         len(dtypes) == 1
@@ -169,12 +172,12 @@ def _on_one_device(grads: list[torch.Tensor]) -> bool:
 
 @cache
 def _only_cpu() -> bool:
-    """True where there is no accelerator that a gradient could be on."""
+    """Return whether there is no accelerator that a gradient could be on."""
     return not torch.accelerator.is_available()
 
 
 def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
-    """The values of all gradients, in lists of one device and dtype."""
+    """Return the values of all gradients, in lists of one device and dtype."""
     kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for param in parameters(optimizer):
         if param.grad is not None:
@@ -190,7 +193,7 @@ def _unscale_each(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch
 
 
 def _values(param: torch.Tensor) -> torch.Tensor:
-    """What of a parameter's gradient can be multiplied in place, as a dense real tensor."""
+    """Return the values of a parameter's gradient as a dense real tensor that can be written."""
     grad = param.grad
     assert grad is not None
     if dtensor.is_partial(grad):  # only the sums can be judged, and the step needs them anyway

@@ -101,7 +101,7 @@ class _Baked(subclass.Extension):
 
     KEY = "_polymp_bake"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         trace = self.__dict__.get(self.KEY)
         mode = export.proxy_mode()
         if (

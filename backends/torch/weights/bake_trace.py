@@ -48,10 +48,10 @@ class Trace:
             (op, functools.partial(self._shown, op)) for op in dispatcher.all_ops()
         )
 
-    def _shown(self, op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
+    def _shown(self, op: torch._ops.OpOverload, /, *args: object, **kwargs: object) -> Any:
         """The op's result, its parts recorded one by one; NotImplemented to have it recorded."""
         if self._casting and op is torch.ops.aten.to.dtype:
-            return self._cast(op, *args, **kwargs)
+            return self._cast(op, args, kwargs)
         if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
             with export.unrecorded():  # the compiled kernel asks what cuDNN can do, say
                 return op(*args, **kwargs)
@@ -73,8 +73,9 @@ class Trace:
         finally:
             self._casting = outer
 
-    def _cast(self, op: Any, t: torch.Tensor, dtype: torch.dtype, *rest: Any, **named: Any) -> Any:
-        """A cast that autocast makes; of a parameter, the one that there is already."""
+    def _cast(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        """Make a cast for autocast; of a parameter, return the one that there is already."""
+        t, dtype, *rest = args
         if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
             return NotImplemented
         tracer = export.proxy_mode().tracer  # a branch has a graph of its own
@@ -83,7 +84,7 @@ class Trace:
         if key not in self._casts:
             self._casting = False
             try:
-                self._casts[key] = tracer, t, op(t, dtype, *rest, **named)
+                self._casts[key] = tracer, t, op(t, dtype, *rest, **kwargs)
             finally:
                 self._casting = True
         return self._casts[key][-1]

@@ -8,6 +8,7 @@ answer, is not known here.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -223,7 +224,7 @@ class Asks(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _harmless(frame: Any) -> bool:
+def _harmless(frame: FrameType) -> bool:
     return code_origin.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS
 
 

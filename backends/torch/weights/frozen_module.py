@@ -32,7 +32,7 @@ class FrozenModule(subclass.Extension):
 
     KEY = "_polymp_freeze"
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
         frozen_for = self.__dict__.get(FrozenModule.KEY)
         if frozen_for is None:
@@ -79,7 +79,7 @@ def _fits(
         return False
     if is_same(ticket, scoped, dtype, *code):
         return True
-    region = regions.known[ticket][0]
+    region = regions.prepared.by_ticket[ticket][0]
     policy = policy_code.policy_at(region.device, *code)
     here = _spelled(region.device, dtype_names.NAMES[dtype], policy)
     frozen = _spelled(region.device, region.dtype, region.policy)
@@ -91,7 +91,7 @@ def _fits(
 
 def is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
     """True if the region that a dtype and policies stand for is the ticket's; see `_fits`."""
-    region = regions.known[ticket][0]
+    region = regions.prepared.by_ticket[ticket][0]
     policy = policy_code.policy_at(region.device, *code)
     same = scoped or policy is region.policy or policy == region.policy
     return same and dtype is dtype_names.DTYPES[region.dtype]

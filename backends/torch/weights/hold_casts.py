@@ -181,7 +181,7 @@ class _Loaded:
     def __init__(self, block: hold_casts | None = None) -> None:
         self.block = block
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         if self.block is not None:
             self.block.invalidate()
 

@@ -27,12 +27,14 @@ Vocabulary = dict[str, Any]
 
 KEYS = {
     "aten": list,
+    "kernels": list,
     "jax": list,
     "functions": list,
     "traces": list,
     "fp32": str,
     "note": str,
     "picks": bool,
+    "chooses": bool,
 }
 VARIANTS = (
     "dot_general:unbatched",
@@ -116,7 +118,7 @@ def _in_jax(op: dict[str, Any]) -> bool:
 
 def malformed(vocabulary: Vocabulary) -> Iterator[str]:
     for kind, entry in vocabulary.items():
-        if entry.keys() - {"moves"} != {"summary", "ops"} or not entry["ops"]:
+        if entry.keys() - {*rules.CLASS_TRAITS} != {"summary", "ops"} or not entry["ops"]:
             yield f"class {kind} needs a summary and ops, and has {', '.join(entry)}"
         elif not entry["summary"].endswith("."):
             yield f"class {kind}: the summary is no sentence"
@@ -137,7 +139,7 @@ def unsorted(vocabulary: Vocabulary) -> Iterator[str]:
 
 
 def twice(vocabulary: Vocabulary) -> Iterator[str]:
-    everything = {key: _names(vocabulary, key) for key in ("aten", "jax", "functions")}
+    everything = {key: _names(vocabulary, key) for key in ("aten", "kernels", "jax", "functions")}
     everything["op"] = [name for entry in vocabulary.values() for name in entry["ops"]]
     for key, names in everything.items():
         yield from (f"{key} {name}" for name, count in Counter(names).items() if count > 1)
@@ -233,6 +235,14 @@ def unknown_overloads(vocabulary: Vocabulary) -> Iterator[str]:
             yield f"{name} is not registered"
         elif overload._schema.is_mutable:
             yield f"{name} writes in place"
+
+
+def unknown_kernels(vocabulary: Vocabulary) -> Iterator[str]:
+    import torch
+
+    for name in sorted(_names(vocabulary, "kernels")):
+        if not hasattr(torch.ops.aten, name):
+            yield f"{name} is no op of aten"
 
 
 def missing_overloads(vocabulary: Vocabulary) -> Iterator[str]:
@@ -538,6 +548,12 @@ CHECKS = {
         "exp.no_such is not registered",
         ("torch",),
     ),
+    "kernels exist": Check(
+        unknown_kernels,
+        _put("softmax", "softmax", kernels=["_soft"]),
+        "_soft is no op of aten",
+        ("torch",),
+    ),
     "overloads return": Check(
         unknown_overloads, _put("power", "exp", aten=["exp_"]), "exp_ writes in place", ("torch",)
     ),
@@ -639,3 +655,10 @@ def test_ops_that_pick_are_of_the_class_that_does() -> None:
     assert words.picks("take")
     assert not words.picks("linear")
     assert not words.picks("")
+
+
+def test_ops_that_choose_return_one_of_their_operands_numbers() -> None:
+    words = rules.vocabulary()
+    assert all(map(words.chooses, ("clamp", "where", "cat", "pad")))
+    assert not words.chooses("add")
+    assert not words.chooses("")

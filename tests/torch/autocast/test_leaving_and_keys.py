@@ -130,7 +130,7 @@ def test_policies_are_equal_and_hash_alike_after_a_pickle_from_another_process()
 
 def test_dtypes_that_the_core_lacks_count_for_nothing() -> None:
     widest = Policy("w", (Row("cat", Rule.WIDEST), Row("exp", Rule.FP32_KEEP)))
-    region = regions.known[autocast("cpu")._ticket][0]
+    region = regions.prepared.by_ticket[autocast("cpu")._ticket][0]
     assert widest.decide("cat", ["float8_e4m3fnuz", "bfloat16"], region).run == "bfloat16"
     assert widest.decide("exp", ["float8_e4m3fnuz"], region).out is None
 

@@ -87,7 +87,7 @@ def test_threads_with_one_model_and_with_two(x: torch.Tensor) -> None:
     for ours, theirs in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert not torch.equal(results[0][0], results[0][2])
-    assert not held_casts.weights
+    assert not held_casts.held.by_id
 
 
 def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None:
@@ -99,8 +99,8 @@ def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None
             assert (hold.made, inner.made) == (6, 0)
             assert inner.saved == 6
         loss_of(model, x)
-        assert hold.made == 6 == len(held_casts.weights)
-    assert (hold.made, hold.bytes, len(held_casts.weights)) == (6, 0, 0)
+        assert hold.made == 6 == len(held_casts.held.by_id)
+    assert (hold.made, hold.bytes, len(held_casts.held.by_id)) == (6, 0, 0)
     assert repr(hold) == "hold_casts(Net): 6 casts made, 12 saved, not open"
     with torch.no_grad(), hold:
         loss_of(model, x)
@@ -293,7 +293,7 @@ def test_entering_that_fails_leaves_nothing_behind(model: Net, x: torch.Tensor) 
         {d: loan.blocks for d, loan in kernel_registry.now.loans.items()},
     )
     assert before == after
-    assert not held_casts.weights
+    assert not held_casts.held.by_id
     assert not model._load_state_dict_post_hooks
     with hold_casts(model):
         loss_of(model, x)
@@ -330,7 +330,7 @@ def test_a_scripted_module_is_refused() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(TypeError, match=r"Give it the module that was scripted"):
         hold_casts(scripted)
-    assert not held_casts.weights
+    assert not held_casts.held.by_id
 
 
 def test_nothing_is_held_where_entering_fails(
@@ -344,7 +344,7 @@ def test_nothing_is_held_where_entering_fails(
     before = set(kernel_registry.installed("cpu"))
     with pytest.raises(OSError, match="no hook"), hold_casts(model, other):
         pass
-    assert not held_casts.weights
+    assert not held_casts.held.by_id
     assert not model._load_state_dict_post_hooks
     assert set(kernel_registry.installed("cpu")) == before
 

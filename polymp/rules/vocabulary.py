@@ -12,12 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from polymp.errors import PolicyError
 
 # The class of ops that users register without saying one.
 CUSTOM = "custom"
+
+# What `policies/vocabulary.toml` may say of a class besides its summary.
+CLASS_TRAITS = ("moves", "products", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +61,19 @@ class Vocabulary:
         ops: by our name.
         kinds: the classes, with a sentence on what their members share.
         moving: classes that compute nothing: their ops move, pick or compare numbers.
+        traits: by trait, the classes that have it; see `policies/vocabulary.toml`.
         registered: names of ops that were added, in order.
     """
 
     def __init__(
-        self, kinds: Mapping[str, str], ops: Iterable[Op], moving: Iterable[str] = ()
+        self,
+        kinds: Mapping[str, str],
+        ops: Iterable[Op],
+        traits: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
         self.kinds = dict(kinds)
-        self.moving = frozenset(moving)
+        self.traits = traits
+        self.moving = traits.get("moves", frozenset())
         self.ops: dict[str, Op] = {}
         self.registered: list[str] = []
         self._aten: dict[str, str] = {}
@@ -233,7 +242,10 @@ def vocabulary() -> Vocabulary:
             for kind, entry in data.items()
             for name, spellings in entry["ops"].items()
         ),
-        (kind for kind, entry in data.items() if entry.get("moves")),
+        {
+            trait: frozenset(kind for kind, entry in data.items() if entry.get(trait))
+            for trait in CLASS_TRAITS
+        },
     )
 
 

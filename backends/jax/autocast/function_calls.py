@@ -159,14 +159,14 @@ def _ruled(frame: Frame, eqn: Any) -> _Ruled | None:
     """The section that an equation belongs to: the outermost function that a row speaks of."""
     if frame.region.policy is AS_CALLED:
         return None
-    region = None
+    words, region = vocabulary(), None
     for found in FUNCTIONS.of(eqn):
         if region is None:
             region, _ = frame.planner.stacks.place(eqn.source_info.name_stack, frame.region)
         if not region.enabled:
             return None
-        kind, rule = vocabulary().ops[found.op].kind, _rule(found.op, region)
-        if rule is Rule.LOWER and kind in op_facts.WITH_PRODUCTS:
+        kind, rule = words.ops[found.op].kind, _rule(found.op, region)
+        if rule is Rule.LOWER and kind in words.traits["products"]:
             continue
         if rule is not Rule.PARTS or kind in op_facts.AS_WRITTEN:
             return _Ruled(found.op, found.call, region, found.inside)
@@ -191,7 +191,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     frame.stack = compat.no_scopes()  # those inside have their own
     floats = [k.dtype for k in known if k.dtype]
     hard, like = floats, None
-    if vocabulary().ops[section.op].kind in op_facts.WITH_PARAMETERS:
+    if vocabulary().ops[section.op].kind in vocabulary().traits["parameters"]:
         pairs = zip(known, section.invars, strict=True)
         main = [(k, v.aval.shape) for k, v in pairs if k.dtype and not k.is_parameter]
         hard = [k.dtype for k, _ in main if k.dtype] or floats

@@ -65,10 +65,3 @@ OPAQUE = frozenset(
 # Classes of ops that JAX has no low kernels for: their functions run as written, unless a policy
 # says otherwise, and the products inside them are not the user's to lower.
 AS_WRITTEN = frozenset({"linear_algebra", "fft"})
-
-# Classes of functions that have parameters, such as gains, which do not say what comes out.
-WITH_PARAMETERS = frozenset({"normalisation"})
-
-# Classes of functions that are products round a softmax: run low, each part follows its own rule,
-# as in torch's kernels, whose softmax is float32 inside.
-WITH_PRODUCTS = frozenset({"attention"})

@@ -117,7 +117,7 @@ def _in_jax(op: dict[str, Any]) -> bool:
 
 def malformed(vocabulary: Vocabulary) -> Iterator[str]:
     for kind, entry in vocabulary.items():
-        if entry.keys() - {"moves"} != {"summary", "ops"} or not entry["ops"]:
+        if entry.keys() - {*rules.CLASS_TRAITS} != {"summary", "ops"} or not entry["ops"]:
             yield f"class {kind} needs a summary and ops, and has {', '.join(entry)}"
         elif not entry["summary"].endswith("."):
             yield f"class {kind}: the summary is no sentence"

@@ -40,6 +40,7 @@ class Op:
         fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
         rule: of a registered op, what it does where a policy does not speak of it.
         picks: True if it picks numbers and changes none: run low, what it picked is rounded.
+        chooses: True if each of its results is one of the numbers that it is given.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Op:
     fp32: str = ""
     rule: str = ""
     picks: bool = False
+    chooses: bool = False
 
 
 class Vocabulary:
@@ -147,6 +149,11 @@ class Vocabulary:
         """True if an op of that name picks numbers and changes none; see `Op`."""
         op = self.ops.get(name)
         return op is not None and op.picks
+
+    def chooses(self, name: str) -> bool:
+        """True if each result of an op of that name is one of the numbers that it is given."""
+        op = self.ops.get(name)
+        return op is not None and op.chooses
 
     def within(self, inner: str, outer: str) -> bool:
         """True if selector `inner` speaks only of ops that `outer` speaks of too.
@@ -260,4 +267,5 @@ def _op(name: str, kind: str, spellings: Mapping[str, Any]) -> Op:
         spellings.get("note", ""),
         spellings.get("fp32", ""),
         picks=spellings.get("picks", False),
+        chooses=spellings.get("chooses", False),
     )

@@ -50,9 +50,6 @@ INDEPENDENT = frozenset(
 )
 FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
 
-# Return one of their operands' numbers, so a constant beyond a dtype's range may be clamped to it.
-CHOICES = frozenset("clamp concatenate max min pad select_n stack".split())
-
 # Hold a program of their own that is not the user's to rewrite: run as written, without a word.
 OPAQUE = frozenset(
     """

@@ -127,7 +127,7 @@ def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) ->
         reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
     returns = tuple(finals) if finals != writes else None
     origin, number = promotion.origin(eqn, op, known)
-    adds = op in promotion.ADDITIONS and all(
+    adds = op_of(op) == "add" and all(
         k.product or k.origin is not Origin.COMPUTED for k in known
     )
     # Spread over more elements, a product is no longer what a bias is added to.

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.autocast.known_functions import op_of
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fits, fixed
 from polymp.dtypes import FORMATS, widest
-
-ADDITIONS = ("add", "add_any")
+from polymp.rules.vocabulary import vocabulary
 
 
 def deciding(eqn: Any, op: str, known: Sequence[Known], weak: bool) -> tuple[str, ...]:
@@ -55,13 +55,13 @@ def alike(eqn: Any, op: str, known: Sequence[Known], weak: bool, fold: bool) -> 
             (k, a) for k, a, f in zip(known, atoms, dtypes, strict=True) if f == one and k.dtype
         ]
         hard = [k for k, a in members if not _follows(k, a, eqn, op, weak)]
-        if fold and op in ADDITIONS and _is_bias(hard):
+        if fold and op_of(op) == "add" and _is_bias(hard):
             hard = [k for k in hard if k.product]
         run = widest(k.dtype for k in hard or [k for k, _ in members] if k.dtype)
         for k, _ in members:
             if run in LOW and k.number is not None and not fits(k.number, run):
                 too_large = abs(float(k.number)) > FORMATS[run].max
-                if not (too_large and op in op_facts.CHOICES):
+                if not (too_large and vocabulary().chooses(op_of(op))):
                     run = "float32"
         groups[one] = run
     return groups
@@ -111,7 +111,7 @@ def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
         case Origin.MASK:
             return True
         case Origin.LITERAL:
-            return not atom.aval.shape or op in op_facts.CHOICES
+            return not atom.aval.shape or vocabulary().chooses(op_of(op))
         case Origin.GIVEN:  # a scalar tensor, among tensors with dimensions
             return not atom.aval.shape and any(v.aval.shape for v in eqn.outvars)
     return False

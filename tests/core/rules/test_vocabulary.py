@@ -34,6 +34,7 @@ KEYS = {
     "fp32": str,
     "note": str,
     "picks": bool,
+    "chooses": bool,
 }
 VARIANTS = (
     "dot_general:unbatched",
@@ -639,5 +640,6 @@ def test_ops_that_pick_are_of_the_class_that_does() -> None:
     assert {"embedding", "gather", "index"} <= picking
     assert {words.ops[name].kind for name in picking} == {"indexing"}
     assert words.picks("take")
+    assert words.chooses("where") and not words.chooses("add") and not words.chooses("")
     assert not words.picks("linear")
     assert not words.picks("")

@@ -640,6 +640,12 @@ def test_ops_that_pick_are_of_the_class_that_does() -> None:
     assert {"embedding", "gather", "index"} <= picking
     assert {words.ops[name].kind for name in picking} == {"indexing"}
     assert words.picks("take")
-    assert words.chooses("where") and not words.chooses("add") and not words.chooses("")
     assert not words.picks("linear")
     assert not words.picks("")
+
+
+def test_ops_that_choose_return_one_of_their_operands_numbers() -> None:
+    words = rules.vocabulary()
+    assert all(map(words.chooses, ("clamp", "where", "cat", "pad")))
+    assert not words.chooses("add")
+    assert not words.chooses("")

@@ -35,21 +35,22 @@ MEANS = {
     Rule.FP32: "computed in float32, and the result stays float32",
     Rule.FP32_KEEP: "computed in float32; the result goes back to the widest input dtype",
     Rule.WIDEST: "computed in the widest of the inputs' dtypes and the region's",
+    Rule.FIRST: "computed in the dtype of the first input",
     Rule.KEEP: "computed in the dtypes that come in",
     Rule.FORBID: "an error that names another op",
-    Rule.PARTS: "what the op is made of follows its own rules",
+    Rule.PARTS: "the ops that it is made of follow their own rules",
 }
 
 UNRULED = (
-    "Ops that are not here have no rule: they run in the dtypes of their inputs, and what they "
-    "are made of follows its own rules. Names are those of [the vocabulary](vocabulary.md); "
+    "Ops that are not listed have no row: they run in the dtypes of their inputs, and the ops that "
+    "they are made of follow their own rules. Names are those of [the vocabulary](vocabulary.md); "
     "[Policies](../policies.md) says which row wins."
 )
 SINGLE = "One overload of torch or primitive of JAX, with a row of its own:"
 NAMES = (
-    "The names by which policies speak of ops, in classes, and what each op is called in torch and "
-    "in JAX. An op that JAX has no primitive or function for says what it becomes in a trace. The "
-    "data is `policies/vocabulary.toml`."
+    "The names of ops in policies, by class, and what each op is called in torch and in JAX. Where "
+    "JAX has no primitive or function for an op, the table says what the op becomes in a trace. "
+    "The data is `policies/vocabulary.toml`."
 )
 
 
@@ -134,7 +135,7 @@ def policy_page(name: str) -> str:
 
 
 def rows(policy: Policy) -> Iterator[tuple[str, tuple[str, ...], Row]]:
-    """Op, dtypes and row, for all ops of the vocabulary that a row speaks of."""
+    """Op, dtypes and row, for all ops of the vocabulary that have a row."""
     for op in vocabulary().ops:
         by: dict[Row, list[str]] = {}
         for dtype in LOW:

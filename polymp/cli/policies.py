@@ -1,4 +1,4 @@
-"""What `policies`, `show` and `diff` find: policies and their rules as plain data.
+"""The data of `polymp policies`, `show` and `diff`: policies and their rules.
 
 torch is imported by `show --device` alone.
 """
@@ -39,10 +39,10 @@ def row_data(row: Row | None) -> Data | None:
 
 
 def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
-    """What a policy says of an op; equal answers are the same behaviour.
+    """The rule for an op as data; ops with equal answers run alike.
 
-    `detail` is, for fp32, how torch is to bring it about; for widest, what it does where float16
-    and bfloat16 meet; for forbid, the op to use instead; "" for the others.
+    `detail` is, for fp32, how torch applies it; for widest, what happens where float16 and bfloat16
+    meet; for forbid, the op to use instead; "" for the others.
     """
     if row is None:
         return {"rule": Rule.PARTS, "detail": ""}
@@ -114,7 +114,7 @@ def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Da
 def _against(
     policy: Policy, device: str, selector: str, ops: Sequence[Op], dtypes: Sequence[str]
 ) -> Data:
-    """The overloads in which a policy differs from what torch has compiled in for a device."""
+    """The overloads for which a policy differs from the kernels torch has compiled for a device."""
     backends.get("torch")
     from polymp.backends.torch.autocast import kernel_registry, torch_table
 

@@ -34,7 +34,7 @@ class Op:
         traces: without primitive and function, the ops that it becomes in a JAX trace.
         note: why a side is empty.
         fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
-        rule: of a registered op, what it does where a policy does not speak of it.
+        rule: of a registered op, how it runs under a policy that has no row for it.
         picks: True if it picks numbers and changes none: run low, what it picked is rounded.
     """
 
@@ -63,8 +63,8 @@ class Vocabulary:
     def __init__(
         self, kinds: Mapping[str, str], ops: Iterable[Op], moving: Iterable[str] = ()
     ) -> None:
-        self.kinds = dict(kinds)
-        self.moving = frozenset(moving)
+        self.kinds: dict[str, str] = dict(kinds)
+        self.moving: frozenset[str] = frozenset(moving)
         self.ops: dict[str, Op] = {}
         self.registered: list[str] = []
         self._aten: dict[str, str] = {}
@@ -95,6 +95,9 @@ class Vocabulary:
 
     def register(self, op: Op) -> None:
         """Add an op of the user's own, or the other framework's spelling of one.
+
+        Args:
+            op: with its spellings.
 
         Raises:
             PolicyError: its name, or one of its spellings, is there already.
@@ -140,11 +143,10 @@ class Vocabulary:
         return op is not None and op.picks
 
     def within(self, inner: str, outer: str) -> bool:
-        """True if selector `inner` speaks only of ops that `outer` speaks of too.
+        """True if every op that selector `inner` selects is selected by `outer` too.
 
         A spelling is within its op, an op within its class, each within itself, and everything
-        within "all". "default" holds nothing but itself, for it speaks only where nothing else
-        does.
+        within "all". Within "default", which is for ops that have no other row, is nothing else.
         """
         if outer in (inner, "all"):
             return True
@@ -162,7 +164,11 @@ class Vocabulary:
         return self.ops.get(known(name)) if known else None
 
     def check(self, selector: str, where: str) -> None:
-        """Refuse a selector that speaks of nothing.
+        """Refuse a selector that selects no op.
+
+        Args:
+            selector: of a row: an op, "class:NAME", a spelling, "all" or "default".
+            where: the row is, for messages.
 
         Raises:
             PolicyError: no such op or class; the message has the nearest names.
@@ -188,7 +194,7 @@ class Vocabulary:
             raise PolicyError(f"{where}: no op {selector!r}.{self.hint(selector)}")
 
     def hint(self, name: str) -> str:
-        """What may have been meant by an op's name: a sentence, or nothing."""
+        """A sentence on the op that may have been meant by a name, or nothing."""
         if name in self.kinds:
             return f" The class is written class:{name}."
         spelled = self.of_aten(name) or self.of_jax(name)

@@ -53,6 +53,11 @@ class Op:
 class Vocabulary:
     """All ops, by each of their names.
 
+    Args:
+        kinds: the classes, with a sentence on each.
+        ops: of the shipped vocabulary.
+        moving: names of the classes whose ops compute nothing.
+
     Attributes:
         ops: by our name.
         kinds: the classes, with a sentence on what their members share.

@@ -241,7 +241,7 @@ def test_show_on_a_device_says_what_differs_in_equal_rules(polymp):
     need("torch")
     _, out, _ = polymp("show", "amp", "--device", "cuda", "--op", "addcmul")
     assert table(out)["addcmul"] == ["widest (raise)", "widest (widen)", "torch-cuda"]
-    assert "where float16 and bfloat16 meet" in out
+    assert "widest where float16 meets bfloat16: (widen) runs in float32" in out
 
 
 @pytest.mark.parametrize("device", cli.DEVICES)
@@ -602,8 +602,8 @@ def test_drift_and_an_unused_gpu_are_noted():
     assert found["ok"]
     assert found["notes"] == [
         "an NVIDIA driver is loaded, but jax sees no GPU: is it a build for CPUs?",
-        "the table torch-cuda lacks newop: they run as torch has them.",
-        "torch lacks what the table torch-cuda has, oldop, older: not cast by default.",
+        "the table torch-cuda has no row for newop: they run by torch's own kernels.",
+        "the table torch-cuda has rows without a kernel in torch, oldop, older: not cast.",
     ]
     assert doctor.diagnose(facts())["notes"] == []
 
@@ -789,10 +789,13 @@ HOW = (
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("mt", "this is no MODULE:FUNCTION, as train:example for the function example in train.py"),
+        (
+            "mt",
+            "this is not MODULE:FUNCTION, as train:example for the function example in ",
+        ),
         ("mt.py:example", "train.py. Write mt:example."),
         ("a/mt.py", "train.py. Write a.mt:example."),
-        ("mt:", "this is no MODULE:FUNCTION"),
+        ("mt:", "this is not MODULE:FUNCTION"),
         ("none_such:example", "there is no module 'none_such', neither installed nor in "),
         ("mt.inner:example", "there is no module 'mt.inner', neither installed nor in "),
         ("broken:example", "importing broken failed: ModuleNotFoundError: No module named 'noth"),

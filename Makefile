@@ -57,6 +57,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	.venv/bin/pydoclint --config=pyproject.toml $(DOCUMENTED)
+	$(PY) -m ruff check --preview --select DOC501 $(DOCUMENTED)
 	$(PY) -m pytest -q tests/core/test_layers.py tests/core/test_docstrings.py
 
 types: $(READY)

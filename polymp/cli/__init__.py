@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        drawn = not args.json and args.command != "check"
-        if drawn and importlib.util.find_spec("rich") is None:
-            raise UsageError("tables need the rich package: pip install 'polymp[cli]', or --json.")
+        drawn = _is_drawn(args)
         data = args.collect(args)
     except (PolicyError, BackendMissingError, UsageError) as error:
         print(f"polymp: {error}", file=sys.stderr)
@@ -162,6 +160,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"time to measure for; {product_times.BUDGET} if left out",
     )
     return parser
+
+
+def _is_drawn(args: argparse.Namespace) -> bool:
+    """True if the command draws tables, for which rich has to be installed."""
+    drawn = not args.json and args.command != "check"
+    if drawn and importlib.util.find_spec("rich") is None:
+        raise UsageError("tables need the rich package: pip install 'polymp[cli]', or --json.")
+    return drawn
 
 
 def _region_dtype(given: str) -> str:

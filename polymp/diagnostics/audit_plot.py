@@ -107,7 +107,7 @@ def audit_figure(
     dtype: object = None,
     dark: bool = False,
 ) -> "Figure":
-    """Draw an audit; see `Audit.plot`."""
+    """Draw an audit; see `Audit.plot`, which raises the same."""
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links of pages to files outside of docs/ lead somewhere in the site, too.
+"""A hook of mkdocs: links of pages to files outside of docs/ become links of the site.
 
 The pages are read in the repository as well, where `../policies/amp.toml` is a file. In the site
 
@@ -7,10 +7,10 @@ The pages are read in the repository as well, where `../policies/amp.toml` is a 
     CHANGELOG.md            is changelog.md; so are CONTRIBUTING.md and SECURITY.md
     polymp/jax.py           is api/jax.md, which pages.py makes; so are the other public modules
     docs/NAME.md            is NAME.md; for links of the changelog
-    any other file          is looked at where the repository is, if `repo_url` is set; otherwise
-                            the site has a copy of it, under files/
+    any other file          is a link to the repository, if `repo_url` is set; otherwise to a copy
+                            in the site, under files/
 
-A link to what is not there stays as it is, and mkdocs warns.
+A link to a file that does not exist stays as it is, and mkdocs warns.
 """
 
 import posixpath

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages that are made of the repository's data.
+"""A hook of mkdocs: pages made from the repository's data.
 
     tables/NAME.md        a shipped policy: the rule of every op, and its file
     tables/vocabulary.md  the ops, and what they are called in torch and in JAX
@@ -30,17 +30,6 @@ MODULES = ("polymp", "polymp.torch", "polymp.jax", "polymp.testing")
 OPTIONAL = ("seeing.md", "testing.md", "api/testing.md")
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
-
-MEANS = {
-    Rule.LOWER: "computed in the region's dtype",
-    Rule.FP32: "computed in float32, and the result stays float32",
-    Rule.FP32_KEEP: "computed in float32; the result goes back to the widest input dtype",
-    Rule.WIDEST: "computed in the widest of the inputs' dtypes and the region's",
-    Rule.FIRST: "computed in the dtype of the first input",
-    Rule.KEEP: "computed in the dtypes that come in",
-    Rule.FORBID: "an error that names another op",
-    Rule.PARTS: "the ops that it is made of follow their own rules",
-}
 
 UNRULED = (
     "Ops that are not listed have no row: they run in the dtypes of their inputs, and the ops that "
@@ -113,13 +102,13 @@ def policy_page(name: str) -> str:
         kind = vocabulary().ops[op].kind
         found.setdefault((row.rule, dtype), {}).setdefault((kind, row.source), []).append(op)
     counts = [
-        [f"[`{rule}`](#{_anchor(rule, dtypes)})", MEANS[rule], str(sum(map(len, ops.values())))]
+        [f"[`{rule}`](#{_anchor(rule, dtypes)})", rule.phrase, str(sum(map(len, ops.values())))]
         for (rule, dtypes), ops in sorted(found.items(), key=_order)
     ]
-    text += [*_table(["rule", "the op is", "ops"], counts)]
+    text += [*_table(["rule", "an op with this rule", "ops"], counts)]
     text += [UNRULED, ""]
     for (rule, dtypes), ops in sorted(found.items(), key=_order):
-        means = f"{MEANS[rule][0].upper()}{MEANS[rule][1:]}."
+        means = f"An op with this rule {rule.phrase}."
         text += [f"## {_title(rule, dtypes)}", "", means, ""]
         lines = [
             [kind, _code(sorted(names)), _page(source)] for (kind, source), names in ops.items()

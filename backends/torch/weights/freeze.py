@@ -173,8 +173,8 @@ def freeze(
     scoped = frozen_for.scope is not None
     if enabled and not is_same(region._ticket, scoped, low, *policy_code.in_force()):
         raise PolicyError(
-            f"freeze(): called in a region for {dtype_names.NAMES[low]}, and {name} is to be frozen "
-            f"for {region!r}. Call freeze() outside of regions."
+            f"freeze(): called in a region for {dtype_names.NAMES[low]}, and {name} is to be "
+            f"frozen for {region!r}. Call freeze() outside of regions."
         )
     groups = freezable.groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()

@@ -127,16 +127,20 @@ def compare(name: str, text: job.Text, args: argparse.Namespace) -> tuple[Parity
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare in every dtype that was asked for, and print how far the models are apart."""
     flags = job.Parser("compare_models.py", allow_abbrev=False, description=__doc__.splitlines()[0])
-    flags.add_argument("--dtypes", default="fp32,bf16,fp16", help="what to compare in")
+    flags.add_argument(
+        "--dtypes",
+        type=job.dtype_names,
+        default=",".join(job.DTYPES),
+        help="what to compare in",
+    )
     for size, default in (("batch", 2), ("context", 8), ("width", 16), ("layers", 1), ("heads", 2)):
         flags.add_argument(f"--{size}", type=job.whole(1), default=default)
     args = flags.parse_args(argv)
     args.seed, args.steps, args.lr = 0, STEPS, RATE
-    names = args.dtypes.split(",")
-    if not {*names} <= {*DTYPES} or args.width % args.heads:
-        flags.error("--dtypes are some of fp32,bf16,fp16, and --heads divide --width")
+    if args.width % args.heads:
+        flags.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     text = job.read(None, args.context)
-    for name in names:
+    for name in args.dtypes:
         start = time.perf_counter()
         try:
             once, trained = compare(name, text, args)

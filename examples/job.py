@@ -13,6 +13,8 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from polymp import dtypes
+
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -47,7 +49,7 @@ def parser(prog: str, about: str) -> Parser:
     add = flags.add_argument
     add("--text", type=Path, metavar="FILE", help="learn this text, not Python's documentation")
     add("--device", default="cpu", help="where to train")
-    add("--dtypes", type=_dtypes, default=",".join(DTYPES), help="what to train in, in order")
+    add("--dtypes", type=dtype_names, default=",".join(DTYPES), help="what to train in, in order")
     add("--steps", type=whole(1), default=1000, help="optimizer steps for each dtype")
     add("--batch", type=whole(1), default=12, help="sequences in a step")
     add("--context", type=whole(1), default=32, help="bytes in a sequence")
@@ -252,8 +254,14 @@ def _positive(given: str) -> float:
     return value
 
 
-def _dtypes(given: str) -> tuple[str, ...]:
-    names = tuple(given.split(","))
+def dtype_names(given: str) -> tuple[str, ...]:
+    """The dtypes that an argument lists, with commas, each by the name that tables print.
+
+    Raises:
+        argparse.ArgumentTypeError: one is another dtype, or is there twice.
+    """
+    short = {dtypes.FULL[name]: name for name in DTYPES}
+    names = tuple(short.get(dtypes.FULL.get(name, ""), name) for name in given.split(","))
     if not set(names) <= set(DTYPES) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(
             f"got '{given}', give one or more of {','.join(DTYPES)}, each once, "

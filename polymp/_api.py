@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from polymp import backends
+from polymp import backends, dtypes
 from polymp.diagnostics.report import Report
 from polymp.rules import decision_log
 from polymp.rules.decision_log import Decisions
@@ -37,7 +37,9 @@ def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
         The report.
 
     Raises:
-        TypeError: `fn` is not callable, or nothing says which framework it is for.
+        TypeError: `fn` is not callable, nothing says which framework it is for, or `dtype` is
+            neither a string nor a dtype.
+        ValueError: `dtype` is no float dtype that is known.
     """
     if fn is None:
         raise TypeError(
@@ -52,6 +54,8 @@ def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
             "framework this is for. Call polymp.torch.explain or polymp.jax.explain."
         )
     backends.get(name)
+    if kwargs.get("dtype") is not None:
+        kwargs["dtype"] = dtypes.name(kwargs["dtype"], what="explain(): dtype")
     if name == "torch":
         from polymp.backends.torch.diagnostics.explain import explain as in_torch
 

@@ -1,11 +1,15 @@
-"""Float formats as records.
+"""Float dtypes by name, and the format of each as a record.
 
-A format is known by its full name ("bfloat16"). A record holds the three widths and the one flag
-that a standard gives; every other number is derived from them. `widest` joins formats. Nothing
-here knows a framework's dtype objects.
+    name(value)  the full name of a dtype that a user wrote: "fp16", torch.float16, np.float16
+    get(name)    its format: the three widths and the one flag that a standard gives
+    widest(names)  the narrowest dtype that holds all of them
+
+Every other number of a format is derived from the record. No framework is imported: a dtype object
+is known by the name that it gives itself.
 """
 
 import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,7 +46,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the stored exponent."""
+        """The number that is subtracted from the stored exponent."""
         return int(2 ** (self.exponent - 1)) - 1
 
     @property
@@ -85,8 +89,71 @@ FORMATS: dict[str, Format] = {
 }
 
 
+# Other names of the dtypes. "float8_e4m3" is none: in jax it is a format of its own.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "float8_e4m3fn": ("fp8_e4m3", "fp8_e4m3fn", "e4m3", "e4m3fn"),
+    "float8_e5m2": ("fp8_e5m2", "e5m2"),
+    "float16": ("fp16", "half", "f16"),
+    "bfloat16": ("bf16",),
+    "float32": ("fp32", "f32", "float", "single"),
+    "float64": ("fp64", "f64", "double"),
+}
+FULL: dict[str, str] = {alias: full for full, names in ALIASES.items() for alias in (full, *names)}
+
+
+def name(value: object, accepted: Iterable[str] = FORMATS, what: str = "dtype") -> str:
+    """Return the full name of a dtype.
+
+        name("fp16") == name(torch.half) == name(jnp.float16) == name("float16") == "float16"
+
+    Args:
+        value: a full name, an alias ("fp16", "f16", "half", "bf16", "fp32", "float", ...), a name
+            with "torch." in front, or a dtype or scalar type of torch, jax, ml_dtypes or numpy.
+        accepted: full names of the dtypes that are accepted where the value was given.
+        what: the value is, for messages, such as "explain(): dtype".
+
+    Returns:
+        The name as numpy, ml_dtypes, torch and jax spell it, such as "bfloat16".
+
+    Raises:
+        TypeError: `value` is neither a string nor a dtype.
+        ValueError: it is another dtype than the accepted ones, or none; the message lists those,
+            with the alias of each that is used most.
+    """
+    accepted = tuple(accepted)
+    given = _spelled(value)
+    found = FULL.get(given, "")
+    if found in accepted:
+        return found
+    said = reprlib.repr(value) if isinstance(value, str) or not given else given
+    names = [f"{full} ({ALIASES[full][0]})" for full in accepted]
+    instead = f"Write {', '.join(names)}, or such a dtype of torch, jax or numpy."
+    if not given and not isinstance(value, str):
+        raise TypeError(f"{what} {said} is not a dtype. {instead}")
+    fault = "is not accepted here" if found else "is not a float dtype that polymp knows"
+    raise ValueError(f"{what} {said} {fault}. {instead}")
+
+
+def _spelled(value: object) -> str:
+    """The name of a dtype as it was given or as it gives itself, "" for what is no dtype."""
+    if isinstance(value, str):
+        return value.removeprefix("torch.")
+    if isinstance(value, type):  # numpy.float16, jax.numpy.bfloat16; Python's float is float64
+        return value.__name__ if value.__module__ != "builtins" else ""
+    if type(value).__name__ == "dtype":  # torch's
+        return str(value).removeprefix("torch.")
+    own = getattr(value, "name", "")  # numpy's
+    return own if isinstance(own, str) and hasattr(value, "itemsize") else ""
+
+
 def get(name: str) -> Format:
-    """The format of that name.
+    """Return the format of a dtype.
+
+    Args:
+        name: its full name; see `name` for aliases.
+
+    Returns:
+        The record.
 
     Raises:
         KeyError: no format has the name; the message lists those that exist.
@@ -98,12 +165,15 @@ def get(name: str) -> Format:
 
 
 def widest(names: Iterable[str]) -> str:
-    """The narrowest format that holds all of `names`.
+    """Return the narrowest dtype whose format holds all of `names`.
 
     float16 with bfloat16 gives float32: neither holds the other.
 
     Args:
-        names: format names, at least one.
+        names: full names of dtypes, at least one.
+
+    Returns:
+        Its full name.
 
     Raises:
         ValueError: `names` is empty.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import polymp
-from polymp import backends
+from polymp import backends, dtypes
 from polymp.cli import check, doctor, doctor_inputs, measurement, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError
 from polymp.rules import policy_files
@@ -97,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--op", default="", help="only this op, class (class:NAME) or spelling (aten:NAME)"
     )
-    show.add_argument("--dtype", choices=LOW, help="only in regions of this dtype")
+    show.add_argument(
+        "--dtype",
+        type=_region_dtype,
+        metavar="DTYPE",
+        help="only in regions of this dtype: float16 (fp16) or bfloat16 (bf16)",
+    )
     show.add_argument(
         "--scope", default="", metavar="PATH", help="in the module at this path, as blocks.0.attn"
     )
@@ -157,6 +162,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"measure for so long; {product_times.BUDGET} if left out",
     )
     return parser
+
+
+def _region_dtype(given: str) -> str:
+    try:
+        return dtypes.name(given, LOW)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _doctor(args: argparse.Namespace) -> Data:

@@ -49,7 +49,7 @@ class Audit(AuditRecord):
     def plot(
         self,
         path: str | PathLike[str] | None = None,
-        dtype: str | None = None,
+        dtype: object = None,
         dark: bool = False,
     ) -> "Figure":
         """A picture of the magnitudes, layer by layer, against the ranges of the dtypes.
@@ -60,12 +60,14 @@ class Audit(AuditRecord):
 
         Args:
             path: file to write it to as well: ".png", ".svg" or ".pdf".
-            dtype: the one whose range to show, by full name; None for float16, bfloat16,
-                float8_e4m3fn and float8_e5m2.
+            dtype: the one whose range to show, by name or as a dtype object; None for float16,
+                bfloat16, float8_e4m3fn and float8_e5m2.
             dark: True for light marks on a dark page.
 
         Raises:
-            ValueError: nothing was measured, or there is no such dtype or suffix.
+            TypeError: `dtype` is neither a string nor a dtype.
+            ValueError: nothing was measured, `dtype` is another dtype than these four, or there is
+                no such suffix.
             ImportError: matplotlib is not installed.
         """
         return audit_plot.audit_figure(self, path, dtype, dark)

@@ -18,6 +18,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.report_text import OUTSIDE
 from polymp.dtypes import FORMATS
+from polymp.dtypes import name as dtype_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,12 +104,11 @@ def _module(gradient: Measured, known: set[str]) -> str:
 def audit_figure(
     audit: AuditRecord,
     path: "str | PathLike[str] | None" = None,
-    dtype: str | None = None,
+    dtype: object = None,
     dark: bool = False,
 ) -> "Figure":
     """The picture; see `Audit.plot`."""
-    if dtype is not None and dtype not in NARROW:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(NARROW)}.")
+    dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
     rows = layers(audit)
@@ -119,7 +119,6 @@ def audit_figure(
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("Audit.plot needs matplotlib: pip install matplotlib") from None
-    dtypes = NARROW if dtype is None else (dtype,)
     look = _DARK if dark else _LIGHT
     style: dict[str, Any] = {
         "font.family": "sans-serif",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
+from polymp.dtypes import name as dtype_name
 from polymp.rules.row import Row
 
 
@@ -145,28 +146,45 @@ class AuditRecord:
         made = [m for m in self.results if m.direction == "backward"]
         return [*self.gradients, *made]
 
-    def fitting_scale(self, dtype: str = "float16") -> float | None:
+    def fitting_scale(self, dtype: object = "float16") -> float | None:
         """The largest loss scale at which no gradient overflows a dtype, with a factor 2 to spare.
 
         Counted are the gradients that ops made in that dtype; where there are none other than
         zero, those made in bfloat16, and then all.
 
         Args:
-            dtype: by full name.
+            dtype: the one that gradients are to fit in, by name or as a dtype object.
 
         Returns:
             A power of two; None if there were no finite gradients other than zero.
+
+        Raises:
+            TypeError: `dtype` is neither a string nor a dtype.
+            ValueError: it is no float dtype that is known.
         """
+        low = dtype_name(dtype, what="fitting_scale(): dtype")
         largest = 0.0
-        for run in (dtype, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+        for run in (low, "bfloat16", ""):  # what float32 holds need not fit, if others are there
             made = (m.magnitudes.largest for m in self.backward if run in (m.run, ""))
             largest = largest or max(made, default=0.0)
         if largest == 0 or not math.isfinite(largest):
             return None
-        return float(2.0 ** math.floor(math.log2(FORMATS[dtype].max / 2 / largest)))
+        return float(2.0 ** math.floor(math.log2(FORMATS[low].max / 2 / largest)))
 
-    def lost_gradients(self, dtype: str = "float16", scale: float = 1.0) -> float:
-        """The share of gradient values that a dtype makes zero at a loss scale, from 0 to 1."""
+    def lost_gradients(self, dtype: object = "float16", scale: float = 1.0) -> float:
+        """Return the share of gradient values that a dtype makes zero at a loss scale.
+
+        Args:
+            dtype: by name or as a dtype object.
+            scale: the loss scale, a power of two.
+
+        Returns:
+            From 0 to 1.
+
+        Raises:
+            TypeError: `dtype` is neither a string nor a dtype.
+            ValueError: it is no float dtype that is known.
+        """
         rows = self.backward
         if not rows:
             return 0.0

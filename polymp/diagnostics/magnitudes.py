@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
+from polymp.dtypes import name as dtype_name
 
 # Bits of float32 below the ones that name a bin, and how many bins there are: sign aside.
 SHIFT = 19
@@ -78,7 +79,7 @@ class Magnitudes(NamedTuple):
         """The share of zeros, and of what float32 itself holds as subnormal in its first bin."""
         return self.bins[0] / self.counted if self.counted else 0.0
 
-    def shares(self, dtype: str, scale: float = 1.0) -> Shares:
+    def shares(self, dtype: object, scale: float = 1.0) -> Shares:
         """What a dtype would make of the values, multiplied by `scale`.
 
         Bins are sixteenths of a power of two, and dtypes end where bins do; so these are exact
@@ -89,10 +90,10 @@ class Magnitudes(NamedTuple):
         from zero.
 
         Args:
-            dtype: by full name, one of `dtypes.FORMATS`.
+            dtype: by name or as a dtype object.
             scale: a power of two.
         """
-        target = FORMATS[dtype]
+        target = FORMATS[dtype_name(dtype)]
         # Half a step beyond the largest number rounds up; half of the smallest rounds to zero.
         top = target.max + math.ldexp(1.0, math.frexp(target.max)[1] - 2 - target.mantissa)
         bottom = target.smallest_subnormal / 2

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from polymp import dtypes
 from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Row, Rule, member
@@ -109,7 +110,8 @@ def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
         if of == "class":
             raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
         vocabulary().check(of, where)
-        value, of_op = _told(value, of, where), f"for op {of!r}"
+        of_op = f"for op {of!r}"
+        value = _full_names(_told(value, of, where), where, of_op)
         _only(value, (*_OF_ROW, *LOW), where, of_op)
         if not value.keys() & {"rule", *LOW}:
             raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a dtype.")
@@ -127,6 +129,20 @@ def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
 
 
 _OF_ROW = ("rule", "apply", "instead")
+
+
+def _full_names(value: Mapping[Any, Any], where: str, of_op: str) -> Mapping[str, Any]:
+    """A row's table with the full names of dtypes as keys: "float16" for "fp16"."""
+    found: dict[str, Any] = {}
+    for given, own in value.items():
+        try:
+            key = dtypes.name(given, LOW)
+        except (TypeError, ValueError):
+            key = given
+        if key in found:
+            raise PolicyError(f"{where}: {of_op[4:]} has two rules for {key}. Keep one.")
+        found[key] = own
+    return found
 
 
 def _told(value: Any, of: str, where: str) -> Mapping[str, Any]:

@@ -13,7 +13,8 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Protocol
 
-from polymp.dtypes import FORMATS, widest
+from polymp.dtypes import FORMATS, FULL, widest
+from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
 from polymp.rules import parse, scopes
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
@@ -212,6 +213,7 @@ class Policy:
         known = vocabulary().ops.get(op)
         computes = known is not None and known.kind not in vocabulary().moving
         names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
+        dtype = FULL.get(dtype, dtype)
         for name in filter(None, names):
             for low in (dtype, ""):
                 if row := self._in_force.get((name, low)):
@@ -223,25 +225,30 @@ class Policy:
                 return row
         return None
 
-    def why(self, op: str, dtype: str, scope: str = "") -> Why:
+    def why(self, op: str, dtype: object, scope: str = "") -> Why:
         """Which row rules an op, and so in which dtype it runs.
 
         Args:
             op: of the vocabulary, or a spelling: "softmax", "aten:softmax.int".
-            dtype: of the region, "float16" or "bfloat16".
+            dtype: of the region: float16 or bfloat16, by name, alias or as a dtype object.
             scope: the path of the module that the op is called in.
+
+        Returns:
+            The row and what was asked; `print` it for a sentence.
 
         Raises:
             PolicyError: no such op or dtype; the message has the nearest names.
         """
-        if dtype not in LOW:
-            raise PolicyError(f"why(): dtype {dtype!r} is not one of {', '.join(LOW)}.")
+        try:
+            low = dtype_name(dtype, LOW)
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"why(): {error}") from None
         known = vocabulary().op_of(op)
         if known is None:
             vocabulary().check(op, "why()")
         spelling = op if known is None or ":" in op else ""
-        row = self.at(scope).winner(known.name if known else "", dtype, spelling)
-        return Why(op, dtype, scope, row, self.name)
+        row = self.at(scope).winner(known.name if known else "", low, spelling)
+        return Why(op, low, scope, row, self.name)
 
     def decide(
         self, op: str, dtypes: Sequence[str], region: Asking, spelling: str = ""
@@ -272,7 +279,9 @@ class Policy:
         if not region.enabled:
             return _PARTS
         row = self.at(region.scope).winner(op, region.dtype, spelling)
-        return _PARTS if row is None else self.apply(row, dtypes, region.dtype)
+        if row is None:
+            return _PARTS
+        return self.apply(row, [FULL.get(given, given) for given in dtypes], region.dtype)
 
     def apply(self, row: Row, dtypes: Sequence[str], dtype: str) -> Decision:
         """What a row decides: the dtypes of the inputs, and the region's, are as in `decide`."""

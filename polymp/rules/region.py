@@ -6,9 +6,11 @@ object may be entered twice, recursively, or by many threads. Nothing here knows
 """
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from polymp import dtypes
 from polymp.rules.policy import Policy
 
 F = TypeVar("F", bound=tuple[Any, ...])
@@ -22,7 +24,7 @@ class Region:
         backend: "torch" or "jax".
         device: device type that the region speaks for, such as "cpu" or "cuda".
         enabled: False for a subregion in which ops run in the dtypes of their inputs.
-        dtype: the low dtype, by full name.
+        dtype: the low dtype, by full name; an alias or a dtype object becomes that.
         cache: True if the casts of parameters may be kept until the region ends.
         policy: the table that decides; None for the backend's own table of that device.
         scope: path of the module that the region is in, names joined by dots.
@@ -38,6 +40,11 @@ class Region:
     policy: Policy | None = None
     scope: str = ""
     promotion: str = "strong"
+
+    def __post_init__(self) -> None:
+        # Only a disabled region has another dtype than a float one, by torch's own name.
+        with suppress(ValueError):
+            object.__setattr__(self, "dtype", dtypes.name(self.dtype))
 
 
 class Stack(threading.local, Generic[F]):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from polymp import dtypes
 from polymp.errors import PolicyError
 from polymp.rules.vocabulary import vocabulary
 
@@ -64,7 +65,7 @@ class Row:
             for those that no other row speaks of. "all" replaces what holds outside of its scope,
             or in the policy that is extended.
         rule: how it runs.
-        dtype: the region dtype it speaks for, "" for any.
+        dtype: the region dtype it is for, "" for any.
         scope: a pattern of module paths it speaks for, "" for everywhere.
         apply: how torch brings fp32 about; None for the way of the device's own table.
         instead: for forbid, the op to use instead.
@@ -92,10 +93,11 @@ class Row:
             raise PolicyError(
                 f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
             )
-        if self.dtype and self.dtype not in LOW:
-            raise PolicyError(
-                f"{where}: dtype {self.dtype!r} {of_op} is not one of {', '.join(LOW)}."
-            )
+        if self.dtype:
+            try:
+                object.__setattr__(self, "dtype", dtypes.name(self.dtype, LOW))
+            except (TypeError, ValueError) as error:
+                raise PolicyError(f"{where}: {of_op[4:]}: {error}") from None
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from polymp import backends
 from polymp.diagnostics.report import Report
+from polymp.dtypes import name as dtype_name
 
 
 class Framework:
@@ -24,16 +25,21 @@ class Framework:
         self.name = name
         self.np: Any = importlib.import_module("torch" if name == "torch" else "jax.numpy")
 
-    def array(self, values: Any, dtype: str = "float32") -> Any:
+    def array(self, values: Any, dtype: object = "float32") -> Any:
         """An array of these numbers.
 
         Args:
             values: numpy array, number or nested list.
-            dtype: its name: "float32", "bfloat16", "int32", "bool", ...
+            dtype: its name, such as "float32", "bfloat16", "int32" or "bool"; for a float dtype,
+                an alias or a dtype object will do as well.
         """
         import numpy
 
-        of = getattr(self.np, "bool_" if dtype == "bool" and self.name == "jax" else dtype)
+        try:
+            name = dtype_name(dtype)
+        except ValueError:  # no float dtype
+            name = str(dtype)
+        of = getattr(self.np, "bool_" if name == "bool" and self.name == "jax" else name)
         if self.name == "torch":
             return self.np.tensor(numpy.asarray(values)).to(of)
         return self.np.asarray(values, of)
@@ -53,24 +59,25 @@ class Framework:
         return str(x.dtype).removeprefix("torch.")
 
     def autocast(
-        self, fn: Callable[..., Any], dtype: str = "bfloat16", policy: Any = "amp"
+        self, fn: Callable[..., Any], dtype: object = "bfloat16", policy: Any = "amp"
     ) -> Callable[..., Any]:
         """The function in a region; in torch, one on the CPU.
 
         Args:
             fn: of arrays.
-            dtype: the low dtype of the region.
+            dtype: the low dtype of the region, by name, alias or as a dtype object.
             policy: of it.
         """
+        name = dtype_name(dtype, what="fw.autocast(): dtype")
         if self.name == "torch":
             from polymp.torch import autocast
 
-            region = autocast("cpu", getattr(self.np, str(dtype)), policy=policy)
+            region = autocast("cpu", getattr(self.np, name), policy=policy)
             wrapped: Callable[..., Any] = region(fn)
             return wrapped
         from polymp.jax import autocast as transformed
 
-        return transformed(fn, dtype=dtype, policy=policy)
+        return transformed(fn, dtype=name, policy=policy)
 
     def grad(self, fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         """A function that returns the value, and the gradients with respect to all arguments.
@@ -97,6 +104,8 @@ class Framework:
 
     def explain(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         """The report of a call: `polymp.torch.explain` or `polymp.jax.explain`."""
+        if kwargs.get("dtype") is not None:
+            kwargs["dtype"] = dtype_name(kwargs["dtype"], what="fw.explain(): dtype")
         if self.name == "torch":
             from polymp.torch import explain
 

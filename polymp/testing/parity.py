@@ -68,7 +68,7 @@ def assert_parity(
     jax_fn: Callable[..., Any],
     inputs: Any,
     policy: Any = "amp",
-    dtype: str | None = "bfloat16",
+    dtype: object = "bfloat16",
     grads: bool = True,
     *,
     probes: int = 8,
@@ -113,8 +113,8 @@ def assert_parity(
             float32, float16, bfloat16, integers and bool. Numbers, strings and None are passed on
             as they are.
         policy: of the regions.
-        dtype: the low dtype of the regions, "bfloat16" or "float16"; None or "float32" for no
-            region at all.
+        dtype: the low dtype of the regions, bfloat16 or float16, by name, alias or as a dtype
+            object; None or float32 for no region at all.
         grads: False to compare no gradients.
         probes: runs of each of two kinds that measure the tolerance in each framework; 2 or more.
 
@@ -123,8 +123,9 @@ def assert_parity(
 
     Raises:
         ParityError: they are not the same; its text has the first op where they part.
-        TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array.
-        ValueError: `dtype` is no such dtype, an integer is too large for JAX, an input is empty or
+        TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array;
+            `dtype` is neither a string nor a dtype.
+        ValueError: `dtype` is another dtype, an integer is too large for JAX, an input is empty or
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """

@@ -3,26 +3,25 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polymp.dtypes import name as dtype_name
+
 _LOW = ("bfloat16", "float16")
 
 
-def checked_dtype(dtype: Any) -> str | None:
-    """The low dtype that `dtype` says, None for no region.
+def checked_dtype(dtype: object) -> str | None:
+    """Return the full name of a region's low dtype, None for no region.
+
+    Args:
+        dtype: float16 or bfloat16, by name, alias or as a dtype object; None or float32 for none.
 
     Raises:
-        ValueError: it is no such dtype.
+        TypeError: it is neither a string nor a dtype.
+        ValueError: it is another dtype.
     """
-    if dtype in (None, "float32"):
+    if dtype is None:
         return None
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, str):
-        name = getattr(dtype, "__name__", getattr(dtype, "name", name))
-    if name not in _LOW:
-        raise ValueError(
-            f"dtype={dtype!r} is not a dtype to hold regions in: use 'bfloat16' or 'float16', or "
-            "None for no region."
-        )
-    return name
+    name = dtype_name(dtype, (*_LOW, "float32"), "assert_parity(): dtype")
+    return None if name == "float32" else name
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

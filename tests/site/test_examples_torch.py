@@ -163,7 +163,7 @@ def test_another_text_one_dtype_and_a_progress_bar(tmp_path: Path) -> None:
     text = tmp_path / "a [b] $c$ :smile:.txt"
     text.write_text("to be or not to be, that is the question. " * 40)
     done = run(
-        *TINY, "--steps", 2, "--dtypes", "bf16", "--text", text, "--out", tmp_path / "x.png"
+        *TINY, "--steps", 2, "--dtypes", "bfloat16", "--text", text, "--out", tmp_path / "x.png"
     )
     assert done.returncode == 0
     assert "bf16: 100%" in done.stderr

@@ -25,6 +25,7 @@ from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
 from tests.site.test_package import HEAVY, loaded_after
 from tests.support.blocks import ROOT, read
+from tests.support.dtype_spellings import NAMES
 
 MINE = """\
 extends = "amp"
@@ -158,6 +159,19 @@ def test_show_of_a_class_and_of_a_dtype(polymp, answer):
     assert all(e["rules"] == {"float16": "fp32"} for e in shown["ops"])
     _, out, _ = polymp("show", "matmul", "--op", "class:softmax")
     assert table(out)["softmax"] == ["fp32", "default, matmul"]
+
+
+def test_show_takes_every_name_of_a_dtype(answer, polymp, capsys):
+    asked = ("show", "mine.toml", "--op", "exp", "--dtype")
+    for low in LOW:
+        for spelling in (low, *NAMES[low]):
+            assert answer(*asked, spelling) == answer(*asked, low)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        polymp(*asked, "fp32")
+    assert " ".join(capsys.readouterr().err.split()).endswith(
+        "error: argument --dtype: dtype 'fp32' is not accepted here. "
+        "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."
+    )
 
 
 def test_show_of_one_op(polymp, answer):

@@ -18,6 +18,7 @@ from polymp.diagnostics.magnitudes import NARROW
 from polymp.dtypes import FORMATS
 from tests.support import audits
 from tests.support.audits import gradient, magnitudes, measured
+from tests.support.dtype_spellings import spellings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -313,10 +314,20 @@ def test_the_users_own_style_does_not_change_it() -> None:
         assert matplotlib.rcParams["font.size"] == 30
 
 
+@pytest.mark.parametrize("low", ["float16", "float8_e5m2"])
+def test_every_spelling_of_a_dtype(low: str) -> None:
+    audit = small()
+    drawn = [t.get_text() for t in drawn_texts(audit.plot(dtype=low))]
+    for spelling in spellings(low):
+        assert [t.get_text() for t in drawn_texts(audit.plot(dtype=spelling))] == drawn
+        assert audit.fitting_scale(spelling) == audit.fitting_scale(low)
+        assert audit.lost_gradients(spelling) == audit.lost_gradients(low)
+
+
 def test_bad_input_is_refused_before_anything_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="dtype='float32' is not one of float16, bfloat16, "):
+    with pytest.raises(ValueError, match=r"dtype 'float32' is not accepted here\. Write float16"):
         small().plot(dtype="float32")
     with pytest.raises(ValueError, match=r"a\.txt' does not end in one of \.png, \.svg, \.pdf"):
         small().plot(tmp_path / "a.txt")

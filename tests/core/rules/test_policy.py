@@ -710,7 +710,8 @@ def test_rows_are_values_whatever_their_source():
         (("mm", "lo"), f"a policy's row: rule 'lo' for op 'mm' is not one of {ALL}."),
         (
             ("mm", "fp32", "float32"),
-            "a policy's row: dtype 'float32' for op 'mm' is not one of float16, bfloat16.",
+            "a policy's row: op 'mm': dtype 'float32' is not accepted here. "
+            "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy.",
         ),
         (
             ("mm", "fp32", "", "", "magic"),

@@ -21,10 +21,12 @@ from polymp.testing import (
     assert_casts,
     assert_parity,
     assert_same_dtypes,
+    parity_inputs,
 )
 from polymp.testing import fw as fw
 from polymp.testing.align import first_parted, strictly_parted
 from tests.conftest import FRAMEWORKS, need
+from tests.support.dtype_spellings import spellings
 
 X = np.random.default_rng(0).standard_normal((5, 8))
 W = np.random.default_rng(1).standard_normal((8, 8))
@@ -219,7 +221,8 @@ def test_bad_inputs(inputs: Any, error: type[Exception], said: str) -> None:
 
 @pytest.mark.usefixtures("both")
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="dtype='float8' is not a dtype to hold regions in"):
+    said = r"assert_parity\(\): dtype 'float8' is not a float dtype that polymp knows"
+    with pytest.raises(ValueError, match=said):
         assert_parity(in_torch, in_jax, [X, W], dtype="float8")
     with pytest.raises(ValueError, match="probes=1"):
         assert_parity(in_torch, in_jax, [X, W], probes=1)
@@ -358,6 +361,21 @@ def test_the_verbs(fw: Any) -> None:
     assert fw.np.exp is sys.modules["torch" if fw.name == "torch" else "jax.numpy"].exp
     assert len(fw.explain(fw.np.exp, x)) == 1
     assert repr(fw) == f"Framework({fw.name!r})"
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_every_verb_takes_every_spelling_of_a_dtype(fw: Any, low: str) -> None:
+    x = fw.array([[1.0, 2.0], [3.0, 4.0]])
+    for spelling in spellings(low):
+        assert fw.dtype(fw.array(1.0, spelling)) == low
+        assert fw.dtype(fw.autocast(fw.np.matmul, spelling)(x, x)) == low
+        assert_casts(fw.np.matmul, 2, x, x, dtype=spelling)
+        assert [c.run for c in fw.explain(fw.np.matmul, x, x, dtype=spelling)] == [low]
+        assert [c.run for c in polymp.explain(fw.np.matmul, x, x, dtype=spelling)] == [low]
+        assert parity_inputs.checked_dtype(spelling) == low
+    assert {parity_inputs.checked_dtype(f) for f in (None, *spellings("float32"))} == {None}
+    with pytest.raises(ValueError, match=r"^explain\(\): dtype 'fp17' is not a float dtype that"):
+        polymp.explain(fw.np.matmul, x, x, dtype="fp17")
 
 
 def test_the_fixture_runs_in_each_installed_framework(fw: Any) -> None:

@@ -105,7 +105,7 @@ class GradScaler(ScalerProperties):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         min_scale: float = scale_rule.SMALLEST,
         max_scale: float = scale_rule.LARGEST,
         hysteresis: int = 0,

@@ -103,7 +103,7 @@ def freeze(
     kwargs: dict[str, Any] | None = None,
     *,
     device_type: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     drop: bool = False,
 ) -> Frozen:
@@ -142,7 +142,8 @@ def freeze(
         example_inputs: the arguments of one call, a tuple, or a list of such tuples.
         kwargs: keyword arguments of every call.
         device_type: the device type of the weights; None if all are on one.
-        dtype: the low dtype; None for that of the region around, or the device's default.
+        dtype: the low dtype, as a name, an alias such as "bf16", or a dtype; None for that of the
+            region around, or the device's default.
         policy: as in `autocast`.
         drop: False keeps the float32 originals for `remove()`; True drops them, so that the stored
             weights take half of the memory.
@@ -161,6 +162,8 @@ def freeze(
     for path, module in model.named_modules():
         freezable.check(module, path)
     kind = freezable.device(model) if device_type is None else device_type
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = dtype_names.of(dtype, "freeze(): dtype")
     region = autocast(kind, dtype, policy=policy)
     if not region._enabled:
         raise PolicyError(

@@ -45,7 +45,7 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, BOUNDS.format("8.0", "4.0")),
     ({"hysteresis": -1}, ValueError, "hysteresis must be from 0 to 2147483647, got -1."),
     ({"hysteresis": True}, TypeError, "hysteresis must be a number, got True."),
-    ({"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, got 'float16'."),
+    ({"dtype": 16}, TypeError, "GradScaler(): dtype 16 is not a dtype. Write "),
     (
         {"skip_on": "gpu"},
         ValueError,

@@ -12,7 +12,7 @@ import math
 import reprlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class Measures(OpTracer):
             operands = self._measured(ran.reads) if self._operands else ()
         return origins, operands
 
-    def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
         if kept is None:
             self._received_in(ran, made)
             return
@@ -154,7 +154,7 @@ class Measures(OpTracer):
         self._events.append(event)
         self._provenance.made(result, len(self._events) - 1)
 
-    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
+    def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
         """Give the gradient of a view to the op that made the viewed tensor."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node and args:
@@ -163,7 +163,7 @@ class Measures(OpTracer):
             if made is not None:
                 self._of_node[number] = self._events[made].op_call
 
-    def unwatched(self, result: Any) -> None:
+    def unwatched(self, result: object) -> None:
         for t in float_tensors(result):
             self._provenance.forget(t)
 
@@ -251,7 +251,9 @@ class Measures(OpTracer):
 
     _stepper: int | None = None  # the thread in which an optimizer steps
 
-    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _stepping(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         if not modes.sees(self._mode):  # it is another thread's optimizer
             return
         self._stepper = threading.get_ident()

@@ -108,21 +108,21 @@ def explain(
 @overload
 def explain(
     fn: Callable[..., object],
-    *args: object,
+    args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
-    **kwargs: object,
+    kwargs: object,
 ) -> Report: ...
 
 
 def explain(
     fn: Callable[..., object] | None = None,
-    *args: object,
+    args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
-    **kwargs: Any,
+    kwargs: Any,
 ) -> Report | AbstractContextManager[Report]:
     """Report which op runs in which dtype, and why: a row for each op call site.
 
@@ -138,7 +138,7 @@ def explain(
     Args:
         fn: a module or a function; None for a context manager. With `model=` as the only argument
             by name, the context manager reports modules by their paths in that model.
-        *args: of the call; modules and tensors among them in any nesting.
+        args: of the call; modules and tensors among them in any nesting.
         dtype: the low dtype of a region that is opened around the call, bfloat16 or float16, as a
             name, an alias such as "bf16", or a dtype; None to open none, unless a policy is given.
         policy: of that region, and of the modules in the call, in place of the policy that `scoped`
@@ -147,7 +147,7 @@ def explain(
         device: a device type such as "cuda": the call runs on fake tensors of that device, which
             have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
             is built without that device, no backward pass can run.
-        **kwargs: of the call.
+        kwargs: of the call.
 
     Returns:
         The report; without `fn` a context manager that yields it, and fills it when the block ends.

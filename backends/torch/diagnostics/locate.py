@@ -5,7 +5,7 @@ tensors that it wrote get their old values back, so that training can go on.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -49,10 +49,10 @@ def locate(
 
     Args:
         step_fn: does the step, or its forward pass alone.
-        *args: of the call.
+        args: of the call.
         model: its modules and parameters are called by their names; by default a module among
             `args`, or `step_fn` itself if it is a module.
-        **kwargs: of the call.
+        kwargs: of the call.
 
     Returns:
         The fault, to be printed; None if all values that the step made are finite.
@@ -95,8 +95,12 @@ class _Undo(TorchDispatchMode):
         self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)

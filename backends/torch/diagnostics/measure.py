@@ -4,7 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -174,7 +174,10 @@ def _ones(device: torch.device) -> torch.Tensor:
 
 
 def in_float16(
-    func: torch._ops.OpOverload, args: Any, kwargs: Any, results: list[torch.Tensor]
+    func: torch._ops.OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    results: list[torch.Tensor],
 ) -> Lost | None:
     """Return the values that float16 lost in an op, by running it on the same inputs in float32.
 
@@ -192,7 +195,7 @@ def in_float16(
     return Lost.of(wide[0], results[0])
 
 
-def _widened(tree: Any) -> Any:
+def _widened(tree: object) -> Any:
     """Replace float16 by float32 in an op's arguments."""
     if isinstance(tree, torch.Tensor):
         return tree.to(torch.float32) if tree.dtype is torch.float16 else tree

@@ -1,5 +1,6 @@
 """`OpCall`: a call of an op of the vocabulary, or the backward of one, that a tracer follows."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +74,10 @@ class OpCall:
 
     def computed(
         self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
+        func: torch._ops.OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        result: object,
         read: tuple[str, ...],
         made: tuple[str, ...],
     ) -> None:
@@ -118,6 +119,6 @@ class Ran(NamedTuple):
 
     op_call: OpCall
     func: torch._ops.OpOverload
-    args: Any
-    kwargs: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]

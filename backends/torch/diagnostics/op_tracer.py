@@ -9,7 +9,7 @@ here changes what runs.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType, TracebackType
@@ -71,13 +71,13 @@ class OpTracer(decision_log.Recorder):
     def before(self, ran: "Ran") -> Any:
         """Called before an op runs; the result is given to `after`."""
 
-    def after(self, ran: "Ran", result: Any, made: list[torch.Tensor], kept: Any) -> None:
+    def after(self, ran: "Ran", result: object, made: list[torch.Tensor], kept: object) -> None:
         """Called after an op other than a cast, with the float tensors in its result."""
 
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         """Called after a cast."""
 
-    def unwatched(self, result: Any) -> None:
+    def unwatched(self, result: object) -> None:
         """Called after an op that reads no float and is no view."""
 
     # Called by the kernels on the autocast keys
@@ -134,7 +134,7 @@ class OpTracer(decision_log.Recorder):
 
     # Called by the dispatch mode
 
-    def op_call(self, func: Any, frame: FrameType | None) -> OpCall:
+    def op_call(self, func: torch._ops.OpOverload, frame: FrameType | None) -> OpCall:
         """Return the call that an op is part of; a new one if it is part of none."""
         if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
@@ -169,7 +169,7 @@ class OpTracer(decision_log.Recorder):
         # The user's own backward, or a hook, in which ops are called as anywhere.
         return place._replace(module=place.module or origin.place.module), BACKWARD, None
 
-    def _alone(self, func: Any, place: CallSite, direction: str) -> OpCall:
+    def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
         entry, name = self._next, func.overloadpacket.__name__
         overload = func.name().removeprefix("aten::")
         spelling = f"aten:{overload}"
@@ -185,7 +185,7 @@ class OpTracer(decision_log.Recorder):
         if number >= self._first_node and number not in self._of_node:
             self._of_node[number] = op_call
 
-    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
+    def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
         """Called before a view, which is no call itself; its backward may be one."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
@@ -246,8 +246,12 @@ class _Mode(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if modes.unwrapped_first(types):
             return NotImplemented
         kwargs = dict(kwargs or {})

@@ -7,7 +7,7 @@ that the backward pass is that of the moved run, and is moved itself.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -38,7 +38,15 @@ class Chance:
         self._numbers = torch.Generator().manual_seed(seed)
         self._alike = alike
 
-    def op(self, func: Any, args: Any, kwargs: Any, reads: Any, result: Any, made: Any) -> None:
+    def op(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        reads: Sequence[torch.Tensor],
+        result: object,
+        made: Sequence[torch.Tensor],
+    ) -> None:
         """Move the float tensors in the result of an op."""
         for t in made:
             self._move(t, _movement(func, args, kwargs, reads, result, t))
@@ -65,10 +73,14 @@ class _Probe(TorchDispatchMode):
         self.looks_away = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
-        result = func(*args, **kwargs)
+        result: Any = func(*args, **kwargs)
         if (
             self.looks_away
             or not isinstance(func, torch._ops.OpOverload)
@@ -111,7 +123,7 @@ class Moved(OpTracer):
         if self._keep:
             self._note_reads(ran.op_call, (ran.args, ran.kwargs))
 
-    def _note_reads(self, op_call: OpCall, tree: Any) -> None:
+    def _note_reads(self, op_call: OpCall, tree: object) -> None:
         reads = self._reads.setdefault(id(op_call), set())
         for t in tree_leaves(tree):
             if isinstance(t, torch.Tensor):
@@ -119,7 +131,7 @@ class Moved(OpTracer):
                 if maker not in (None, id(op_call)):
                     reads.add(maker)
 
-    def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: object) -> None:
         if self._chance is not None:
             self._chance.op(ran.func, ran.args, ran.kwargs, ran.reads, result, made)
         if self._keep and made:
@@ -152,7 +164,7 @@ class Moved(OpTracer):
         )
 
 
-def _is_float(t: Any) -> bool:
+def _is_float(t: object) -> TypeGuard[torch.Tensor]:
     return isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout is torch.strided
 
 
@@ -165,7 +177,12 @@ def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
 
 
 def _movement(
-    func: Any, args: Any, kwargs: Any, reads: Sequence[torch.Tensor], result: Any, t: torch.Tensor
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    reads: Sequence[torch.Tensor],
+    result: object,
+    t: torch.Tensor,
 ) -> torch.Tensor:
     """Return how far one result of an op may be from the exact one, number by number."""
     (of, kind), name = _op(func), func.overloadpacket.__name__

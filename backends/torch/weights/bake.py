@@ -4,7 +4,7 @@ The program has plain ops and no regions. While torch.export traces, `bake_trace
 first.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,8 +127,12 @@ class _Entering(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is export.ENTER or func is export.LEAVE:
-            return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
         return self.recorder.__torch_function__(func, types, args, kwargs or {})

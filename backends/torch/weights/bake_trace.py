@@ -70,14 +70,16 @@ class Trace:
                     return self._by(kernel, args, kwargs)
             return self._in_parts(op, devices, args, kwargs)
 
-    def _by(self, kernel: Function, args: Any, kwargs: Any) -> Any:
+    def _by(self, kernel: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         outer, self._casting = self._casting, True
         try:
             return kernel(*args, **kwargs)
         finally:
             self._casting = outer
 
-    def _cast(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    def _cast(
+        self, op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Any:
         """Make a cast for autocast; of a parameter, return the one that there is already."""
         t, dtype, *rest = args
         if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
@@ -94,7 +96,11 @@ class Trace:
         return self._casts[key][-1]
 
     def _in_parts(
-        self, op: torch._ops.OpOverload, devices: Sequence[str], args: Any, kwargs: Any
+        self,
+        op: torch._ops.OpOverload,
+        devices: Sequence[str],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> Any:
         """Run an op in parts, if autocast acts on ops in it; else return NotImplemented.
 
@@ -114,7 +120,13 @@ class Trace:
         finally:
             self._apart = outer
 
-    def _acts_in(self, parts: Function, devices: Sequence[str], args: Any, kwargs: Any) -> bool:
+    def _acts_in(
+        self,
+        parts: Function,
+        devices: Sequence[str],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> bool:
         keys = (dispatcher.keyset(str(dispatcher.autocast_key(device))) for device in devices)
         with torch.no_grad(), _Reached() as inside:
             parts(*args, **kwargs)
@@ -130,7 +142,11 @@ class Trace:
         return False
 
     def _parts(
-        self, op: torch._ops.OpOverload, devices: Sequence[str], args: Any, kwargs: Any
+        self,
+        op: torch._ops.OpOverload,
+        devices: Sequence[str],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> Function | None:
         """Return a function that calls the parts of an op on these devices; None without parts."""
         key = _composite(op, devices)
@@ -179,8 +195,12 @@ class _Reached(TorchDispatchMode):
         self.calls: list[tuple[torch._ops.OpOverload, Any, Any]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func.namespace != "prim":  # these read a tensor's device or layout
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -190,7 +210,7 @@ class _Reached(TorchDispatchMode):
         return [(op, [t.dtype for t in _tensors(inputs)]) for op, *inputs in self.calls]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

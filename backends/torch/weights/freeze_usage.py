@@ -120,8 +120,12 @@ class Uses(TorchDispatchMode):
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # these read a tensor's device or layout
             return func(*args, **kwargs)
@@ -141,13 +145,15 @@ class Uses(TorchDispatchMode):
             self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result), digests=done)
         return result
 
-    def returned(self, tree: Any) -> None:
+    def returned(self, tree: object) -> None:
         """Note returned tensors: the caller may write one that is a cast of a watched tensor."""
         for t in _tensors(tree):
             if found := self._casts.get(storage.storage_key(t)):
                 found[1].stays("its cast is returned")
 
-    def _cast_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Group | None:
+    def _cast_of(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Group | None:
         """Return the group of a tensor that this op casts to the low dtype; None for other ops.
 
         Only casts count that would not be needed if the tensor had the low dtype.
@@ -161,7 +167,12 @@ class Uses(TorchDispatchMode):
         return self.groups.get(storage.storage_key(t)) if plain and here and low else None
 
     def _cast(
-        self, group: Group, func: Any, args: Any, kwargs: Mapping[str, Any], where: str
+        self,
+        group: Group,
+        func: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, object],
+        where: str,
     ) -> torch.Tensor:
         made: torch.Tensor = func(*args, **kwargs)
         if made.stride() != args[0].stride():
@@ -176,7 +187,9 @@ class Uses(TorchDispatchMode):
         known = all(key in self.groups or key in self._casts for key in keys)
         return bool(keys) and len(keys) == len(ways) and known
 
-    def _look(self, func: Any, ways: Sequence[tuple[torch.Tensor, str]], where: str) -> None:
+    def _look(
+        self, func: torch._ops.OpOverload, ways: Sequence[tuple[torch.Tensor, str]], where: str
+    ) -> None:
         """Note the uses of watched storages by an op, before it runs."""
         for t, way in ways:
             key = storage.storage_key(t)
@@ -218,8 +231,12 @@ class Asks(TorchFunctionMode):
         self.paths = paths
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         asked: Sequence[Any] = ()
         if func in _ASKS:
@@ -255,7 +272,9 @@ def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None,
     return (rest, None) if longer is one else (None, rest)
 
 
-def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, str]]:
+def _ways(
+    func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield an op's input tensors, and whether it reads, writes or only views each."""
     schema = getattr(func, "_schema", None)  # ops on functions have none
     if schema is None:
@@ -277,11 +296,11 @@ def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[tor
         yield from ((t, way) for t in _tensors(value))
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _dtypes(tree: Any) -> tuple[str, ...]:
+def _dtypes(tree: object) -> tuple[str, ...]:
     return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
 
 

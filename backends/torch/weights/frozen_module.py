@@ -70,7 +70,7 @@ def _fits(
         scoped: True if the model has rules of its own, which hold instead of a region's.
         enabled: as torch says for the device in force.
         dtype: the low dtype in force.
-        *code: of the policies in force.
+        code: of the policies in force.
 
     Returns:
         True if the model can run as it is; False if it has to enter its region.

@@ -49,7 +49,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     are held while any block for it is open. The block is a decorator, too.
 
     Args:
-        *models: the modules whose parameters and buffers are held; one or more.
+        models: the modules whose parameters and buffers are held; one or more.
         check: compare every held cast with the weight at each use, which costs more than casting.
 
     Raises:

@@ -97,7 +97,7 @@ def _put(
     enabled: bool,
     dtype: torch.dtype,
     cache: bool,
-    code: torch.dtype,
+    *code: torch.dtype,
 ) -> None:
     """Enter the ticket's region, or leave one (None), as a call in a graph."""
     tell_export(ticket)

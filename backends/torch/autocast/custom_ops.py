@@ -171,8 +171,8 @@ def _decided(
     plain: Callable[..., Any],
     ruled: Callable[..., Any],
     /,
-    args: object,
-    kwargs: object,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """Call `ruled` by the policy in force; `plain` where that has no row for the op."""
     tensors = list(_tensors((args, kwargs)))

@@ -108,21 +108,21 @@ def explain(
 @overload
 def explain(
     fn: Callable[..., object],
-    args: object,
+    *args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
-    kwargs: object,
+    **kwargs: object,
 ) -> Report: ...
 
 
 def explain(
     fn: Callable[..., object] | None = None,
-    args: object,
+    *args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
-    kwargs: Any,
+    **kwargs: Any,
 ) -> Report | AbstractContextManager[Report]:
     """Report which op runs in which dtype, and why: a row for each op call site.
 

@@ -217,8 +217,8 @@ class GradScaler(ScalerProperties):
         self,
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
-        args: Any,
-        kwargs: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> float | None:
         found = sum(v.item() for v in optimizer_state["found_inf_per_device"].values())
         optimizer_state["skipped"] = bool(found)

@@ -88,7 +88,7 @@ class LossScalers(Mapping[str, GradScaler]):
         /,
         *,
         retain_graph: bool = False,
-        losses: torch.Tensor,
+        **losses: torch.Tensor,
     ) -> None:
         """Add the true gradients of the losses to those of the optimizer's parameters.
 

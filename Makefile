@@ -3,6 +3,7 @@
 # make test-long  the rest of the sweeps that make test runs a part of, and longer random histories
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
+# make verifytypes  how much of the API has types that every checker agrees on; below 95 % fails
 # make docs   the documentation, in site/
 # make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
 #             MINUTES=9 DEVICE=cuda OUT=build/gpu ARGS=--resume; DEVICE=cpu is a dry run
@@ -30,9 +31,11 @@ DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
+DOCUMENTED := polymp
+
 PYTEST := -m pytest -n auto --dist loadfile
 
-.PHONY: demo test test-long test-versions test-oldest test-newest lint types docs bench gpu clean
+.PHONY: demo test test-long test-versions test-oldest test-newest lint types verifytypes docs bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -53,10 +56,17 @@ test-oldest test-newest: test-%: .venv-%/.ready
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -q tests/core/test_layers.py
+	.venv/bin/pydoclint --config=pyproject.toml $(DOCUMENTED)
+	$(PY) -m ruff check --preview --select DOC501 $(DOCUMENTED)
+	$(PY) -m pytest -q tests/core/test_layers.py tests/core/test_docstrings.py
 
 types: $(READY)
 	$(PY) -m mypy
+
+# 280 MB, so that no other target installs it.
+verifytypes: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright
+	$(PY) tests/support/type_completeness.py
 
 docs: $(READY)
 	$(PY) -m mkdocs build --strict

@@ -1,4 +1,4 @@
-"""The backends, one folder each, imported only when asked for."""
+"""The backends, one folder each, imported only when they are needed."""
 
 import importlib
 import importlib.util
@@ -11,12 +11,18 @@ NAMES = ("torch", "jax")
 
 
 def installed() -> tuple[str, ...]:
-    """The frameworks that are installed, of torch and JAX."""
+    """Return the names of the frameworks that are installed: "torch", "jax"."""
     return tuple(name for name in NAMES if importlib.util.find_spec(name) is not None)
 
 
 def get(name: str) -> ModuleType:
-    """The backend of that name. Warns once if its framework is newer than polymp knows.
+    """Return a backend. Warns once if its framework is newer than the tested versions.
+
+    Args:
+        name: "torch" or "jax".
+
+    Returns:
+        The backend's package.
 
     Raises:
         ValueError: there is no such backend.
@@ -29,7 +35,10 @@ def get(name: str) -> ModuleType:
 
 
 def require(name: str) -> None:
-    """Look for the framework of a backend, before anything imports it.
+    """Check that the framework of a backend is installed, before anything imports it.
+
+    Args:
+        name: "torch" or "jax".
 
     Raises:
         BackendMissingError: it is not installed.

@@ -25,5 +25,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The API, with the doors that are imported, and not the rooms behind it."""
+    """The public names, and those of `polymp.torch`, `.jax` and `.testing` that are imported."""
     return [*__all__, *(door for door in ("jax", "testing", "torch") if door in globals())]

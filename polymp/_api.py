@@ -1,7 +1,7 @@
-"""What is asked of both backends: `polymp.explain`, `polymp.recording`, `polymp.register_op`.
+"""The functions for both backends: `polymp.explain`, `polymp.recording`, `polymp.register_op`.
 
-Each imports a backend when it is asked for: `explain` that of the call, which follows from what is
-called and with what; `register_op` that of each spelling given. `recording` imports none.
+Each imports a backend when it is needed: `explain` the one that the function or its arguments
+belong to, `register_op` the one of each spelling given. `recording` imports none.
 """
 
 import sys
@@ -19,22 +19,24 @@ from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 
 def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
-    """What runs in which dtype, and why: a report with a row for each op call site.
+    """Call a function and report the dtype that each of its ops runs in, and why.
 
         report = polymp.explain(model, x, dtype="bfloat16")
         print(report)
 
     A torch module, or a call with torch tensors or modules, is explained by `polymp.torch.explain`,
-    everything else by `polymp.jax.explain`; they say which arguments there are. For a function that
-    takes no tensor, call one of these.
+    everything else by `polymp.jax.explain`, whose further arguments can be given here. For a
+    function that takes no tensor, call one of the two.
 
     Args:
         fn: a module or a function.
-        args: of the call.
-        kwargs: of the call, and of the backend's `explain`: `dtype`, `policy`, in torch `device`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call, and of the backend's `explain`: `dtype`, the low
+            dtype of a region around the call, by name, alias or as a dtype object; `policy`; in
+            torch `device`.
 
     Returns:
-        The report.
+        The report, with a row for each op call site.
 
     Raises:
         TypeError: `fn` is not callable, nothing says which framework it is for, or `dtype` is
@@ -66,8 +68,8 @@ def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
     return in_jax(fn, *args, **kwargs)
 
 
-def _framework(call: Any) -> str | None:
-    """The name of the backend that the first leaf belongs to that belongs to one; None if none."""
+def _framework(call: object) -> str | None:
+    """The backend of the first leaf that belongs to one; None if no leaf does."""
     torch, nnx = sys.modules.get("torch"), sys.modules.get("flax.nnx")
     for leaf in _leaves(call):
         leaf = getattr(leaf, "__self__", leaf)
@@ -81,26 +83,29 @@ def _framework(call: Any) -> str | None:
     return None
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def _leaves(tree: object) -> Iterator[object]:
     if isinstance(tree, dict):
         tree = tree.values()
     elif not isinstance(tree, (list, tuple)):
         yield tree
         return
-    inner: Iterable[Any] = tree
+    inner: Iterable[object] = tree
     for leaf in inner:
         yield from _leaves(leaf)
 
 
 @contextmanager
 def recording() -> Iterator[Decisions]:
-    """Record what is decided inside, in this thread, by every backend that is imported.
+    """Record the decisions made inside, in this thread, by every backend that is imported.
 
-    Ops then take longer. Code that torch.compile or jax.jit compiled before is not looked at
-    again, and decides nothing.
+        with polymp.recording() as record:
+            loss = loss_fn(model(x), y)
+
+    Ops take longer inside. Code that torch.compile or jax.jit compiled before is not decided again,
+    and leaves no entries.
 
     Yields:
-        The record, which grows as ops are decided.
+        The record, which fills while ops run.
     """
     recorder = decision_log.Recorder()
     kernels = sys.modules.get("polymp.backends.torch.autocast.lent_kernels")
@@ -114,25 +119,25 @@ def recording() -> Iterator[Decisions]:
 def register_op(
     name: str, rule: str, torch: Any = None, jax: Any = None, *, kind: str = CUSTOM
 ) -> None:
-    """Make an op of the user's own follow policies and regions.
+    """Register an op of one's own, so that policies decide for it and regions cast its inputs.
 
         register_op("my_norm", "fp32", torch="mylib::my_norm", jax=my_norm)
 
-    In an enabled region its inputs are cast as the rule says and what it is made of is not asked
-    again; backward runs in the dtypes of forward. A policy may give it another rule by its name,
-    or by that of its class. There is no way back: an op stays for the life of the process. What
-    torch.compile or jax.jit compiled before is not compiled again: register first.
+    In an enabled region its inputs are cast as the rule says, and the ops inside it run in these
+    dtypes; backward runs in the dtypes of forward. A policy may give it another rule, by its name
+    or by that of its class. An op cannot be unregistered. Register it before torch.compile or
+    jax.jit compiles code that calls it: compiled code does not change.
 
     Args:
         name: for policies; not one that the vocabulary has. The same name may be registered once
             for torch and once for jax, with the same rule.
-        rule: what it does where a policy does not speak of it: lower, fp32, fp32_keep, widest,
+        rule: how it runs under a policy that has no row for it: lower, fp32, fp32_keep, widest,
             first, keep, forbid or parts.
         torch: an op of `torch.library` (Triton kernels are reached through one): "mylib::my_op", a
             list of such names, or what `torch.library.custom_op` returned. For an
             `autograd.Function` or a Python function, use the decorator `polymp.torch.register`.
         jax: a primitive, or a function: plain, jitted, `jax.custom_jvp` or `jax.custom_vjp`.
-        kind: its class, for rules that speak of "class:KIND".
+        kind: its class, for rows of "class:KIND".
 
     Raises:
         PolicyError: the name or a spelling is taken, the rule or class unknown, torch has no such
@@ -143,7 +148,7 @@ def register_op(
     where = f"register_op({name!r})"
     op = checked(name, rule, kind, where)
     if torch is None and jax is None:
-        raise TypeError(f"{where}: say what it is: torch=..., jax=..., or both")
+        raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
     aten: tuple[str, ...] = ()
     primitives: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()

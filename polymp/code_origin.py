@@ -40,6 +40,9 @@ def is_library(filename: str, *names: str) -> bool:
     Args:
         filename: of the code.
         names: of the libraries that count; the code of others is taken for the user's.
+
+    Returns:
+        False for the user's own code.
     """
     if filename.startswith("<"):
         return not filename.startswith(_TYPED)

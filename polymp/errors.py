@@ -9,7 +9,7 @@ class PolympError(Exception):
 
 
 class PolicyError(PolympError, ValueError):
-    """A policy that cannot be read, or that asks for what a backend cannot do."""
+    """A policy that cannot be read, or that a backend cannot run ops by."""
 
 
 class ForbiddenOpError(PolympError, RuntimeError):
@@ -21,7 +21,7 @@ class BackendMissingError(PolympError, ImportError):
 
 
 class StuckError(PolympError, RuntimeError):
-    """A scaler has skipped as many steps in a row as it was told to put up with."""
+    """A scaler has skipped `stuck_after` steps in a row, and its `on_stuck` is "raise"."""
 
 
 class UnscaledError(PolympError, RuntimeError):
@@ -29,15 +29,15 @@ class UnscaledError(PolympError, RuntimeError):
 
 
 class StaleCastError(PolympError, RuntimeError):
-    """A held cast is not what its weight would give now."""
+    """A kept cast differs from the cast that its weight would give now."""
 
 
 class EscapedValueError(PolympError, RuntimeError):
-    """A function stored values outside of itself that are dead when its trace has ended."""
+    """A function stored traced values outside of itself, which are invalid after the trace."""
 
 
 class UsageError(PolympError):
-    """A command that cannot be carried out; the text says why, in a line."""
+    """A command that cannot be carried out; the text says why, in one line."""
 
 
 class ScalerWarning(UserWarning):

@@ -34,6 +34,9 @@ def columns(
         rows: the cells of a row, as many as heads; or a text that stands alone on its line.
         right: heads of the columns that end at the right: numbers.
         width: of the longest line, in characters; a text that stands alone may be longer.
+
+    Returns:
+        The lines.
     """
     listed = list(rows)
     cells = [row for row in listed if not isinstance(row, str)]
@@ -72,6 +75,9 @@ def aligned(rows: Sequence[Sequence[str]], numeric: Container[int]) -> list[str]
     Args:
         rows: the cells of each, the heads among them.
         numeric: places of the columns that end at the right.
+
+    Returns:
+        The lines.
     """
     wide = {i: max(map(len, column)) for i, column in enumerate(zip(*rows, strict=True))}
     return [_line(dict(enumerate(row)), wide, numeric) for row in rows]
@@ -117,7 +123,7 @@ def short(dtype: str) -> str:
 
 
 def dtypes(inputs: Sequence[str], run: str, outputs: Sequence[str]) -> str:
-    """What came in, what came out and, where that is another dtype, what it ran in.
+    """The dtypes of an op's inputs and outputs, and the one it ran in if that is another.
 
     "fp32, bf16 x2 -> bf16 (in fp32)"
     """

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links of pages to files outside of docs/ lead somewhere in the site, too.
+"""A hook of mkdocs: links of pages to files outside of docs/ become links of the site.
 
 The pages are read in the repository as well, where `../policies/amp.toml` is a file. In the site
 
@@ -6,10 +6,10 @@ The pages are read in the repository as well, where `../policies/amp.toml` is a 
     README.md, CHANGELOG.md are index.md, changelog.md
     polymp/jax.py           is api/jax.md, which pages.py makes; so are the other public modules
     docs/NAME.md            is NAME.md; for links of the changelog
-    any other file          is looked at where the repository is, if `repo_url` is set; otherwise
-                            the site has a copy of it, under files/
+    any other file          is a link to the repository, if `repo_url` is set; otherwise to a copy
+                            in the site, under files/
 
-A link to what is not there stays as it is, and mkdocs warns.
+A link to a file that does not exist stays as it is, and mkdocs warns.
 """
 
 import posixpath
@@ -30,7 +30,7 @@ PAGES = {
     "polymp/jax.py": "api/jax.md",
     "polymp/testing/__init__.py": "api/testing.md",
 }
-SOURCES = {"changelog.md": "CHANGELOG.md"}  # pages that are a file of the repository
+SOURCES = {"changelog.md": "CHANGELOG.md"}  # pages made from a file of the repository
 
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCED = re.compile(r"^( *`{3,}).*?^\1 *$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages that are made of the repository's data.
+"""A hook of mkdocs: pages made from the repository's data.
 
     tables/NAME.md        a shipped policy: the rule of every op, and its file
     tables/vocabulary.md  the ops, and what they are called in torch and in JAX
@@ -30,26 +30,16 @@ OPTIONAL = ("seeing.md", "testing.md", "api/testing.md")
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
-MEANS = {
-    Rule.LOWER: "computed in the region's dtype",
-    Rule.FP32: "computed in float32, and the result stays float32",
-    Rule.FP32_KEEP: "computed in float32; the result goes back to the widest input dtype",
-    Rule.WIDEST: "computed in the widest of the inputs' dtypes and the region's",
-    Rule.KEEP: "computed in the dtypes that come in",
-    Rule.FORBID: "an error that names another op",
-    Rule.PARTS: "what the op is made of follows its own rules",
-}
-
 UNRULED = (
-    "Ops that are not here have no rule: they run in the dtypes of their inputs, and what they "
-    "are made of follows its own rules. Names are those of [the vocabulary](vocabulary.md); "
+    "Ops that are not here have no row: they run in the dtypes of their inputs, and the ops inside "
+    "them by their own rows. Names are those of [the vocabulary](vocabulary.md); "
     "[Policies](../policies.md) says which row wins."
 )
 SINGLE = "One overload of torch or primitive of JAX, with a row of its own:"
 NAMES = (
-    "The names by which policies speak of ops, in classes, and what each op is called in torch and "
-    "in JAX. An op that JAX has no primitive or function for says what it becomes in a trace. The "
-    "data is `policies/vocabulary.toml`."
+    "The names of ops in policies, by class, with their names in torch and in JAX. For an op that "
+    "JAX has no primitive or function for, the ops that it becomes in a trace. The data is "
+    "`policies/vocabulary.toml`."
 )
 
 
@@ -110,13 +100,13 @@ def policy_page(name: str) -> str:
         kind = vocabulary().ops[op].kind
         found.setdefault((row.rule, dtype), {}).setdefault((kind, row.source), []).append(op)
     counts = [
-        [f"[`{rule}`](#{_anchor(rule, dtypes)})", MEANS[rule], str(sum(map(len, ops.values())))]
+        [f"[`{rule}`](#{_anchor(rule, dtypes)})", rule.phrase, str(sum(map(len, ops.values())))]
         for (rule, dtypes), ops in sorted(found.items(), key=_order)
     ]
-    text += [*_table(["rule", "the op is", "ops"], counts)]
+    text += [*_table(["rule", "an op with this rule", "ops"], counts)]
     text += [UNRULED, ""]
     for (rule, dtypes), ops in sorted(found.items(), key=_order):
-        means = f"{MEANS[rule][0].upper()}{MEANS[rule][1:]}."
+        means = f"An op with this rule {rule.phrase}."
         text += [f"## {_title(rule, dtypes)}", "", means, ""]
         lines = [
             [kind, _code(sorted(names)), _page(source)] for (kind, source), names in ops.items()
@@ -134,7 +124,7 @@ def policy_page(name: str) -> str:
 
 
 def rows(policy: Policy) -> Iterator[tuple[str, tuple[str, ...], Row]]:
-    """Op, dtypes and row, for all ops of the vocabulary that a row speaks of."""
+    """Op, dtypes and row, for all ops of the vocabulary that have a row."""
     for op in vocabulary().ops:
         by: dict[Row, list[str]] = {}
         for dtype in LOW:

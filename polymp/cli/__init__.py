@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 EXIT = """\
 exit codes:
-  0  done; diff: no difference; check: every row can be honoured; doctor: nothing is wrong
+  0  done; diff: no difference; check: torch and jax accept every row; doctor: nothing is wrong
   1  diff: there are differences; check: the policy is wrong; doctor: something is wrong
   2  the command could not be carried out: bad arguments, no such policy, a package is missing
 """
@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        drawn = not args.json and args.command != "check"
-        if drawn and importlib.util.find_spec("rich") is None:
-            raise UsageError("tables need the rich package: pip install 'polymp[cli]', or --json.")
+        drawn = _is_drawn(args)
         data = args.collect(args)
     except (PolicyError, BackendMissingError, UsageError) as error:
         print(f"polymp: {error}", file=sys.stderr)
@@ -107,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scope", default="", metavar="PATH", help="in the module at this path, as blocks.0.attn"
     )
     show.add_argument(
-        "--device", choices=DEVICES, help="only the ops that torch runs otherwise on the device"
+        "--device", choices=DEVICES, help="only ops that differ from torch's table for the device"
     )
 
     diff = command(
@@ -117,24 +115,24 @@ def _parser() -> argparse.ArgumentParser:
 
     asked = command(
         "check",
-        "read a policy and ask torch and jax if they can honour it",
+        "read a policy and check that torch and jax can run ops by each row",
         check.checked,
         lambda d: not d["ok"],
     )
     asked.add_argument("policy", help=named)
     asked.add_argument(
-        "--backend", choices=backends.NAMES, help="ask this one; both, as installed, if left out"
+        "--backend", choices=backends.NAMES, help="check for this one; if left out, both"
     )
 
     examine = command(
         "doctor",
-        "say what this machine, its torch and its jax can do, and which dtype to use",
+        "report the versions, devices and fast dtypes of this machine, and the dtype to use",
         _doctor,
         lambda d: not d["ok"],
     )
     of = examine.add_mutually_exclusive_group()
     of.add_argument(
-        "--measure", action="store_true", help="measure some products in every dtype, in 5 s"
+        "--measure", action="store_true", help="measure some matrix products in every dtype, 5 s"
     )
     of.add_argument(
         "--model",
@@ -153,15 +151,23 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         choices=backends.NAMES,
-        help="measure in this one, or both; torch, if it is installed, if left out",
+        help="measure in this one, or both; if left out, torch where it is installed",
     )
     examine.add_argument(
         "--seconds",
         type=doctor_inputs.seconds,
         metavar="S",
-        help=f"measure for so long; {product_times.BUDGET} if left out",
+        help=f"time to measure for; {product_times.BUDGET} if left out",
     )
     return parser
+
+
+def _is_drawn(args: argparse.Namespace) -> bool:
+    """True if the command draws tables, for which rich has to be installed."""
+    drawn = not args.json and args.command != "check"
+    if drawn and importlib.util.find_spec("rich") is None:
+        raise UsageError("tables need the rich package: pip install 'polymp[cli]', or --json.")
+    return drawn
 
 
 def _region_dtype(given: str) -> str:
@@ -175,7 +181,7 @@ def _doctor(args: argparse.Namespace) -> Data:
     measures = args.measure or args.model or args.shapes
     if not measures and (args.framework or args.seconds):
         given = "--framework" if args.framework else "--seconds"
-        raise UsageError(f"{given}: nothing is measured. Add --measure, --model or --shapes.")
+        raise UsageError(f"{given}: nothing is measured without --measure, --model or --shapes.")
     if not measures:
         return doctor.diagnose(doctor.gather())
     found = measurement.measured(

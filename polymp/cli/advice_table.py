@@ -1,4 +1,4 @@
-"""How what `polymp doctor` measured is drawn; see `measurement` for the data. Needs rich."""
+"""The tables of a measurement by `polymp doctor`; see `measurement` for the data. Needs rich."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ ROWS = 20  # of products, those that take the most time
 
 
 def advice_parts(data: Data) -> Iterator[RenderableType]:
-    """A measurement: a table of products, the dtype to use, and what was not measured."""
+    """A measurement: a table of products, the dtype to use, and the ops that were left out."""
     rows = sorted(data["products"], key=lambda row: -row["times"] * row["seconds"][FLOAT32])
     measured = sum(row["measured"] for row in rows)
     yield (

@@ -1,4 +1,4 @@
-"""What `check` finds: whether a policy can be read, and which of its rows torch and jax refuse."""
+"""`polymp check`: whether a policy can be read, and which of its rows torch and jax refuse."""
 
 import argparse
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def checked(args: argparse.Namespace) -> Data:
 
 
 def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
-    """The rows that a backend cannot honour, each with the reason."""
+    """The rows that a backend cannot run ops by, each with the reason."""
     if backend == "jax":
         from polymp.backends.jax.autocast.validate import refusals as in_jax
 
@@ -45,13 +45,13 @@ def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
     refused = in_torch(policy)
     held = [row for row in policy.rows if row not in refused]
     alone = [row for row in held if _no_kernel(row, Policy(policy.name, (row,)))]
-    others = tuple(row for row in held if row not in alone)  # may rule what torch lacks
+    others = tuple(row for row in held if row not in alone)  # may decide for ops that torch lacks
     lacking = {row: _no_kernel(row, Policy(policy.name, (*others, row))) for row in alone}
     return {**refused, **{row: why for row, why in lacking.items() if why}}
 
 
 def _no_kernel(row: Row, policy: Policy) -> str:
-    """Why torch can run what a policy's row asks for on no device; "" if it can on one."""
+    """Why torch has no kernel for a row's ops on any device; "" if it has one on some device."""
     from polymp.backends.torch.autocast import torch_table, validate
 
     if row.rule not in (Rule.LOWER, Rule.WIDEST):
@@ -69,13 +69,13 @@ def _no_kernel(row: Row, policy: Policy) -> str:
 
 
 def plain(data: Data) -> str:
-    """What `check` says; the errors themselves go to standard error."""
+    """The text that `check` prints; errors go to standard error."""
     if not data["rows"] and data["errors"]:
         return f"{data['policy']}: cannot be read\n"
     lines = [f"{data['policy']}: {data['rows']} rows"]
     for name, refused in data["backends"].items():
         if refused is None:
-            lines.append(f"{name}: not installed, not asked")
+            lines.append(f"{name}: not installed, not checked")
         else:
-            lines.append(f"{name}: {f'refuses {len(refused)}' if refused else 'honours them all'}")
+            lines.append(f"{name}: {f'refuses {len(refused)}' if refused else 'accepts all rows'}")
     return "\n".join(lines) + "\n"

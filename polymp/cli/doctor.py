@@ -1,9 +1,9 @@
-"""What this machine, its torch and its jax can do, and which dtype to use on it.
+"""`polymp doctor`: the versions, devices and fast dtypes of this machine, and the dtype to use.
 
     gather() -> Facts -> diagnose(facts) -> plain data
 
-`gather` alone looks at the machine; it imports torch and jax, as far as they are installed. The
-rest judges facts and can be asked about any machine.
+Only `gather` looks at the machine; it imports torch and jax, as far as they are installed. The
+rest works on facts of any machine.
 """
 
 import os
@@ -20,13 +20,13 @@ import polymp
 from polymp import backends, versions
 from polymp.rules import policy_files
 
-# What a CPU multiplies in hardware, by the names of its features in Linux and macOS. avx512_fp16 is
+# The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
 # not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
 _FAST = {
     "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16"),
     "float16": ("amx_fp16", "asimdhp", "FEAT_FP16"),
 }
-_TOLD = (*_FAST["bfloat16"], *_FAST["float16"], "avx512_fp16")
+_LISTED = (*_FAST["bfloat16"], *_FAST["float16"], "avx512_fp16")
 
 
 class Framework(NamedTuple):
@@ -35,7 +35,7 @@ class Framework(NamedTuple):
     Attributes:
         name: "torch" or "jax".
         version: as installed, "" if it is not.
-        problem: what it said when it was imported and asked, "" if all went well.
+        problem: the error of importing it or asking for its devices, "" if there was none.
         platform: where it runs by default.
     """
 
@@ -46,15 +46,15 @@ class Framework(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a framework runs on, and the dtypes that it multiplies faster than float32.
+    """A device of a framework, and the dtypes that it multiplies faster than float32.
 
     Attributes:
         framework: "torch" or "jax".
         kind: "cpu", "cuda", ...
         name: the model.
-        bfloat16: True if fast, None if that cannot be told.
+        bfloat16: True if fast, None if that is not known.
         float16: the same.
-        by: what shows it, in words.
+        by: the feature that shows it, in words.
     """
 
     framework: str
@@ -66,7 +66,7 @@ class Device(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """Whose kernels run torch's ops on a device.
+    """The counts of ops that run with torch's own kernels on a device, and with polymp's.
 
     Attributes:
         device: its type.
@@ -104,12 +104,12 @@ class Facts(NamedTuple):
 
 
 def cpu(framework: str, name: str, features: frozenset[str] | None) -> Device:
-    """A CPU, by the features that it reports; None if the system does not tell."""
+    """A CPU, by the features that it reports; None if the system does not list them."""
     if features is None:
-        return Device(framework, "cpu", name, None, None, "this system does not tell")
-    told = [feature for feature in _TOLD if feature in features]
+        return Device(framework, "cpu", name, None, None, "this system does not list CPU features")
+    listed = [feature for feature in _LISTED if feature in features]
     low = {dtype: not features.isdisjoint(names) for dtype, names in _FAST.items()}
-    by = ", ".join(told) or "no bf16 or fp16 instructions"
+    by = ", ".join(listed) or "no bf16 or fp16 instructions"
     return Device(framework, "cpu", name, low["bfloat16"], low["float16"], by)
 
 
@@ -136,7 +136,7 @@ def advice(device: Device) -> tuple[str, str]:
 
 
 def diagnose(facts: Facts) -> dict[str, Any]:
-    """What is to be said of a machine, as plain data; `ok` if nothing is wrong."""
+    """Versions, devices, advice, problems and notes of a machine; `ok` if there is no problem."""
     devices = [
         d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
     ]
@@ -178,9 +178,9 @@ def _notes(facts: Facts) -> Iterator[str]:
     for e in facts.engines:
         table = f"the table torch-{e.device}"
         if e.new:
-            yield f"{table} lacks {', '.join(e.new)}: they run as torch has them."
+            yield f"{table} has no row for {', '.join(e.new)}: they run by torch's own kernels."
         if e.gone:
-            yield f"torch lacks what {table} has, {', '.join(e.gone)}: not cast by default."
+            yield f"{table} has rows without a kernel in torch, {', '.join(e.gone)}: not cast."
 
 
 def gather() -> Facts:
@@ -195,7 +195,7 @@ def gather() -> Facts:
                 version = "of unknown version"
             try:
                 where = ask(devices, engines)
-            except Exception as error:  # whatever is wrong with it, that is what was asked for
+            except Exception as error:  # any error of a framework is a finding
                 problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         frameworks.append(Framework(name, version, problem, where))
     return Facts(
@@ -265,7 +265,7 @@ def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
             major, minor = map(int, found.split("."))
             devices.append(gpu("jax", device.device_kind, (major, minor)))
         else:
-            by = f"jax platform {device.platform} does not tell"
+            by = f"jax platform {device.platform} does not list dtypes"
             devices.append(Device("jax", device.platform, device.device_kind, None, None, by))
     return jax.default_backend()
 

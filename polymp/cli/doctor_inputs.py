@@ -12,7 +12,7 @@ from polymp.errors import UsageError
 
 
 class Example(NamedTuple):
-    """A model and what to call it with.
+    """A model and its example inputs.
 
     Attributes:
         framework: "torch" if the model is a torch module, else "jax".
@@ -26,7 +26,13 @@ class Example(NamedTuple):
 
 
 def shapes(text: str) -> list[tuple[int, int, int]]:
-    """Rows, inputs and outputs of linear layers: "512x512x2048,1x768x3072".
+    """Read shapes of linear layers: "512x512x2048,1x768x3072".
+
+    Args:
+        text: of the argument.
+
+    Returns:
+        Rows, inputs and outputs of each.
 
     Raises:
         ArgumentTypeError: a part is something else.
@@ -45,7 +51,13 @@ def shapes(text: str) -> list[tuple[int, int, int]]:
 
 
 def seconds(text: str) -> float:
-    """A time to measure for.
+    """Read a time to measure for.
+
+    Args:
+        text: of the argument.
+
+    Returns:
+        Seconds.
 
     Raises:
         ArgumentTypeError: it is no number from 0.5 to 600.
@@ -60,9 +72,15 @@ def seconds(text: str) -> float:
 
 
 def example(text: str) -> Example:
-    """The model that a function of the user's returns: "train:example".
+    """Call a function of the user's that returns a model and its inputs: "train:example".
 
     The module is imported as `python -m` would import it, with the current folder first.
+
+    Args:
+        text: MODULE:FUNCTION.
+
+    Returns:
+        The model and its inputs.
 
     Raises:
         UsageError: there is no such function, it fails, or it returns something else.
@@ -74,7 +92,7 @@ def example(text: str) -> Example:
         plain = ".".join(Path(module).with_suffix("").parts) if module.endswith(".py") else ""
         hint = f" Write {plain}:{name or 'example'}." if plain else ""
         raise UsageError(
-            f"{given}: this is no MODULE:FUNCTION, as train:example for the function example in "
+            f"{given}: this is not MODULE:FUNCTION, as train:example for the function example in "
             f"train.py.{hint}"
         )
     here = str(Path.cwd())

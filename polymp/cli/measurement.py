@@ -26,7 +26,7 @@ SHAPES = (
     (1024, 1024, 1024),
 )
 
-OF_SHAPES = "activations come in the low dtype; the weight is cast from float32 at each call"
+OF_SHAPES = "activations are in the low dtype; the weight is cast from float32 at each call"
 OF_A_MODEL = "those that a bfloat16 region makes in one call of the model"
 
 
@@ -36,20 +36,19 @@ def measured(
     frameworks: Sequence[str],
     seconds: float | None = None,
 ) -> list[Data]:
-    """Measure, and advise.
+    """Measure products and choose the dtype to use for them.
 
     Args:
         model: MODULE:FUNCTION, see `doctor_inputs.example`.
         shapes: of linear layers; a few of `SHAPES` if neither is given.
-        frameworks: "torch", "jax" or both; what is installed, torch first, or what the model is of,
-            if empty.
+        frameworks: "torch", "jax" or both; if empty, the model's, or the first that is installed.
         seconds: to measure for, in each framework.
 
     Returns:
         A dict for each framework.
 
     Raises:
-        UsageError: the model cannot be had, or has no products.
+        UsageError: the model cannot be loaded, or has no products.
         BackendMissingError: a framework is not installed.
     """
     leave_memory()
@@ -119,7 +118,7 @@ def _data(framework: str, model: str, found: Found, bench: Any, budget: float, c
     start = time.perf_counter()
     rows, left = product_times.timed(found.products, bench, budget)
     took = time.perf_counter() - start
-    told = advise(rows)
+    advised = advise(rows)
     return {
         "framework": framework,
         "device": bench.device,
@@ -129,9 +128,9 @@ def _data(framework: str, model: str, found: Found, bench: Any, budget: float, c
         "casts": casts,
         "products": [_row(row) for row in rows],
         "ratio": {way: ratio(rows, way)._asdict() for way in ways(rows)},
-        "use": told.use,
-        "why": told.why,
-        "more": list(told.more),
+        "use": advised.use,
+        "why": advised.why,
+        "more": list(advised.more),
         "left_out": dict(found.left_out),
         "flops": sum(row.product.flops * row.product.times for row in rows),
         "lacking": {**bench.lacking, **left},

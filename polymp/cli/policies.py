@@ -1,4 +1,4 @@
-"""What `policies`, `show` and `diff` find: policies and their rules as plain data.
+"""The data of `polymp policies`, `show` and `diff`: policies and their rules.
 
 torch is imported by `show --device` alone.
 """
@@ -39,10 +39,10 @@ def row_data(row: Row | None) -> Data | None:
 
 
 def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
-    """What a policy says of an op; equal answers are the same behaviour.
+    """The rule for an op as data; ops with equal answers run alike.
 
-    `detail` is, for fp32, how torch is to bring it about; for widest, what it does where float16
-    and bfloat16 meet; for forbid, the op to use instead; "" for the others.
+    `detail` is, for fp32, how torch applies it; for widest, what happens where float16 and bfloat16
+    meet; for forbid, the op to use instead; "" for the others.
     """
     if row is None:
         return {"rule": Rule.PARTS, "detail": ""}
@@ -71,7 +71,12 @@ def shown(args: argparse.Namespace) -> Data:
 
 
 def _selected(selector: str, policy: Policy) -> list[Op]:
-    """The ops that `--op` asks for, by class and name; all of them for ""."""
+    """Return the ops that `--op` asks for, by class and name; all of them for "".
+
+    Raises:
+        PolicyError: there is no such op or class.
+        UsageError: it is a spelling that neither the vocabulary nor the policy has.
+    """
     words = vocabulary()
     kind = selector.removeprefix("class:") if selector.startswith("class:") else ""
     if selector and selector != "default":
@@ -114,7 +119,7 @@ def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Da
 def _against(
     policy: Policy, device: str, selector: str, ops: Sequence[Op], dtypes: Sequence[str]
 ) -> Data:
-    """The overloads in which a policy differs from what torch has compiled in for a device."""
+    """The overloads for which a policy differs from the kernels torch has compiled for a device."""
     backends.get("torch")
     from polymp.backends.torch.autocast import kernel_registry, torch_table
 

@@ -1,4 +1,4 @@
-"""What the commands found, drawn as tables: the one part of polymp that needs rich.
+"""The tables that commands print: the one part of polymp that needs rich.
 
     drawn(command, data) -> text
 
@@ -16,17 +16,20 @@ from rich.text import Text
 
 from polymp.cli import advice_table
 from polymp.diagnostics.report_text import by
-from polymp.rules.row import LOW, Row
+from polymp.rules.row import LOW, Row, Rule
 
 Data = dict[str, Any]
 
 
 def drawn(command: str, data: Data) -> str:
-    """What a command found, with colours if standard output is a terminal.
+    """Draw the data of a command, with colours if standard output is a terminal.
 
     Args:
         command: its name.
-        data: what `--json` prints.
+        data: as `--json` prints it.
+
+    Returns:
+        The text.
     """
     draw = {"policies": _policies, "show": _show, "diff": _diff, "doctor": _doctor}[command]
     console = Console(markup=False, highlight=False, emoji=False)
@@ -53,7 +56,7 @@ def _policies(data: Data) -> Iterator[RenderableType]:
 
 
 def _by(row: Data | None, op: str, known: str = "") -> str:
-    """What a row speaks of, if not just the op, and its source, if that is not known."""
+    """The op, class or spelling that a row is for and its source, as far as they are not known."""
     return by(Row(**row), op, known) if row else "no row"
 
 
@@ -89,14 +92,17 @@ def _all(data: Data, title: str) -> Iterator[RenderableType]:
         sources = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
         table.append((f"  {entry['op']}", _merged(entry["rules"]), _merged(sources)))
     without = sum(map(len, silent.values()))
-    yield f"{title}: {len(data['ops']) - without} of {len(data['ops'])} ops have a rule\n"
+    yield f"{title}: {len(data['ops']) - without} of {len(data['ops'])} ops have a row\n"
     if table:
         yield _table(("op", "rule", "from"), table)
+        used = {rule for entry in data["ops"] for rule in entry["rules"].values()}
+        yield ""
+        yield from (f"{rule}: {rule.phrase}" for rule in Rule if rule in used - {Rule.PARTS})
     if silent:
-        yield "\nno rule of their own: what these are made of follows its own rules\n"
+        yield "\nno row: these run in their inputs' dtypes, the ops inside them by their own rows\n"
         yield _table(("class", "ops"), ((k, ", ".join(ops)) for k, ops in silent.items()))
     if data["scopes"]:
-        yield f"\nother rows hold in scopes; --scope PATH shows them: {', '.join(data['scopes'])}"
+        yield f"\n--scope PATH shows the rows for modules: {', '.join(data['scopes'])}"
 
 
 def _one(data: Data, title: str) -> Iterator[RenderableType]:
@@ -112,10 +118,10 @@ def _one(data: Data, title: str) -> Iterator[RenderableType]:
     yield _table(("", ""), rows)
 
 
-_HALVES = "\n(widen), (raise): what widest does where float16 and bfloat16 meet"
+_HALVES = "\nwidest where float16 meets bfloat16: (widen) runs in float32, (raise) is an error"
 
 
-def _told(answer: Data, other: Data) -> str:
+def _shown(answer: Data, other: Data) -> str:
     """A rule, with its detail where another answer differs in nothing else."""
     detail = answer["detail"] if answer["rule"] == other["rule"] else ""
     return f"{answer['rule']} ({detail})" if detail else str(answer["rule"])
@@ -124,15 +130,15 @@ def _told(answer: Data, other: Data) -> str:
 def _device(data: Data, title: str) -> Iterator[RenderableType]:
     yield f"{title}, on {data['device']}: torch has {data['compiled']} compiled kernels"
     if not data["differ"]:
-        yield "none of these ops differs: they run at torch's own speed"
+        yield "no op differs: all run with torch's own kernels, at torch's own speed"
         return
-    yield f"ops that differ, and need a kernel of polymp's: {len(data['differ'])}\n"
+    yield f"ops that differ, and run with a kernel of polymp's: {len(data['differ'])}\n"
     rows = []
     for entry in data["differ"]:
         one, other = entry["torch"], entry["policy"]
         own = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
-        left = {low: _told(one[low], other[low]) for low in data["dtypes"]}
-        right = {low: _told(other[low], one[low]) for low in data["dtypes"]}
+        left = {low: _shown(one[low], other[low]) for low in data["dtypes"]}
+        right = {low: _shown(other[low], one[low]) for low in data["dtypes"]}
         rows.append((entry["aten"], _merged(left), _merged(right), _merged(own)))
     yield _table(("aten op", "torch", data["policy"], "from"), rows)
     if any("(widen)" in row[1] + row[2] for row in rows):
@@ -147,8 +153,8 @@ def _diff(data: Data) -> Iterator[RenderableType]:
     lines: dict[tuple[str, ...], list[str]] = {}
     for entry in data["differences"]:
         rules, rows = entry["rules"], entry["rows"]
-        left = _told(rules[0], rules[1]), _by(rows[0], entry["op"], one)
-        right = _told(rules[1], rules[0]), _by(rows[1], entry["op"], other)
+        left = _shown(rules[0], rules[1]), _by(rows[0], entry["op"], one)
+        right = _shown(rules[1], rules[0]), _by(rows[1], entry["op"], other)
         key = entry["scope"], entry["op"], *(", ".join(filter(None, s)) for s in (left, right))
         lines.setdefault(key, []).append(entry["dtype"])
     yield f"{one} and {other}, ops that differ: {len({key[:2] for key in lines})}\n"
@@ -164,7 +170,7 @@ def _diff(data: Data) -> Iterator[RenderableType]:
 
 def _doctor(data: Data) -> Iterator[RenderableType]:
     yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}\n"
-    if "measurements" in data:  # which say what to use here, rather than the hardware's features
+    if "measurements" in data:  # the advice then rests on them, not on the hardware's features
         for at, found in enumerate(data["measurements"]):
             yield from ([""] if at else [])
             yield from advice_table.advice_parts(found)

@@ -1,8 +1,8 @@
-"""The audit of a run: what was measured in it, to print, to draw and to draw conclusions from.
+"""The audit of a run: its measurements as a table, a picture and a suggestion of rows to change.
 
     Measured ... -> Audit -> table, picture, first fault, fitting scale, suggestion
 
-`suggest` says which rows to change, `audit_plot` and `audit_text` draw.
+`suggest` makes the suggestion, `audit_plot` the picture and `audit_text` the table.
 """
 
 from os import PathLike
@@ -19,31 +19,36 @@ if TYPE_CHECKING:
 
 
 class Audit(AuditRecord):
-    """What was measured; filled when the run ends.
+    """The measurements of a run, filled when its block ends; `print` shows them as a table.
 
     Attributes:
         results: of ops, in the order in which they were first reached.
         gradients: of parameters, by name.
-        fault: where the first value that is not finite came from; None if all were finite.
+        fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
-        scale: the loss scale that the gradients came with, 1 if none was known.
+        scale: the loss scale that the gradients were multiplied by, 1 if none was known.
     """
 
     def suggest(self, base: Source = "amp") -> Suggestion:
-        """What to change so that what was audited trains: rows, another dtype, or a loss scale.
+        """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
 
-        What lies behind the first Inf is not seen: where a step still breaks, audit it again.
+            mine = audit.suggest("amp").apply("amp")
+
+        Ops after the first Inf cannot be judged: if a step still breaks, audit it again.
 
         Args:
             base: the policy that the steps ran by. An op that ran by a float32 row of it gets no
                 other.
+
+        Returns:
+            The suggestion, which is false if nothing has to change.
 
         Raises:
             PolicyError: no such policy.
             ValueError: nothing was measured.
         """
         if not self.results:
-            raise ValueError("nothing was measured: run a step in the audit's block, and ask then.")
+            raise ValueError("nothing was measured: run a step in the audit's block first.")
         return suggest(self, base)
 
     def plot(
@@ -52,17 +57,20 @@ class Audit(AuditRecord):
         dtype: object = None,
         dark: bool = False,
     ) -> "Figure":
-        """A picture of the magnitudes, layer by layer, against the ranges of the dtypes.
+        """Draw the magnitudes, layer by layer, against the ranges of the dtypes.
 
         A row for every module, with its results in the panel at the left and its gradients at the
-        right: a band from the 5 % to the 95 % quantile of what is not zero, a tick at the largest.
-        Gradients are drawn as they are without the loss scale.
+        right: a band from the 5 % to the 95 % quantile of the values that are not zero, and a tick
+        at the largest. Gradients are drawn without the loss scale.
 
         Args:
             path: file to write it to as well: ".png", ".svg" or ".pdf".
             dtype: the one whose range to show, by name or as a dtype object; None for float16,
                 bfloat16, float8_e4m3fn and float8_e5m2.
             dark: True for light marks on a dark page.
+
+        Returns:
+            The figure.
 
         Raises:
             TypeError: `dtype` is neither a string nor a dtype.
@@ -76,7 +84,7 @@ class Audit(AuditRecord):
         return audit_text.audit_table(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return all of it as plain data."""
         return {
             "steps": self.steps,
             "scale": self.scale,

@@ -35,7 +35,7 @@ _POINTS = 8.5  # of the font
 
 
 class Look(NamedTuple):
-    """Colours; those of the dtypes are told apart with any kind of colour vision.
+    """Colours; those of the dtypes differ for any kind of colour vision.
 
     Source:
         Okabe and Ito, "Color universal design", 2008.
@@ -107,13 +107,13 @@ def audit_figure(
     dtype: object = None,
     dark: bool = False,
 ) -> "Figure":
-    """The picture; see `Audit.plot`."""
+    """Draw an audit; see `Audit.plot`, which raises the same."""
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
     rows = layers(audit)
     if not rows:
-        raise ValueError("nothing was measured: run a step inside of the audit, then draw it.")
+        raise ValueError("nothing was measured: run a step in the audit's block first.")
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -253,7 +253,7 @@ def _shade(axes: "Axes", dtypes: tuple[str, ...], look: Look) -> None:
 
 
 def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look) -> None:
-    """A band and a tick for each row, and in words at the right what has no place on the axis."""
+    """A band and a tick for each row; Inf, NaN and "all zero" as words at the right."""
     for y, m in enumerate(found):
         if m is None:
             continue

@@ -1,4 +1,4 @@
-"""What the numbers of a run were: the magnitudes of every op's result and of every gradient.
+"""The magnitudes of every op's result and of every gradient of a run.
 
 The backends measure, on the device, and make these records; `magnitudes` knows what a dtype would
 make of the numbers. Nothing here knows a framework.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from polymp import plain_text
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
@@ -24,10 +25,10 @@ class Measured(NamedTuple):
         source: file and line of the user's code: "train.py:12".
         direction: "forward", "backward" or "recompute".
         region: the low dtype of the region it ran in, "" outside.
-        row: of the policy, that decided; None if none spoke of the op.
+        row: of the policy, that decided; None if the policy has no row for the op.
         run: dtype of the results.
         magnitudes: of the results; of scaled gradients, divided by the scale.
-        numbers: numbers of the program that its dtype made zero: (1e-12,) for `x + 1e-12`.
+        numbers: constants of the program that are zero in its dtype: (1e-12,) for `x + 1e-12`.
     """
 
     op: str
@@ -42,7 +43,7 @@ class Measured(NamedTuple):
     numbers: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Its numbers, with the shares in each dtype, as plain data."""
+        """Return its numbers, with the shares in each dtype, as plain data."""
         m = self.magnitudes
         shares = {dtype: m.shares(dtype)._asdict() for dtype in NARROW}
         data = self._asdict() | {"row": str(self.row) if self.row else None}
@@ -53,14 +54,14 @@ class Measured(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What an op was given. An audit knows dtype, shape and largest magnitude alone; `locate` all.
+    """One input of an op. An audit fills in dtype, shape and largest magnitude, `locate` the rest.
 
     Attributes:
         dtype: its dtype.
         shape: its dimensions.
         smallest: the smallest magnitude that is not zero; 0 if there is none.
         largest: the largest finite magnitude.
-        zeros: share of zeros.
+        zeros: share of zeros, from 0 to 1.
         inf: share of Inf and -Inf.
         nan: share of NaN.
         name: of a parameter or an argument, if it is one; "" for what the program made.
@@ -81,12 +82,16 @@ class Operand(NamedTuple):
             start = f"from {self.smallest:.3g} " if self.smallest else "up "
             parts.append(f"|x| {start}to {self.largest:.3g}")
         shares = (("zero", self.zeros), ("Inf", self.inf), ("NaN", self.nan))
-        parts += [f"{share:.2g} of it {what}" for what, share in shares if share]
+        parts += [f"{_percent(share)} {what}" for what, share in shares if share]
         return f"{self.name}: {', '.join(parts)}" if self.name else ", ".join(parts)
 
 
+def _percent(share: float) -> str:
+    return "all" if share == 1 else plain_text.share(share)
+
+
 class Fault(NamedTuple):
-    """The op that a run broke at.
+    """The op at which a run's numbers broke; `print` shows it with its inputs and its row.
 
     Attributes:
         op: its name in the vocabulary, or the framework's own.
@@ -94,15 +99,15 @@ class Fault(NamedTuple):
         module: path of the module it was called in.
         source: file and line of the user's code.
         direction: "forward", "backward" or "recompute".
-        kind: "overflow" (its dtype made Inf of what float32 holds), "underflow" (zero of what
-            float32 holds), "number" (its dtype made a number of the program zero), "input" (an
-            argument or parameter was not finite) or "operation" (its result is not finite in
-            float32 either).
+        kind: "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into
+            zero), "number" (a constant of the program is zero in its dtype), "input" (an argument
+            or parameter was not finite) or "operation" (its result is not finite in float32
+            either).
         run: the dtype that it ran in.
-        row: of the policy, that decided; None if none spoke of the op.
-        inputs: what it was given.
-        found: "Inf" or "NaN", what first became of it, and the op where it did if it is another.
-        why: a sentence.
+        row: of the policy, that decided; None if the policy has no row for the op.
+        inputs: of the op.
+        found: "Inf" or "NaN", whichever came first, and the op where it did if it is another.
+        why: a sentence on the cause.
         region: the low dtype of the region it ran in, "" outside.
     """
 
@@ -131,26 +136,26 @@ class Fault(NamedTuple):
 
 
 class AuditRecord:
-    """All that was measured; see `audit.Audit`."""
+    """The measurements of a run; see `audit.Audit`."""
 
     def __init__(self) -> None:
         self.results: Sequence[Measured] = ()
         self.gradients: Sequence[Measured] = ()
         self.fault: Fault | None = None
-        self.steps = 0
-        self.scale = 1.0
+        self.steps: int = 0
+        self.scale: float = 1.0
 
     @property
     def backward(self) -> list[Measured]:
-        """All gradients: those of parameters, and of what backward ops made."""
+        """All gradients: those of parameters, and those that backward ops made."""
         made = [m for m in self.results if m.direction == "backward"]
         return [*self.gradients, *made]
 
     def fitting_scale(self, dtype: object = "float16") -> float | None:
-        """The largest loss scale at which no gradient overflows a dtype, with a factor 2 to spare.
+        """Return the largest loss scale at which no gradient overflows, with a factor 2 to spare.
 
-        Counted are the gradients that ops made in that dtype; where there are none other than
-        zero, those made in bfloat16, and then all.
+        It is for the gradients that ops made in that dtype; where these are all zero, for those
+        made in bfloat16; where these are, too, for all gradients.
 
         Args:
             dtype: the one that gradients are to fit in, by name or as a dtype object.

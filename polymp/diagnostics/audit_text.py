@@ -1,4 +1,4 @@
-"""An audit as text: what `print(audit)` shows.
+"""An audit as text, as `print(audit)` shows it.
 
     AuditRecord -> the fault, the fitting scale, then a row for every op and parameter
 
@@ -29,11 +29,14 @@ _RIGHT = _HEADS[2:-1]
 
 
 def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
-    """The audit as text.
+    """Return an audit as text.
 
     Args:
-        audit: what to draw.
+        audit: the measurements.
         width: of a line, in characters.
+
+    Returns:
+        The text.
     """
     lines = [f"audit of {plain_text.plural(audit.steps, 'step')}"]
     if audit.fault is not None:
@@ -70,7 +73,7 @@ def _split(parameter: str) -> tuple[str, str]:
 
 def scales(audit: AuditRecord) -> list[str]:
     """The loss scale of the run, and the one that fits."""
-    used = "1, or not known" if audit.scale == 1 else power(audit.scale)
+    used = "none, or not known" if audit.scale == 1 else power(audit.scale)
     fitting = audit.fitting_scale(_FIRST)
     if fitting is None:
         return [f"loss scale: {used}; no finite gradient other than zero to fit one to"]
@@ -118,14 +121,14 @@ def _percent(part: float) -> str:
 
 
 def _here(measured: Measured) -> Iterator[str]:
-    """What became of the values in this run."""
+    """Words on the Inf, NaN and zeros that the values became in this run."""
     m = measured.magnitudes
     yield from (what for what, found in (("Inf", m.inf), ("NaN", m.nan)) if found)
     run = plain_text.short(measured.run)
     if m.burst:
-        yield f"{plain_text.share(m.burst)} Inf only for {run}"
+        yield f"{plain_text.share(m.burst)} Inf because of {run}"
     if m.vanished:
-        yield f"{plain_text.share(m.vanished)} zero only for {run}"
+        yield f"{plain_text.share(m.vanished)} zero because of {run}"
     yield from (f"{number:g} is zero in {run}" for number in measured.numbers)
 
 

@@ -1,10 +1,10 @@
-"""Which op a value that is not finite came from, and what made it so.
+"""The op that a value that is not finite came from, and the cause.
 
-    nodes of one run, each with what it read -> the node to blame, and why
+    nodes of one run, each with the nodes of its inputs -> the node to blame, and why
 
 A run is a graph: every op that ran is a node, with the nodes that made its inputs. Infinities that
-a program means, such as those of a mask, are taken up by a later op and lead nowhere; what counts
-is what reaches an end. Nothing here knows a framework.
+a program means, such as those of a mask, disappear in a later op; those that reach an end of the
+graph count. Nothing here knows a framework.
 """
 
 import math
@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
 
-# How far back the zero that was divided by is looked for.
+# How many nodes back the zero that was divided by is searched for.
 _STEPS = 12
 
-# Ops of which Inf, of finite inputs, may be a division by zero.
+# Ops whose Inf, of finite inputs, may be a division by zero.
 DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
 
-# Ops that give the same for Inf as for a number as far out: masks and clamps lead to them.
+# Ops that give the same for Inf as for a very large number: masks and clamps lead to them.
 _TAKES_UP = frozenset(
     "softmax log_softmax logsumexp exp sigmoid tanh clamp clamp_min clamp_max maximum minimum max "
     "min amax amin where masked_fill relu".split()
 )
 
-# An op that lost more than this share of its values is the cause, and not what came of it.
+# An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
 
 
@@ -33,19 +33,19 @@ class Node(NamedTuple):
     """One op that ran.
 
     Attributes:
-        inputs: places, in the run, of the nodes that made what it read; before it, all.
+        inputs: places, in the run, of the nodes that made its inputs, all before it.
         bad: "Inf", "NaN" or "", of its result.
         run: the dtype of its result.
-        burst: True if float16 made Inf there of what float32, given the same inputs, holds.
-        vanished: share of its results that float16 made zero, of the same inputs.
+        burst: True if its result is Inf in float16 and finite in float32, of the same inputs.
+        vanished: share of its results that are zero in float16 and not in float32.
         zeros: True if there are zeros in its result.
-        numbers: numbers of the program that its dtype made zero.
+        numbers: constants of the program that are zero in its dtype.
         spoiled: name of an input that no op made and that is not finite; "" if there is none.
-        given: True if a number of the program that it was given is not finite: a mask's -inf.
+        given: True if one of its constants is not finite: a mask's -inf.
         value: False if its result is no float: a test, a comparison.
         asks: True if it tests whether its inputs are finite, as a loss scaler does.
         cast: True for a cast.
-        loops: what tells the loops around it apart, the outermost first.
+        loops: keys of the loops around it, the outermost first.
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
     """
@@ -84,18 +84,21 @@ class Blame(NamedTuple):
 
 
 def blame(nodes: Sequence[Node]) -> Blame | None:
-    """The node that a run broke at; None if everything that reached an end is finite or meant.
+    """Find the node at which a run's numbers broke.
 
-    Infinities that the program gives are meant, until an op makes NaN of them.
+    Infinities that the program has as constants are no fault, until an op makes NaN of them.
 
     Args:
         nodes: in the order in which they ran.
+
+    Returns:
+        The node and the cause; None if every value that reached an end is finite or meant.
     """
     readers = _readers(nodes)
     reaches = _reaching(nodes, readers)
     for at, node in enumerate(nodes):
-        # What a dtype made Inf is a fault also where a later op makes a number of it: x / Inf is
-        # 0. A softmax, though, or a clamp, makes the same of Inf and of the number that it was.
+        # An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf
+        # is 0. A softmax or a clamp, though, gives the same for Inf and for the number it was.
         hidden = node.burst and not node.cast
         hidden = hidden and not all(nodes[r].op in _TAKES_UP for r in readers[at])
         counts = reaches[at] or hidden
@@ -105,13 +108,13 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     for at, node in enumerate(nodes):
         if reaches[at] and node.bad == "NaN":
             if not any(nodes[i].bad == "NaN" and _spoils(nodes, i, at) for i in node.inputs):
-                why = "its result is NaN, of infinities that the program gave to it or before it"
+                why = "its result is NaN, from infinities that the program has as constants"
                 return Blame(at, at, "operation", why)
     return None
 
 
 def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:
-    """True if a node read what was not finite; in a loop, what a round before may have left."""
+    """True if a node read a value that was not finite, in a loop also from an earlier round."""
     pairs = enumerate(zip(nodes[of].loops, nodes[at].loops, strict=False))
     around_both = min(len(nodes[of].loops), len(nodes[at].loops))
     shared = next((depth for depth, (a, b) in pairs if a != b), around_both)
@@ -130,9 +133,9 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def _reaching(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> list[bool]:
-    """Which nodes' values are not finite and stay so up to an end.
+    """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is what no op reads, or what somebody tests.
+    An end is a value that no op reads, or that is tested for being finite.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
@@ -160,7 +163,7 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         found = nodes[cause]
         if found.numbers:
             shown = ", ".join(f"{number:g}" for number in found.numbers)
-            why = f"{shown} is zero in {found.run}, so what it was to keep from zero is not kept"
+            why = f"the constant {shown}, which keeps a value from zero, is zero in {found.run}"
             return Blame(cause, at, "number", why)
         why = f"{found.vanished:.0%} of its results are zero in {found.run} and are not in float32"
         return Blame(cause, at, "underflow", why)

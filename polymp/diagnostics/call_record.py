@@ -1,7 +1,7 @@
-"""What ran in a program, op call by op call: the records that reports are made of.
+"""The op calls of a program: the records that reports are made of.
 
-A `Call` is a place in the user's code where an op is called, with the row that ruled it, the
-dtypes that it met and made, and what its casts cost. The backends make calls; a `CallList` adds
+A `Call` is a place in the user's code where an op is called, with the row that decided, the dtypes
+of its inputs and results, and the cost of its casts. The backends make calls; a `CallList` adds
 them up. Nothing here knows a framework, or how calls are shown.
 """
 
@@ -17,7 +17,7 @@ FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
 
 
 class Call(NamedTuple):
-    """One op call site, with all that ran there.
+    """One op call site, with the counts of all calls there.
 
     Attributes:
         backend: "torch" or "jax".
@@ -27,13 +27,13 @@ class Call(NamedTuple):
         source: file and line of the user's code that called it: "train.py:12"; "" if not known.
         direction: "forward", "backward" or "recompute".
         region: the low dtype of the region, "" outside of enabled regions.
-        row: of the policy, that decided; None if none spoke of the op.
-        inputs: dtypes of its float inputs as they came, before any cast.
+        row: of the policy, that decided; None if the policy has no row for the op.
+        inputs: dtypes of its float inputs before any cast.
         run: the dtype that it computed in; "" if it computed no float.
         outputs: dtypes of its float results.
         casts: how many arrays were cast for it, there and back.
-        cast_bytes: that these casts read and wrote.
-        saved: casts that were spared, by reason: "cached", "held", "shared", "cancelled", ...
+        cast_bytes: bytes that these casts read and wrote.
+        saved: casts that were not made, by reason: "cached", "held", "shared", "cancelled", ...
         flops: of the matrix products, convolutions and attention in it; a multiply-add is two.
         kept: bytes of float32 that it keeps for the backward pass, parameters aside.
         times: how often it ran; all the counts above are for all times together.
@@ -59,10 +59,10 @@ class Call(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The rule that it ran by: of the row, or why there is none.
+        """The rule that it ran by, "no row" or "".
 
-        "no row" in a region whose policy does not speak of the op: it follows its inputs; "" where
-        no region asked.
+        "no row" where the policy of the region has no row for the op, which then runs in the dtypes
+        of its inputs; "" outside of regions.
         """
         if self.row is not None:
             return str(self.row.rule)
@@ -70,11 +70,11 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> tuple[Any, ...]:
-        """What two calls of one row share."""
+        """The fields in which calls of one site are equal."""
         return (*self[:8], self.inputs, self.run, self.outputs)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data; the row as text."""
+        """Return all of it as plain data; the row as text."""
         data = self._asdict()
         data["row"] = str(self.row) if self.row is not None else None
         data["rule"] = self.rule
@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
 
 class CallList:
-    """Calls, each site once, in the order in which the sites were first reached, and their sums."""
+    """Call sites, each once, in the order in which they were first reached, and their sums."""
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class CallList:
         """Keep calls.
 
         Args:
-            calls: that ran, one for each run; or a function that makes them when they are asked
-                for first.
-            title: what was explained.
+            calls: one for each run of an op; or a function that makes them when they are first
+                needed.
+            title: name of the function or model that was explained.
             low: the low dtype of the regions.
             policy: name of the policy.
         """
         self._calls = calls
-        self.title = title
-        self.low = low
-        self.policy = policy
+        self.title: str = title
+        self.low: str = low
+        self.policy: str = policy
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -128,7 +128,7 @@ class CallList:
 
     @property
     def saved(self) -> dict[str, int]:
-        """Casts that were spared, by reason."""
+        """Casts that were not made, by reason."""
         return _sums(pair for call in self.calls for pair in call.saved)
 
     @property
@@ -137,17 +137,27 @@ class CallList:
         return sum(call.kept for call in self.calls)
 
     def rows(self) -> set[Row]:
-        """The rows of the policy that decided at least once; see `Policy.unused`."""
+        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
         return {call.row for call in self.calls if call.row is not None}
 
     def of(self, op: str) -> list[Call]:
-        """The calls of an op, by its name in the vocabulary or the framework's."""
+        """Return the calls of an op.
+
+        Args:
+            op: its name in the vocabulary or the framework's own: "softmax", "aten:softmax.int".
+
+        Returns:
+            The calls; none if it did not run.
+        """
         return [call for call in self.calls if op in (call.op, call.spelling)]
 
     def widened(self) -> list[Call]:
-        """Calls that no row ruled and where a float32 input made a low one float32.
+        """Return calls without a row in which a float32 input widened a low one to float32.
 
-        Not those with a low result as well: their float32 is for the backward pass.
+        Calls with a low result as well are left out: their float32 is for the backward pass.
+
+        Returns:
+            The calls.
         """
         return [
             call

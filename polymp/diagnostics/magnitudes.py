@@ -1,4 +1,4 @@
-"""How large the values of a tensor are, and what a dtype would make of them.
+"""The magnitudes of a tensor's values, and the shares of them that a dtype cannot hold.
 
     bins of |x| -> Magnitudes -> shares that overflow, vanish, become subnormal; quantiles
 
@@ -18,7 +18,7 @@ from polymp.dtypes import name as dtype_name
 SHIFT = 19
 BINS = 4096
 
-# The dtypes whose ranges an audit speaks of.
+# The dtypes whose ranges an audit compares values with.
 NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 # The bin of Inf; those of finite numbers are before it, those of NaN after it.
@@ -37,12 +37,12 @@ _EDGES = tuple(lower_edge(bin) for bin in range(INF))
 
 
 class Shares(NamedTuple):
-    """What rounding to a dtype would do; shares of all values, from 0 to 1.
+    """The shares of values, from 0 to 1, that rounding to a dtype would change.
 
     Attributes:
-        overflow: become Inf, or NaN in a dtype without Inf; what is not finite already counts.
-        underflow: become zero and were not.
-        subnormal: keep fewer digits than the dtype has, and are not zero.
+        overflow: would be Inf, or NaN in a dtype without Inf; Inf and NaN themselves count.
+        underflow: would be zero and are not.
+        subnormal: would keep fewer digits than the dtype has, and are not zero.
     """
 
     overflow: float
@@ -51,18 +51,18 @@ class Shares(NamedTuple):
 
 
 class Magnitudes(NamedTuple):
-    """What was counted in a tensor, or in several.
+    """Counts of the magnitudes in one tensor or several.
 
     Attributes:
         values: how many values there were.
-        counted: how many of them are in the bins; the others were passed over evenly.
+        counted: how many of them are in the bins; the others were skipped at even distances.
         bins: counts by the bits of |x|, `BINS` of them.
         largest: the largest finite magnitude; of all values, not only of those counted. Where some
             are not finite: of those counted, rounded down to where their bin begins.
         inf: True if a value was Inf or -Inf.
         nan: True if a value was NaN.
-        burst: share of values that float16 made Inf and float32, of the same inputs, would not.
-        vanished: share of values that float16 made zero and float32, of the same inputs, would not.
+        burst: share of values that are Inf in float16 and finite in float32, of the same inputs.
+        vanished: share of values that are zero in float16 and not in float32, of the same inputs.
     """
 
     values: int
@@ -80,18 +80,20 @@ class Magnitudes(NamedTuple):
         return self.bins[0] / self.counted if self.counted else 0.0
 
     def shares(self, dtype: object, scale: float = 1.0) -> Shares:
-        """What a dtype would make of the values, multiplied by `scale`.
+        """Return the shares of values that a dtype cannot hold, multiplied by `scale`.
 
-        Bins are sixteenths of a power of two, and dtypes end where bins do; so these are exact
-        counts of what was counted, but for four kinds of values. In float16, those from 65520 to
-        65536 become Inf, and count as finite; so do those from 3.39e38 in bfloat16. Those of just
-        448 + 16 stay finite in float8_e4m3fn and count as overflow; those of just half the smallest
-        number become zero and count as subnormal. In the first bin, below 2**-130, nothing is told
-        from zero.
+        Bins are sixteenths of a power of two, and dtypes end where bins do; so the shares of the
+        counted values are exact, but for these. In float16, values from 65520 to 65536 become Inf,
+        and count as finite; so do those from 3.39e38 in bfloat16. Values of just 448 + 16 stay
+        finite in float8_e4m3fn and count as overflow; those of just half the smallest number become
+        zero and count as subnormal. Values below 2**-130 are in the first bin, and count as zero.
 
         Args:
             dtype: by name or as a dtype object.
             scale: a power of two.
+
+        Returns:
+            The shares.
         """
         target = FORMATS[dtype_name(dtype)]
         # Half a step beyond the largest number rounds up; half of the smallest rounds to zero.
@@ -151,7 +153,13 @@ def of_float(value: float) -> int:
 
 
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:
-    """All values together.
+    """Return the counts of several tensors together.
+
+    Args:
+        many: the counts of each, at least one.
+
+    Returns:
+        Their sum.
 
     Raises:
         ValueError: there are none.

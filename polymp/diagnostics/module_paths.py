@@ -1,4 +1,4 @@
-"""Which module of one model is which of another's, where only containers name them differently."""
+"""The modules of one model matched with those of another whose containers name them differently."""
 
 from collections.abc import Iterable
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""A page of its own, to sort and to filter in a browser.
+"""An HTML page with a table that can be sorted and filtered in a browser.
 
     Page (figures as bars, notes, a table) -> page.html, page.css and page.js filled in -> text
 
@@ -24,7 +24,7 @@ class Head(NamedTuple):
     """A column.
 
     Attributes:
-        name: what stands above it.
+        name: its heading.
         numeric: True if its cells are numbers, which sort the largest first.
         about: a sentence that explains it.
     """
@@ -38,9 +38,9 @@ class Cell(NamedTuple):
     """A cell.
 
     Attributes:
-        text: what it shows.
-        value: what it sorts by, if that is not the text.
-        about: what is told of it besides.
+        text: that it shows.
+        value: to sort by, if that is not the text.
+        about: a hint that the browser shows over it.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Bar(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What a page shows.
+    """The contents of a page.
 
     Attributes:
         title: of the page.
@@ -75,7 +75,7 @@ class Page(NamedTuple):
         sorted: the column that the lines are sorted by, and whether upwards; None if by none.
         selects: names of the selects.
         lines: of the table.
-        what: one line is.
+        what: name of a line, such as "call site".
     """
 
     title: str

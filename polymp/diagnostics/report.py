@@ -5,8 +5,8 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that can be drawn (`report_text`, `report_html`) and held
-against another one (`report_diff`).
+It is a list of calls (`call_record`) that can be drawn (`report_text`, `report_html`) and compared
+with another one (`report_diff`).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,17 +19,28 @@ from polymp.diagnostics.report_diff import ReportDiff
 
 
 class Report(CallList):
-    """What ran, call site by call site, in the order in which the sites were first reached.
+    """The op calls of a program, with rules, dtypes and casts; `print` shows them as a table.
+
+    Iterating gives a `Call` for each call site, in the order in which the sites were first reached.
 
     Attributes:
-        title: what was explained.
+        calls: the call sites.
+        title: name of the function or model that was explained.
         low: the low dtype of the regions, "" if there was none.
         policy: name of the policy, "" if there was no region.
     """
 
     def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
-        """Give a report that was handed out empty what ran in the block it was made for."""
-        self._calls, self.low, self.policy = calls, low, policy
+        """Fill a report that was empty until its block ended.
+
+        Args:
+            calls: that ran in the block.
+            low: the low dtype of the regions.
+            policy: name of the policy.
+        """
+        self._calls = calls
+        self.low = low
+        self.policy = policy
         self.__dict__.pop("calls", None)
 
     def table(
@@ -39,18 +50,21 @@ class Report(CallList):
         limit: int | None = None,
         width: int = 100,
     ) -> str:
-        """The report as text, or a part of it: what `print(report)` shows.
+        """Return the report, or a part of it, as the text that `print(report)` shows.
 
         Calls are grouped by direction and module; in a module, those whose casts move the most
-        bytes come first, then those with the most FLOPs. In "fp32 x2 -> bf16 (in fp32)", the last
-        is the dtype it ran in, where that is not the dtype of what came out.
+        bytes come first, then those with the most FLOPs. "fp32 x2 -> bf16 (in fp32)" is an op with
+        two float32 inputs and a bfloat16 result that ran in float32.
 
         Args:
-            modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for what lies
-                outside of modules. The totals are then of these alone.
-            ops: names in the vocabulary or the framework's; likewise.
-            limit: how many calls to list, those with the widest costs.
+            modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for calls outside
+                of modules. The totals are then of these alone.
+            ops: names in the vocabulary or the framework's; the totals are then of these alone.
+            limit: how many calls to list, those with the highest costs.
             width: of a line, in characters.
+
+        Returns:
+            The text.
 
         Raises:
             ValueError: a pattern matches no call, an op is not in the report, or `limit` is not a
@@ -59,7 +73,7 @@ class Report(CallList):
         return report_text.report_table(report_text.chosen(self, modules, ops), limit, width)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data: "title", "low", "policy", "totals" and "calls"."""
+        """Return all of it as plain data: "title", "low", "policy", "totals" and "calls"."""
         return {
             "title": self.title,
             "low": self.low,
@@ -76,25 +90,33 @@ class Report(CallList):
         }
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """A page of its own: totals, and a table to sort and to filter.
+        """Return an HTML page: totals, and a table to sort and to filter.
 
-        It holds all that it needs: nothing is loaded, so it can be mailed or kept with a run.
+        The page loads nothing, so it can be mailed or kept with a run.
 
         Args:
             path: file to write it to as well, in UTF-8.
+
+        Returns:
+            The page as text.
         """
         return page.written(page.html(report_html.page(self)), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
-        """Where another report differs: of another policy, or of the other framework.
+        """Compare with another report: under another policy, or from the other framework.
 
-        Calls are held against each other by module, direction and op, in order.
+            print(polymp.explain(model, x).diff(polymp.explain(model, x, policy="lean")))
+
+        Calls are compared by module, direction and op, in order.
 
         Args:
             other: of the same model.
-            modules: from a module path of `other` to the path here. By default the paths are
-                equal; where one has no equal, the parts "layers" of flax's containers and a class
-                name in front, as linen has it, are left out if the rest then matches.
+            modules: from a module path of `other` to the path here. By default paths are the same
+                in both; for a path that this report lacks, the parts "layers" of flax's containers
+                and a class name in front, as linen has it, are left out if the rest then matches.
+
+        Returns:
+            The differences; false if there are none.
         """
         return ReportDiff(self, other, modules)
 

@@ -1,9 +1,9 @@
-"""Two reports of one model, side by side: under two policies, or from the two frameworks.
+"""Two reports of one model compared: under two policies, or from the two frameworks.
 
-    calls of one, calls of the other -> pairs by (module, direction, op), in order -> what differs
+    calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
 
-Nothing here knows a framework; the names of modules are made equal where only a container's way of
-naming tells them apart.
+Nothing here knows a framework. Module paths that differ only by the way a container names its
+parts count as equal.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ _COMPARED = (*_DTYPES, "rule", "casts", "cast_bytes", "times")
 
 
 class Difference(NamedTuple):
-    """A call that the reports do not share, or not in everything.
+    """A call that only one report has, or that differs between them.
 
     Attributes:
         module: its path, as the first report has it.
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     changed: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return all of it as plain data."""
         sides = {"one": self.one, "other": self.other}
         return self._asdict() | {
             "changed": list(self.changed),
@@ -51,11 +51,11 @@ class Difference(NamedTuple):
 
 
 class ReportDiff:
-    """Where two reports differ; true if they do.
+    """The differences between two reports; true if there are any. `print` shows them as a table.
 
-    Two calls are held against each other if module, direction and op are equal, in the order in
-    which they were reached. Of two frameworks, which give an op different operands, the dtypes of
-    the inputs differ if one has a dtype that the other lacks.
+    Two calls are compared if module, direction and op are equal, in the order in which they were
+    reached. Between two frameworks, which give an op different operands, the dtypes of the inputs
+    differ if one has a dtype that the other lacks.
 
     Attributes:
         one: the first report.
@@ -73,7 +73,8 @@ class ReportDiff:
             other: the other.
             modules: from a module path of `other` to one of `one`; see `Report.diff`.
         """
-        self.one, self.other = one, other
+        self.one: CallList = one
+        self.other: CallList = other
         theirs = dict.fromkeys(call.module for call in other.calls)
         if modules is None:
             self._names = module_paths.matched(
@@ -81,7 +82,7 @@ class ReportDiff:
             )
         else:
             self._names = {module: modules(module) for module in theirs}
-        self.rows = tuple(self._differences())
+        self.rows: tuple[Difference, ...] = tuple(self._differences())
 
     def _differences(self) -> Iterator[Difference]:
         left, right = _grouped(self.one.calls, {}), _grouped(self.other.calls, self._names)
@@ -102,7 +103,7 @@ class ReportDiff:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the reports are called here: by what tells them apart."""
+        """Names of the two reports: frameworks, policies, dtypes or titles, whichever differ."""
         sides = [
             (next((call.backend for call in r), ""), r.policy, r.low, r.title)
             for r in (self.one, self.other)
@@ -113,13 +114,13 @@ class ReportDiff:
         return "one", "other"
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """The sums of both: "FLOPs in float32", "casts", "bytes cast", "saved: cached", ..."""
+        """Return the sums of both: "FLOPs in float32", "casts", "bytes cast", ..."""
         sums = [_sums(self.one), _sums(self.other)]
         names = sorted({**sums[0], **sums[1]}, key=lambda name: (_kind_of_sum(name), name))
         return {name: (sums[0].get(name, 0), sums[1].get(name, 0)) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return all of it as plain data."""
         return {
             "names": list(self.names),
             "same": self.same,
@@ -128,10 +129,13 @@ class ReportDiff:
         }
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """A page of its own, as `Report.to_html` makes.
+        """Return an HTML page, as `Report.to_html` does.
 
         Args:
             path: file to write it to as well, in UTF-8.
+
+        Returns:
+            The page as text.
         """
         return page.written(page.html(self._page()), path)
 
@@ -186,10 +190,13 @@ class ReportDiff:
         return self.table()
 
     def table(self, width: int = plain_text.WIDTH) -> str:
-        """What differs as text, then the totals side by side: what `print` shows.
+        """Return the differences as text, then the totals side by side, as `print` shows them.
 
         Args:
             width: of a line, in characters.
+
+        Returns:
+            The text.
         """
         names, rows = self.names, list[str | tuple[str, ...]]()
         place = "", ""
@@ -249,12 +256,12 @@ def _changed(one: Call, other: Call) -> tuple[str, ...]:
 
 
 def _sides(row: Difference) -> tuple[str, str]:
-    """What each report says, of that in which they differ."""
-    one, other = (_told(call, row.changed) for call in (row.one, row.other))
+    """The cells of a difference: for each report, the fields that differ."""
+    one, other = (_cell(call, row.changed) for call in (row.one, row.other))
     return one, other
 
 
-def _told(call: Call | None, changed: tuple[str, ...]) -> str:
+def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
     if call is None:
         return "not called"
     alone = not changed

@@ -1,6 +1,6 @@
-"""A report as text: what `print(report)` shows.
+"""A report as text, as `print(report)` shows it.
 
-    CallList -> sections by direction, in each the modules, in each the calls, widest costs first
+    CallList -> sections by direction, in each the modules, in each the calls, highest costs first
 
 Plain characters in lines of a given width, so that it reads the same in a terminal, in a pipe and
 in a log; nothing but the standard library is needed.
@@ -26,19 +26,22 @@ _NAMED = 5  # widened calls that are named; of more, how many
 
 
 def report_table(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
-    """The report as text.
+    """Return a report as text.
 
     Args:
-        report: what to draw.
-        limit: how many calls to list, those with the widest costs; None for all. The totals are
+        report: the calls.
+        limit: how many calls to list, those with the highest costs; None for all. The totals are
             those of the whole report.
         width: of a line, in characters.
+
+    Returns:
+        The text.
 
     Raises:
         ValueError: `limit` is not a positive number.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit!r}: give the number of calls to list, 1 or more, or None.")
+        raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
     listed = sorted(report.calls, key=cost)[:limit]
     rows: list[str | tuple[str, ...]] = []
     for direction, name in SECTIONS.items():
@@ -53,14 +56,14 @@ def report_table(report: CallList, limit: int | None = None, width: int = plain_
 
 
 def headline(report: CallList) -> str:
-    """What was explained, and under what."""
+    """The first line: name, number of call sites, policy and low dtype."""
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
     sites = plain_text.plural(len(report), "call site")
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
 def cost(call: Call) -> tuple[int, int]:
-    """What to sort by to have the widest costs first."""
+    """The sort key that puts the highest costs first."""
     return -call.cast_bytes, -call.flops
 
 
@@ -95,18 +98,21 @@ def _cells(call: Call, policy: str) -> tuple[str, ...]:
 
 
 def ruled(call: Call, known: str = "") -> str:
-    """The rule that it ran by, and of its row what it speaks of and where it stands.
+    """Return the rule that a call ran by, with the op, scope and source of its row.
 
     Args:
         call: that ran.
         known: policy that need not be named.
+
+    Returns:
+        The text.
     """
     row = by(call.row, call.op, known) if call.row else ""
     return ", ".join(filter(None, (call.rule, row)))
 
 
 def by(row: Row, op: str, known: str = "") -> str:
-    """What a row speaks of, if not just the op, and the policy or file it stands in."""
+    """The selector of a row, if that is not the op, with its scope and its source."""
     shipped = re.fullmatch(r"policies/(.*)\.toml", row.source)
     source = shipped[1] if shipped else row.source
     of, scope = row.of if row.of != op else "", f"in {row.scope}" if row.scope else ""
@@ -135,7 +141,7 @@ def totals(report: CallList, width: int = plain_text.WIDTH) -> list[str]:
 
 
 def widening(report: CallList) -> str:
-    """Where float32 made a low value float32 and no row said so; "" if nowhere."""
+    """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
     named = [
         ", ".join(filter(None, (f"{c.op} in {c.module}" if c.module else c.op, c.source)))
@@ -149,13 +155,16 @@ def widening(report: CallList) -> str:
 def chosen(
     report: CallList, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
 ) -> CallList:
-    """The part of a report that lies in some modules and is of some ops.
+    """Return the part of a report that is of some modules and some ops.
 
     Args:
         report: to choose from.
-        modules: patterns of module paths, as in policies: "blocks.*.attn"; "" is what lies outside
-            of modules; None for all.
+        modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for calls outside of
+            modules; None for all.
         ops: names in the vocabulary or the framework's; None for all.
+
+    Returns:
+        The calls, with the report's title.
 
     Raises:
         ValueError: a pattern matches no call, or an op is not in the report.

@@ -1,22 +1,22 @@
-"""How far two runs of one function may be apart if nothing but rounding tells them apart.
+"""How far two runs of one function may differ if they differ by rounding alone.
 
     every rounding moves a number by at most     a = u |v| + c u' m
-    a first-order change of what comes out       e = sum over roundings of  J s a,  |s| <= 1
+    a first-order change of the output           e = sum over roundings of  J s a,  |s| <= 1
     with s even and independent, by chance       |e| > L sqrt(sum (J a)^2 / 3)
     with a probability of at most                2 exp(-L^2 / 2)
 
 `v` is the result of an op, `u` the unit roundoff of its dtype, half the distance from 1 to the
 next number; `m` are the magnitudes that are added up in it, `u'` is the unit roundoff of the dtype
 that it computes in, and `c` says how often that rounds: sqrt(n) for a sum of n terms, FUNCTION for
-other functions, 0 for arithmetic that is rounded once. `J` is how much what comes out changes with
-the number.
+other functions, 0 for arithmetic that is rounded once. `J` is how much the output changes with the
+number.
 
 `J` is measured, not assumed. A probe is one more run of the same program in which every op's
-result is moved by an even share of `a`, up or down. Over probes, the mean square of what changes is
-the sum of (J a)^2 / 3 over all roundings: number of ops, dtypes, lengths of sums, and how the rest
-of the program magnifies or damps each rounding, forward and backward. In half of the probes all
-numbers of a result go the same way, for equal numbers round alike; the half that changes more
-counts. Two runs are two sets of roundings: their squares are added.
+result is moved by an even share of `a`, up or down. Over probes, the mean square of the changes is
+the sum of (J a)^2 / 3 over all roundings. It contains the number of ops, the dtypes, the lengths of
+sums, and how the rest of the program magnifies or damps each rounding, forward and backward. In
+half of the probes all numbers of a result go the same way, because equal numbers round alike; the
+half that changes more counts. Two runs are two sets of roundings: their squares are added.
 
 Sources: one rounding, Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., SIAM 2002,
 theorem 2.2; sums and products and their magnitudes |A| |B|, sections 3.1 and 3.5; roundings as even
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from polymp.diagnostics.call_record import Call
 from polymp.dtypes import FORMATS
 
-# How likely a mistaken alarm may be, for all numbers of one result together.
+# The probability of a false alarm, for all numbers of one result together.
 CHANCE = 1e-6
 
 # Units roundoff that a function may be off by, 4 in the last place: SLEEF, whose functions torch
@@ -58,9 +58,9 @@ class Step(NamedTuple):
     """One call of a run.
 
     Attributes:
-        call: what is reported of it.
+        call: its record in a report.
         values: its float results in float64; () if they were not kept.
-        reads: which steps of the run its operands are results of.
+        reads: places of the steps whose results it reads.
     """
 
     call: Call
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came out of a function, in numbers that no framework owns.
+    """The results and gradients of a function as numpy arrays, with its calls.
 
     Attributes:
         results: by path; numpy arrays, floats in float64.
@@ -90,13 +90,16 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, float]:
-    """What one op's rounding is made of: `u`, for its results, and `c u'`, for what it adds up.
+    """Return the parts of one op's rounding: `u`, for its results, and `c u'`, for its sums.
 
     Args:
         op: its name in the vocabulary.
         kind: the class of the op there, "" without one.
-        out: the dtype of what comes out.
-        terms: how many numbers are added up for one that comes out.
+        out: the dtype of its results.
+        terms: how many numbers are added up for each number of a result.
+
+    Returns:
+        The two factors.
     """
     if op in EXACT:
         return 0.0, 0.0
@@ -113,12 +116,12 @@ def factor(count: int) -> float:
 
 
 class Gap(NamedTuple):
-    """How far two arrays are apart, in units of the largest magnitude of the first.
+    """The difference of two arrays, relative to the largest magnitude of the first.
 
     Attributes:
-        what: "result['x']" or "gradient of [0]".
+        what: name of the arrays: "result['x']" or "gradient of [0]".
         error: the largest difference.
-        tolerance: what rounding explains.
+        tolerance: the largest difference that rounding explains.
         largest: the magnitude itself.
     """
 
@@ -148,14 +151,17 @@ class Gap(NamedTuple):
 def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
     """Compare two arrays of floats of one shape.
 
-    Numbers that are not finite must be the same ones; so must all that no rounding reaches, and
-    those whose change is not known because a probe was not finite there.
+    Numbers have to be equal where one is not finite, where no rounding changes them, and where the
+    change is not known because a probe was not finite there.
 
     Args:
-        what: they are called.
-        ours: float64; its largest magnitude is what errors are relative to.
-        theirs: likewise.
+        what: name of the arrays.
+        ours: float64; errors are relative to its largest magnitude.
+        theirs: float64.
         spread: the root mean square change by rounding, number by number; see `spread`.
+
+    Returns:
+        The largest difference and its tolerance.
     """
     import numpy as np
 
@@ -171,12 +177,15 @@ def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
 
 
 def spread(base: Any, own: Iterable[Any], alike: Iterable[Any]) -> Any:
-    """The root mean square change of an array by the roundings of one run.
+    """Return the root mean square change of an array by the roundings of one run.
 
     Args:
-        base: what came out.
-        own: what comes out of probes where each number goes its own way.
-        alike: of probes where all numbers of a result go the same way.
+        base: the array.
+        own: the same of probes where each number is moved by itself.
+        alike: of probes where all numbers of a result are moved the same way.
+
+    Returns:
+        An array of the same shape.
     """
     import numpy as np
 

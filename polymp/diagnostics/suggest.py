@@ -1,10 +1,10 @@
-"""What to change, by what an audit measured: rows of a policy, another dtype, a loss scale.
+"""Suggestions from an audit: rows of a policy, another dtype, or a loss scale.
 
     AuditRecord -> suggest -> Suggestion -> apply(policy) -> a policy to try
 
-A row where one op's range is to blame; bfloat16 where many are, or where numbers come in that
-float16 cannot hold; a scale where only gradients are. A suggestion is made of what one audit saw:
-behind the first Inf nothing is seen, so audit again with it. Nothing here knows a framework.
+A row where one op leaves float16's range; bfloat16 where many ops do, or where inputs are beyond
+float16; a loss scale where only gradients are. Ops after the first Inf cannot be judged, so audit
+again with the suggestion. Nothing here knows a framework.
 """
 
 import re
@@ -21,25 +21,25 @@ from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling.scale_rule import LARGEST
 
-# Of the values of an op, or of all gradients that are not zero: from here on, too many are lost.
+# The share, of the values of an op or of all gradients that are not zero, that is too much to lose.
 MANY = 0.5
 
-# So many places that overflow are no exception, or this share of all that compute in float16.
+# From this many places that overflow, or this share of all that run in float16, bfloat16 is better.
 PLACES, SHARE = 3, 0.25
 
-# How many modules that differ by a number alone are spoken of by one pattern.
+# From this many modules whose paths differ by a number alone, one pattern stands for all.
 ALIKE = 3
 
-# The scale to try where no gradient tells of one: `GradScaler`'s own.
+# The scale to try where all gradients are zero: `GradScaler`'s own first one.
 FIRST = 2.0**16
 
 _TOP = FORMATS["float16"].max
 
 
 def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion:
-    """What to change so that what was audited trains.
+    """Suggest a change with which the audited steps train.
 
-        a fault of the data or of the mathematics     nothing, and what to look at
+        a fault of the data or of the mathematics     nothing, and where to look
         many ops overflow, or numbers beyond 65504    bfloat16
           are given to an op that computes in float16
         an op overflows, or loses most of its values  that op in float32, in its module
@@ -48,6 +48,9 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
     Args:
         audit: of steps in float16.
         base: the policy that they ran by. An op that ran by a float32 row of it gets no other.
+
+    Returns:
+        The suggestion.
 
     Raises:
         PolicyError: no such policy.
@@ -75,7 +78,7 @@ def _bursts(audit: AuditRecord) -> list[Measured | Fault]:
 
 
 def _losses(audit: AuditRecord) -> list[Measured | Fault]:
-    """What lost most of its values, or a number; an underflow that broke the run alone."""
+    """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
     fault = audit.fault
     if fault is not None and fault.kind in ("underflow", "number"):
         return [fault, *_lost_before(audit, fault)]
@@ -84,10 +87,10 @@ def _losses(audit: AuditRecord) -> list[Measured | Fault]:
 
 
 def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured]:
-    """What would round to float16 again what overflowed there, as far as an audit can tell.
+    """Ops that would round the same values to float16 again, as far as an audit can tell.
 
-    Low ops whose results are not finite, behind the one that overflowed and in the same module, up
-    to an op whose result is bounded whatever it is given.
+    Low ops whose results are not finite, after the one that overflowed and in the same module, up
+    to an op whose result is bounded for every input.
     """
     found: list[Measured] = []
     forward = _forward(audit)
@@ -104,7 +107,7 @@ def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured
     return found
 
 
-# Classes of ops behind which it does not matter how large a number was.
+# Classes of ops after which it does not matter how large a number was.
 _BOUNDED = ("softmax", "normalisation", "loss")
 
 
@@ -117,7 +120,7 @@ def _around(module: str, forward: Sequence[Measured]) -> str:
 
 
 def _lost_before(audit: AuditRecord, fault: Fault) -> list[Measured | Fault]:
-    """What lost most of its values on the way to the op that broke, in the same module."""
+    """Ops that lost most of their values before the op that broke, in the same module."""
     found: list[Measured | Fault] = []
     for m in _forward(audit):
         if _same_call(m, fault):
@@ -135,7 +138,7 @@ def _same_call(m: Measured, fault: Fault) -> bool:
 def _look(fault: Fault) -> str:
     at = _at(fault)
     if fault.kind == "operation":
-        return f"{at}: {fault.found} in float32 too: look at what it is given. {fault.why}"
+        return f"{at}: {fault.found} in float32 too: look at its inputs. {fault.why}"
     bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
     name = next((f" {o.name!r}" for o in bad if o.name), "")
     what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)
@@ -143,7 +146,7 @@ def _look(fault: Fault) -> str:
 
 
 def _hopeless(audit: AuditRecord) -> str:
-    """Why no row helps; nothing if one may."""
+    """The reason why no row helps; "" if one may."""
     fault = audit.fault
     scaled = fault is not None and fault.direction == "backward" and audit.scale > 1
     if fault is not None and fault.kind == "overflow" and not scaled:  # else the scale may do
@@ -152,22 +155,19 @@ def _hopeless(audit: AuditRecord) -> str:
                 name = operand.name or "an input"
                 return (
                     f"{_at(fault)}: {name} holds {operand.largest:.3g}, and float16 ends at "
-                    f"{_TOP:g}: the values are beyond float16 on the way in, which bfloat16 holds."
+                    f"{_TOP:g}: the inputs are beyond float16's range, and bfloat16 holds them."
                 )
         made = [m for m in audit.results if _same_call(m, fault)]
         if made and not any(m.magnitudes.burst > 0 for m in made):
-            return (
-                f"{_at(fault)}: it overflows by what it is given, and not by what it computes: the "
-                "values are beyond float16 on the way in, which bfloat16 holds."
-            )
+            return f"{_at(fault)}: its inputs are beyond float16's range, and bfloat16 holds them."
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
     places = {(m.op, _alike(m.module)) for m in burst}
     if len(places) >= PLACES or (len(places) > 1 and len(burst) > max(SHARE * len(low), PLACES)):
         return (
-            f"{len(burst)} of {len(low)} ops that compute in float16 make Inf of what float32 "
-            f"holds, {_at(burst[0])} first: the range is too small for this model, and "
-            "bfloat16's is not."
+            f"{len(burst)} of {len(low)} ops that run in float16 give Inf where float32 does not, "
+            f"{_at(burst[0])} first: float16's range is too small for this model, and bfloat16's "
+            "is not."
         )
     return ""
 
@@ -175,7 +175,7 @@ def _hopeless(audit: AuditRecord) -> str:
 def _raised(
     found: Iterable[Measured | Fault], policy: Policy, readers: Sequence[Measured] = ()
 ) -> Suggestion:
-    """Rows by which ops run in float32, and what reads their results, each in its module."""
+    """Rows by which ops and the readers of their results run in float32, each in its module."""
     rules: dict[str, str] = {}
     inside: dict[str, dict[str, str]] = {}
     reasons: list[str] = []
@@ -187,16 +187,16 @@ def _raised(
         scope = pattern if len(alike) >= ALIKE else scope
         why = f"{_at(one)}: {_READS if one in readers else _loss(one)}"
         if not of:
-            reasons.append(f"{why} No row can speak of it: mend the program.")
+            reasons.append(f"{why} No row can be for it: change the program.")
         elif _has(policy, one, of):
-            reasons.append(f"{why} The row {one.row} says float32 already: mend the program.")
-        elif of not in (told := inside.setdefault(scope, {}) if scope else rules):
-            told[of] = Rule.FP32.value
+            reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
+        elif of not in (own := inside.setdefault(scope, {}) if scope else rules):
+            own[of] = Rule.FP32.value
             reasons.append(why)
     return Suggestion(rules, inside, reasons=tuple(reasons))
 
 
-_READS = "it reads what overflowed before it, and would round that to float16 again."
+_READS = "it reads the values that overflowed, and would round them to float16 again."
 
 
 def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
@@ -209,7 +209,7 @@ def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
 
 
 def _selector(one: Measured | Fault) -> str:
-    """What a row has to speak of: the op that a row decided for, or its own; "" if none can."""
+    """The selector for a row: the op that a row decided for, or its own; "" if none can be."""
     words, row = vocabulary(), one.row
     if row is not None and row.of in words.ops:
         return row.of
@@ -220,7 +220,7 @@ def _selector(one: Measured | Fault) -> str:
     return one.spelling if known else ""
 
 
-# What the program itself converts: no policy takes that back.
+# Casts that the program itself makes; a policy leaves them.
 _CASTS = ("_to_copy", "to", "convert_element_type", "copy", "clone")
 
 
@@ -255,7 +255,7 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         return Suggestion()
     why = f"gradients: {lost:.0%} of the values that are not zero are zero in float16"
     if fits is None:
-        why = f"gradients: all are zero, at a loss scale of {scale:g}; {FIRST:g} is a start."
+        why = f"gradients: all are zero, at a loss scale of {scale:g}; start with {FIRST:g}."
         return Suggestion(init_scale=FIRST, reasons=(why,))
     fits = min(fits, LARGEST)
     if fits <= scale or _lost(audit, fits) > MANY:
@@ -268,7 +268,7 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
 def _lost(audit: AuditRecord, scale: float) -> float:
     """The share of gradient values other than zero that float16 makes zero at a scale.
 
-    All of them, if gradients are zero throughout that nothing scaled up.
+    1 if all gradients are zero and there was no loss scale.
     """
     rows = audit.backward
     if not rows:
@@ -292,8 +292,8 @@ def _loss(one: Measured | Fault) -> str:
         return one.why
     m = one.magnitudes
     if m.burst > 0:
-        return f"float16 makes Inf of {m.burst:.0%} of its values, which float32 holds."
+        return f"{m.burst:.0%} of its values are Inf in float16 and are not in float32."
     if one.numbers:
         numbers = ", ".join(f"{number:g}" for number in one.numbers)
-        return f"float16 makes zero of the number {numbers}, which float32 holds."
-    return f"float16 makes zero of {m.vanished:.0%} of its values, which float32 holds."
+        return f"the number {numbers} is zero in float16 and is not in float32."
+    return f"{m.vanished:.0%} of its values are zero in float16 and are not in float32."

@@ -9,14 +9,14 @@ from polymp.rules.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to change. True if there is anything to.
+    """A change to try; true if there is one. `print` shows it as rows for a policy's file.
 
     Attributes:
         rules: rows that hold everywhere, as `Policy.override` takes them.
         scopes: rows by pattern of module paths, as `Policy.override` takes them.
-        dtype: "bfloat16" where float16 is hopeless, else None.
+        dtype: "bfloat16" where no row makes float16 work, else None.
         init_scale: the loss scale to start with, None if that in use will do.
-        reasons: sentences, also where nothing is to be changed.
+        reasons: sentences; there may be some where nothing has to change.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -29,18 +29,24 @@ class Suggestion:
         return bool(self.rules or self.scopes or self.dtype or self.init_scale)
 
     def apply(self, policy: policy_files.Source) -> Policy:
-        """A policy with the suggested rows; the dtype and the scale are the caller's to take.
+        """Return a policy with the suggested rows.
+
+        The suggested dtype and loss scale are for the caller: `autocast(dtype=)`,
+        `GradScaler(init_scale=)`.
 
         Args:
             policy: as `polymp.policy` takes it.
 
+        Returns:
+            The policy.
+
         Raises:
             PolicyError: no such policy.
         """
-        told = policy_files.load(policy)
+        loaded = policy_files.load(policy)
         if not self.rules and not self.scopes:
-            return told
-        return told.override(rules=self.rules, scopes=self.scopes)
+            return loaded
+        return loaded.override(rules=self.rules, scopes=self.scopes)
 
     def __str__(self) -> str:
         """Rows to be pasted into a policy's file; all else is comments there."""

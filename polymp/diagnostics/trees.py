@@ -41,11 +41,14 @@ def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def results(tree: Any, of: str) -> dict[str, Any]:
-    """The arrays that a function returned, by their paths.
+    """Return the arrays that a function returned, by their paths.
 
     Args:
-        tree: what it returned.
-        of: what messages call the function.
+        tree: its result.
+        of: name of the function in messages.
+
+    Returns:
+        The arrays.
 
     Raises:
         TypeError: there is something else in it than arrays, numbers and strings.

@@ -1,4 +1,4 @@
-"""What was decided in a run: every op that a row spoke of, with its dtypes.
+"""A record of the decisions of a run: every op that a row decided for, with its dtypes.
 
     with polymp.recording() as record:
         loss = loss_fn(model(x), y)
@@ -28,9 +28,9 @@ class Entry(NamedTuple):
             function of JAX's, "".
         low: the region's dtype.
         scope: path of the module, where the backend knows it.
-        row: the row that won; None, in what is noted and not kept, if there is none.
+        row: the row that won; None if there is none, in entries that are not kept.
         dtypes: of the float inputs.
-        decision: what it said.
+        decision: the dtypes that followed.
         policy: name of the policy.
     """
 
@@ -58,11 +58,18 @@ class Decisions:
         self.entries: list[Entry] = []
 
     def rows(self) -> set[Row]:
-        """The rows that won at least once."""
+        """Return the rows that won at least once."""
         return {entry.row for entry in self.entries if entry.row is not None}
 
     def of(self, op: str) -> list[Entry]:
-        """The entries of an op of the vocabulary."""
+        """Return the entries of an op.
+
+        Args:
+            op: its name in the vocabulary.
+
+        Returns:
+            The entries, in the order in which they were decided.
+        """
         return [entry for entry in self.entries if entry.op == op]
 
     def __len__(self) -> int:
@@ -73,36 +80,39 @@ class Decisions:
 
 
 class Recorder:
-    """The side of a record that backends call; tracers of theirs override what they need.
+    """Receives the decisions of a run from the backends, whose tracers override its methods.
 
     Attributes:
-        record: what was decided.
+        record: the entries so far.
     """
 
     def __init__(self) -> None:
-        self.record = Decisions()
-        self.outer: Recorder | None = None  # is told the same
+        self.record: Decisions = Decisions()
+        self.outer: Recorder | None = None  # which notes the same
 
     def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
         """Run an op that a backend is asked for, and note what was decided.
 
         Args:
-            entry: its row is None where no row spoke of the op.
+            entry: its row is None where the policy has no row for the op.
             run: runs it.
             args: of `run`.
+
+        Returns:
+            The result of `run`.
         """
         self.note(entry)
         return run(*args)
 
     def note(self, entry: Entry) -> None:
         """Note what was decided of an op that runs next; an op without a row is passed over."""
-        told: Recorder | None = self
-        while told is not None and entry.row is not None:
-            told.record.entries.append(entry)
-            told = told.outer
+        recorder: Recorder | None = self
+        while recorder is not None and entry.row is not None:
+            recorder.record.entries.append(entry)
+            recorder = recorder.outer
 
-    def follow(self, what: Any, low: str, policy: str = "") -> str | None:
-        """A name for the call that was decided last, to be found on all that it becomes.
+    def follow(self, what: object, low: str, policy: str = "") -> str | None:
+        """Return a name for the call that was decided last, to be put on all that it becomes.
 
         Args:
             what: the backend's own record of the call.
@@ -110,11 +120,11 @@ class Recorder:
             policy: name of the region's, likewise.
 
         Returns:
-            None, for nobody follows calls.
+            None where calls are not followed, as here.
         """
 
-    def spared(self, what: Any, why: str) -> None:
-        """A cast of a call was not made, for a reason: "shared", "cancelled"."""
+    def spared(self, what: object, why: str) -> None:
+        """Note that a cast of a call was not made, for a reason: "shared", "cancelled"."""
 
 
 _current: ContextVar[Recorder | None] = ContextVar("polymp.rules.decision_log", default=None)
@@ -127,11 +137,15 @@ def current() -> Recorder | None:
 
 @contextmanager
 def recorded_by(recorder: Recorder, passes_on: bool = True) -> Iterator[None]:
-    """Hand what is decided inside to a recorder.
+    """Send the decisions made inside to a recorder.
 
     Args:
-        recorder: that gets it.
-        passes_on: True to tell the recorder around it, too: who explains or audits takes nothing.
+        recorder: that gets them.
+        passes_on: True to send them to the recorder around this one, too: `explain` and `audit`
+            inside a `recording` take nothing away from it.
+
+    Yields:
+        Nothing.
     """
     recorder.outer = _current.get() if passes_on else None
     token = _current.set(recorder)

@@ -1,4 +1,4 @@
-"""What an op that a user registers has to be, so that policies speak of it like of any other.
+"""The checks of an op that a user registers, so that policies can have rows for it.
 
 `polymp.register_op` and the backends' decorators check it here, find its spellings, and add it to
 the vocabulary.
@@ -10,13 +10,16 @@ from polymp.rules.vocabulary import CUSTOM, Op, nearest, vocabulary
 
 
 def checked(name: str, rule: str, kind: str, where: str) -> Op:
-    """An op to be registered, without spellings yet.
+    """Return an op to be registered, without spellings yet.
 
     Args:
         name: for policies.
-        rule: what it does where a policy does not speak of it.
+        rule: how it runs under a policy that has no row for it.
         kind: its class.
         where: the registration is, for messages.
+
+    Returns:
+        The op.
 
     Raises:
         PolicyError: the rule or class is unknown, or the name is the vocabulary's.

@@ -1,6 +1,6 @@
 """Reading the rows of a policy from plain data, which is what a TOML file or a dict holds.
 
-    data -> check keys -> rows, and what the table says besides
+    data -> check keys -> rows, and the other entries of the table
 
 Every PolicyError says where the fault is, what it is and what to write instead. Nothing here knows
 what a policy does with its rows.
@@ -21,7 +21,14 @@ _KEYS = ("name", "summary", "extends", "halves", "rules", "scopes")
 
 
 def toml(content: str, where: str) -> Mapping[str, Any]:
-    """The data of a TOML file.
+    """Return the data of a TOML file.
+
+    Args:
+        content: of the file.
+        where: the file is, for messages.
+
+    Returns:
+        The data.
 
     Raises:
         PolicyError: it is not TOML.
@@ -33,23 +40,30 @@ def toml(content: str, where: str) -> Mapping[str, Any]:
 
 
 def check_keys(data: Mapping[str, Any], where: str) -> None:
-    """Refuse a table of a policy with keys that mean nothing.
+    """Refuse a policy's table with a key that no policy has.
+
+    Args:
+        data: the table.
+        where: it is, for messages.
 
     Raises:
-        PolicyError: there is one.
+        PolicyError: there is such a key.
     """
     _only(data, _KEYS, where)
 
 
 def rows(data: Mapping[str, Any], where: str) -> tuple[Row, ...]:
-    """The rows of a table: those in "rules", then those in "scopes".
+    """Return the rows of a table: those in "rules", then those in "scopes".
 
     Args:
         data: as a policy's file has it; see `policy_files`.
         where: the table is, for messages and as the rows' source.
 
+    Returns:
+        The rows.
+
     Raises:
-        PolicyError: they are no rows.
+        PolicyError: an entry is no row.
     """
     found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
     for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
@@ -65,7 +79,7 @@ def overriding(
     inside: Mapping[str, Mapping[str, Any]],
     where: str,
 ) -> tuple[Row, ...]:
-    """The rows that `Policy.override` is given.
+    """Return the rows that `Policy.override` is given.
 
     Args:
         by_rule: ops by the rule that they are to have.
@@ -73,8 +87,11 @@ def overriding(
         inside: rows by pattern of module paths.
         where: they are, for messages and as their source.
 
+    Returns:
+        The rows.
+
     Raises:
-        PolicyError: they are no rows, or give an op two rules.
+        PolicyError: an entry is no row, or an op gets two rules.
     """
     table: dict[str, Any] = {}
     for of, value in [

@@ -2,9 +2,9 @@
 
     rows -> at(scope) -> winner(op, dtype) -> decide(op, dtypes, region)
 
-Data in, decision out. Rows speak of an op, of a class of ops, or of one framework's spelling; the
-most specific one that speaks of an op wins. `parse` reads rows, `policy_files` policies;
-nothing here knows what a tensor is.
+Data in, decision out. A row is for an op, a class of ops, or one framework's spelling of an op; the
+most specific row for an op wins. `parse` reads rows, `policy_files` policies; nothing here knows
+what a tensor is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ class Asking(Protocol):
 
 
 class RowsUsed(Protocol):
-    """A record of a run, such as `Decisions` and `Report`, that knows which rows won in it."""
+    """A record of a run, such as `Decisions` or `Report`, that knows which rows won in it."""
 
     def rows(self) -> set[Row]: ...
 
 
 class Decision(NamedTuple):
-    """What `Policy.decide` answers.
+    """The answer of `Policy.decide`: the dtypes to cast an op's inputs and results to.
 
     Attributes:
         rule: the rule that decided.
@@ -64,7 +64,7 @@ class Why(NamedTuple):
         op: as asked.
         dtype: of the region, as asked.
         scope: as asked.
-        row: the winner, None if no row speaks of the op.
+        row: the winner, None if the policy has no row for the op.
         policy: the policy's name.
     """
 
@@ -82,8 +82,12 @@ class Why(NamedTuple):
     def __str__(self) -> str:
         at = f" at {self.scope!r}" if self.scope else ""
         if self.row is None:
-            return f"{self.op} in {self.dtype}{at}: no row of policy {self.policy!r} speaks of it"
-        return f"{self.op} in {self.dtype}{at}: {self.row.rule}, by the row {self.row}"
+            return (
+                f"{self.op} in {self.dtype}{at}: policy {self.policy!r} has no row for it, so it "
+                "runs in its inputs' dtypes, and the ops inside it by their own rows"
+            )
+        rule = self.row.rule
+        return f"{self.op} in {self.dtype}{at}: {rule} ({rule.phrase}), by the row {self.row}"
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class Policy:
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
-        """The patterns that rows wait for, sorted."""
+        """The patterns of module paths that rows have, sorted; () in what `at` returns."""
         return tuple(sorted({row.scope for row in self.rows if row.scope and not self.inside}))
 
     @cached_property
@@ -153,14 +157,17 @@ class Policy:
         return {}
 
     def at(self, scope: str) -> "Policy":
-        """The policy inside the module at a path, where rows with a matching pattern hold.
+        """Return the policy inside the module at a path, where rows with a matching pattern hold.
 
         Args:
             scope: names of modules from the outermost inwards, joined by dots.
 
+        Returns:
+            A policy without scopes: this one, if no row has a scope.
+
         Raises:
-            PolicyError: two patterns match the same module, neither says more than the other, and
-                they differ.
+            PolicyError: two patterns match the same module, neither is the more exact, and their
+                rules differ.
         """
         if not self.scopes:
             return self
@@ -194,15 +201,15 @@ class Policy:
         return {}
 
     def winner(self, op: str, dtype: str, spelling: str = "") -> Row | None:
-        """The row that rules an op, outside of scopes (see `at`).
+        """Return the row that decides for an op, outside of scopes (see `at`).
 
         Args:
-            op: of the vocabulary; "" for a spelling that it lacks.
+            op: its name in the vocabulary; "" for a spelling that it lacks.
             dtype: of the region.
             spelling: the framework's own name, with its prefix: "aten:softmax.int", "jax:exp".
 
         Returns:
-            The row, also where it says "parts"; None if none speaks of the op.
+            The row, also one with the rule "parts"; None if there is none for the op.
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
@@ -226,10 +233,12 @@ class Policy:
         return None
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
-        """Which row rules an op, and so in which dtype it runs.
+        """Find the row that decides for an op, and so in which dtype the op runs.
+
+            print(polymp.policy("amp").why("softmax", "fp16"))
 
         Args:
-            op: of the vocabulary, or a spelling: "softmax", "aten:softmax.int".
+            op: its name in the vocabulary, or a spelling: "softmax", "aten:softmax.int".
             dtype: of the region: float16 or bfloat16, by name, alias or as a dtype object.
             scope: the path of the module that the op is called in.
 
@@ -253,7 +262,7 @@ class Policy:
     def decide(
         self, op: str, dtypes: Sequence[str], region: Asking, spelling: str = ""
     ) -> Decision:
-        """In which dtype `op` runs, and what comes out.
+        """Decide in which dtype an op runs, and which dtype its results get.
 
             lower      run = region dtype     out = as computed
             fp32       run = float32           out = as computed
@@ -264,14 +273,15 @@ class Policy:
             parts, no row, region disabled     nothing is cast
 
         Args:
-            op: of the vocabulary; "" for a spelling that it lacks.
-            dtypes: dtypes of the inputs that the rule consults, in order: float inputs on the
-                region's device. float64 and dtypes that `dtypes` lacks count for nothing.
+            op: its name in the vocabulary; "" for a spelling that it lacks.
+            dtypes: dtypes of the inputs that the rule depends on, in order: float inputs on the
+                region's device. float64 and dtypes that `polymp.dtypes` lacks are passed over.
             region: the region the op is called in.
             spelling: the framework's own name of the op, with its prefix.
 
         Returns:
-            The decision. `forbid` is returned, not raised: the backend knows the caller's words.
+            The decision. `forbid` is returned, not raised: the backend knows the name that the
+            caller used.
 
         Source:
             torch v2.13 aten/src/ATen/autocast_mode.h: `prioritize` (widest), `is_eligible`.
@@ -284,7 +294,16 @@ class Policy:
         return self.apply(row, [FULL.get(given, given) for given in dtypes], region.dtype)
 
     def apply(self, row: Row, dtypes: Sequence[str], dtype: str) -> Decision:
-        """What a row decides: the dtypes of the inputs, and the region's, are as in `decide`."""
+        """Decide by a row.
+
+        Args:
+            row: that won.
+            dtypes: full names of the inputs' dtypes, as in `decide`.
+            dtype: of the region.
+
+        Returns:
+            The decision, as in `decide`.
+        """
         match row.rule:
             case Rule.LOWER:
                 return Decision(row.rule, dtype)
@@ -329,17 +348,17 @@ class Policy:
         rules: Mapping[str, Any] | None = None,
         scopes: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> "Policy":
-        """This policy with some rows replaced.
+        """Return this policy with some rows replaced.
 
             policy.override(fp32=["softmax"], lower=["class:fft"],
                             rules={"exp": {"float16": "fp32"}},
                             scopes={"*.lm_head": {"linear": "fp32"}})
 
-        What is said of a class replaces what was said of its ops.
+        A row for a class replaces the rows of its ops.
 
         Args:
             name: of the result; this policy's with "*" appended, if left out.
-            lower: ops, or classes as "class:NAME", that are to have this rule. So for the others.
+            lower: ops, or classes as "class:NAME", that are to have this rule.
             fp32: as `lower`.
             fp32_keep: as `lower`.
             widest: as `lower`.
@@ -348,6 +367,9 @@ class Policy:
             parts: as `lower`.
             rules: any rows, as the `[rules]` of a TOML file has them.
             scopes: rows by pattern of module paths, as `[scopes]` has them.
+
+        Returns:
+            A new policy.
 
         Raises:
             PolicyError: an unknown op, class or rule, or two rules for one op.
@@ -359,19 +381,28 @@ class Policy:
         return Policy(name or self.name.rstrip("*") + "*", rows, self.halves).over(self)
 
     def over(self, base: "Policy") -> "Policy":
-        """This policy, with the rows of `base` that it does not speak of.
+        """Return this policy with the rows of another that it does not replace.
 
-        A row replaces what it inherits on all that it speaks of in its scope: one for a class also
-        the rows for the ops of the class.
+        A row replaces, in its scope, all rows of the other for the same ops: a row for a class
+        also those for the ops of the class.
+
+        Args:
+            base: the policy whose rows are added.
+
+        Returns:
+            A new policy with this one's name.
         """
         kept = without(base.rows, self.rows, holds_instead)
         return Policy(self.name, (*kept, *self.rows), self.halves)
 
     def unused(self, record: RowsUsed) -> tuple[Row, ...]:
-        """The rows that ruled no op of a run; what a typo in a scope looks like.
+        """Return the rows that decided for no op of a run; a typo in a scope shows up here.
 
         Args:
             record: of a run under this policy, made by `polymp.recording`.
+
+        Returns:
+            The rows, in the policy's order.
         """
         used = record.rows()
         return tuple(row for row in self.rows if row not in used)

@@ -7,8 +7,8 @@
     [scopes."*.lm_head"]
     linear = "fp32"
 
-`extends` names a policy whose rows hold where the table does not speak. What comes out is a
-`Policy`, or a PolicyError that says where the fault is, what it is and what to write instead.
+`extends` names a policy whose rows hold where the table has none. The result is a `Policy`, or a
+PolicyError that says where the fault is, what it is and what to write instead.
 """
 
 import json
@@ -29,11 +29,16 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Policy
 
 
 def load(source: Source) -> Policy:
-    """A policy from wherever it is.
+    """Return a policy: a shipped one by name, or one of the user's from a file or a dict.
+
+        polymp.policy("amp"), polymp.policy("mine.toml"), polymp.policy({"rules": {"exp": "fp32"}})
 
     Args:
         source: a policy, returned as it is; plain data (see the module); the path of a TOML file
             (a `Path`, or a string that ends in .toml); or a shipped policy's name.
+
+    Returns:
+        The policy.
 
     Raises:
         PolicyError: no such policy or file, not TOML, or wrong content.
@@ -87,15 +92,16 @@ def shipped() -> tuple[str, ...]:
 
 @cache
 def shipped_rows() -> frozenset[Row]:
-    """The rows of all shipped policies. Some speak of ops that one framework does not have.
+    """The rows of all shipped policies.
 
-    The vocabulary says why; in a user's policy such a row is an error.
+    Some are for ops that one framework does not have, and the vocabulary says why; in a user's
+    policy such a row is an error.
     """
     return frozenset(row for name in shipped() for row in _shipped(name).rows)
 
 
 def summary(name: str) -> str:
-    """What a shipped policy is for, in a sentence."""
+    """A sentence on the use of a shipped policy."""
     return str(parse.toml(text(name), name).get("summary", ""))
 
 

@@ -18,18 +18,18 @@ F = TypeVar("F", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What holds inside a region.
+    """The settings of a region: they hold from entering it to leaving it.
 
     Attributes:
         backend: "torch" or "jax".
-        device: device type that the region speaks for, such as "cpu" or "cuda".
+        device: the device type whose ops run by it, such as "cpu" or "cuda".
         enabled: False for a subregion in which ops run in the dtypes of their inputs.
         dtype: the low dtype, by full name; an alias or a dtype object becomes that.
         cache: True if the casts of parameters may be kept until the region ends.
         policy: the table that decides; None for the backend's own table of that device.
         scope: path of the module that the region is in, names joined by dots.
-        promotion: "strong" if a float32 array widens low ones that it meets, "weak" if only one
-            that something made float32 does.
+        promotion: of a float32 array that meets low ones in an op. "strong": the op runs in
+            float32; "weak": only if the array was made float32 by a row or a cast.
     """
 
     backend: str
@@ -50,11 +50,11 @@ class Region:
 class Stack(threading.local, Generic[F]):
     """The open regions of this thread, as frames, oldest first.
 
-    A frame is a tuple: the region, and after it what leaving restores. Leaving need not happen in
-    the reverse order of entering, for tasks of one event loop, and generators, interleave. A frame
-    that is pulled out from under younger ones of its device hands its state on to the next of
-    them, so that when all are left the state is what it was before the first. Two regions that
-    are equal are interchangeable: the youngest one is left.
+    A frame is a tuple: the region, and after it the state that leaving restores. Regions need not
+    be left in the reverse order of entering: tasks of one event loop interleave, and so do
+    generators. A frame that is pulled out from under younger ones of its device hands its state on
+    to the next of them, so that when all are left the state is what it was before the first. Of
+    two regions that are equal, the youngest one is left.
 
     Attributes:
         frames: the frames of this thread.
@@ -66,6 +66,9 @@ class Stack(threading.local, Generic[F]):
 
     def pull(self, region: Region) -> F | None:
         """Take out the youngest frame whose region equals `region`.
+
+        Args:
+            region: that is left.
 
         Returns:
             The frame, whose state is to be restored, or None if a younger region of the device

@@ -1,13 +1,13 @@
-"""A row: one line of a policy's table, and how rows stand in for each other.
+"""A row: one line of a policy's table, and which rows replace which.
 
-A row speaks of an op, of a class of ops, or of one spelling of a framework, for one low dtype or
-both, everywhere or in a scope. Nothing here knows where a table was read from, or what a policy is.
+A row is for an op, a class of ops, or one framework's spelling of an op; for one low dtype or both;
+everywhere or in a scope. Nothing here knows where a table was read from, or what a policy is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from polymp import dtypes
 from polymp.errors import PolicyError
@@ -15,21 +15,14 @@ from polymp.rules.vocabulary import vocabulary
 
 E = TypeVar("E", bound=StrEnum)
 
-# The low dtypes, for which a row may speak alone.
+# The low dtypes; a row may be for one of them alone.
 LOW = ("float16", "bfloat16")
 
 
 class Rule(StrEnum):
-    """How an op runs in an enabled region. Inputs that are not eligible stay as they are.
+    """How an op runs in an enabled region; `phrase` says it in words.
 
-    lower      in the region's dtype
-    fp32       in float32
-    fp32_keep  in float32, and the result returns to the widest input dtype
-    widest     in the widest of the inputs' dtypes and the region's
-    first      in the dtype of the first input, such as the tensor that others are written into
-    keep       in whatever comes in, with all that it is made of
-    forbid     not at all: an error that names another op
-    parts      has no rule of its own: what it is made of follows its own rules
+    Inputs that are not eligible, such as integers and float64, stay as they are.
     """
 
     LOWER = "lower"
@@ -41,9 +34,26 @@ class Rule(StrEnum):
     FORBID = "forbid"
     PARTS = "parts"
 
+    @property
+    def phrase(self) -> str:
+        """The rule in words, as a predicate: "runs in float32"."""
+        return _PHRASES[self]
+
+
+_PHRASES = {
+    Rule.LOWER: "runs in the region's dtype",
+    Rule.FP32: "runs in float32",
+    Rule.FP32_KEEP: "runs in float32, and returns the widest input dtype",
+    Rule.WIDEST: "runs in the widest of its inputs' dtypes and the region's",
+    Rule.FIRST: "runs in the dtype of its first input, such as the tensor that it writes into",
+    Rule.KEEP: "runs in its inputs' dtypes, and so do the ops inside it",
+    Rule.FORBID: "raises an error that names another op",
+    Rule.PARTS: "is decided op by op inside it",
+}
+
 
 class Apply(StrEnum):
-    """How the torch backend makes an op run in float32, where casting its inputs is not the way.
+    """How the torch backend makes an op run in float32, where it does not cast the inputs.
 
     cast            cast the inputs (every rule but fp32 always does)
     dtype_argument  fill in the op's own dtype argument, if the caller left it out
@@ -57,17 +67,17 @@ class Apply(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Row:
-    """One line of a table: what it speaks of, its rule, and what some rules need besides.
+    """One line of a policy's table: an op or a class of ops, and the rule for it.
 
     Attributes:
         of: an op of the vocabulary ("softmax"), a class ("class:softmax"), one framework's
             spelling ("aten:softmax.int", "jax:exp"), "all" for every op that computes, or "default"
-            for those that no other row speaks of. "all" replaces what holds outside of its scope,
-            or in the policy that is extended.
+            for those that have no other row. "all" replaces the rows outside of its scope, and
+            those of the policy that is extended.
         rule: how it runs.
         dtype: the region dtype it is for, "" for any.
-        scope: a pattern of module paths it speaks for, "" for everywhere.
-        apply: how torch brings fp32 about; None for the way of the device's own table.
+        scope: a pattern of the module paths that it holds in, "" for everywhere.
+        apply: how torch runs the op in float32; None for the way of the device's own table.
         instead: for forbid, the op to use instead.
         source: the policy or file that the row was written in; rows are equal without it.
     """
@@ -101,11 +111,11 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What no two rows of a policy share."""
+        """Scope, op and dtype: no two rows of a policy have the same."""
         return self.scope, self.of, self.dtype
 
     def left_by(self, others: Iterable["Row"]) -> tuple["Row", ...]:
-        """What remains of this row where others speak instead: for a dtype, or nothing."""
+        """This row for the dtypes that no other row is for; nothing if they cover both."""
         mine = {self.dtype} if self.dtype else set(LOW)
         taken = {low for row in others for low in ((row.dtype,) if row.dtype else LOW)}
         if not mine & taken:
@@ -114,7 +124,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """The dtype and the scope that the row speaks for, as words."""
+        """The dtype and the scope that the row is for, as words."""
         at = f" in {self.scope!r}" if self.scope else ""
         return f"{f' ({self.dtype})' if self.dtype else ''}{at}"
 
@@ -124,14 +134,14 @@ class Row:
 
 
 def without(
-    rows: Sequence[Row], own: Iterable[Row], speaks: Callable[[Row, Row], bool]
+    rows: Sequence[Row], own: Iterable[Row], replaces: Callable[[Row, Row], bool]
 ) -> tuple[Row, ...]:
-    """What remains of rows where others of one's own speak instead."""
+    """Rows without those that other rows replace, wholly or for one dtype."""
     keys = {row.key for row in rows}
     return tuple(
         left
         for row in rows
-        for left in row.left_by([one for one in own if speaks(one, row)])
+        for left in row.left_by([one for one in own if replaces(one, row)])
         if left is row or left.key not in keys
     )
 
@@ -142,20 +152,30 @@ def holds_instead(own: Row, other: Row) -> bool:
 
 
 def holds_in_scope(own: Row, other: Row) -> bool:
-    """True if a row with a scope speaks where `other` does; a class does not win over an op."""
+    """True if a row with a scope replaces another in it; a class does not replace an op."""
     if own.of in (other.of, "all"):
         return True
     return not own.of.startswith("class:") and vocabulary().within(other.of, own.of)
 
 
-def member(kind: type[E], value: Any, key: str, where: str, of_op: str) -> E:
-    """The member of an enumeration that has a value.
+def member(kind: type[E], value: object, key: str, where: str, of_op: str) -> E:
+    """Return the member of an enumeration that has a value.
+
+    Args:
+        kind: the enumeration.
+        value: as a table has it.
+        key: its key in the table, for messages.
+        where: the table is, for messages.
+        of_op: the op that it is for, for messages: "for op 'mm'".
+
+    Returns:
+        The member.
 
     Raises:
-        PolicyError: none has; the message says where, and which there are.
+        PolicyError: none has the value; the message says where, and which there are.
     """
     try:
-        return kind(value)
+        return kind(value)  # type: ignore[arg-type]
     except ValueError:
         names = ", ".join(kind)
         raise PolicyError(f"{where}: {key} {value!r} {of_op} is not one of {names}.") from None

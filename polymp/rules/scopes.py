@@ -2,9 +2,9 @@
 
 A path is the names of the modules from the outermost inwards, joined by dots: "blocks.0.attn". A
 pattern is a glob: `*` stands for any characters, dots among them, `?` for one, `[ab]` for one of
-several. `*.` in front may also stand for nothing, so that "*.lm_head" is the head wherever the
-model sits. A pattern that matches a module holds for everything inside it. Nothing here knows what
-a module is.
+several. A `*.` in front matches an empty path too: "*.lm_head" is the head of the outermost model
+and of one that is a part of another. A pattern that matches a module holds for everything inside
+it. Nothing here knows what a module is.
 """
 
 import difflib
@@ -24,11 +24,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def depth(pattern: str, path: str) -> int:
-    """How deep the module lies that brings `path` into the scope of `pattern`; 0 if none does.
+    """Return the depth of the module on `path` that a pattern matches; 0 if it matches none.
 
-    The innermost module on the path that the pattern matches; for a pattern that ends in `*` the
-    outermost, for what lies in it is matched only by lying there. The outermost module of all,
-    whose path is empty, is at depth 1.
+    Of several, the innermost; for a pattern that ends in `*`, which matches whatever lies inside
+    the module too, the outermost. The outermost module of all, whose path is empty, is at depth 1.
     """
     names = path.split(".") if path else []
     ends = range(len(names) + 1) if pattern.endswith("*") else range(len(names), -1, -1)
@@ -54,11 +53,14 @@ def ranked(patterns: Iterable[str], path: str) -> tuple[tuple[tuple[int, int], s
 
 
 def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
-    """Patterns that match modules, and are spelled almost like one that matches none.
+    """Return patterns that match modules, and are spelled almost like one that matches none.
 
     Args:
         pattern: with `*.` in front, it is compared with the ends of paths, as many names long.
         paths: of all modules.
+
+    Returns:
+        At most three.
     """
     front = "*." if pattern.startswith("*.") else ""
     asked = pattern.removeprefix(front)
@@ -70,6 +72,10 @@ def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 def check(pattern: str, where: str) -> None:
     """Refuse a pattern that can match no path.
+
+    Args:
+        pattern: of a row.
+        where: the row is, for messages.
 
     Raises:
         PolicyError: it is empty or no string, or has a slash or a name that is empty.

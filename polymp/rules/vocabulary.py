@@ -39,7 +39,7 @@ class Op:
         traces: without primitive and function, the ops that it becomes in a JAX trace.
         note: why a side is empty.
         fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
-        rule: of a registered op, what it does where a policy does not speak of it.
+        rule: of a registered op, how it runs under a policy that has no row for it.
         picks: True if it picks numbers and changes none: run low, what it picked is rounded.
         chooses: True if each of its results is one of the numbers that it is given.
     """
@@ -61,6 +61,11 @@ class Op:
 class Vocabulary:
     """All ops, by each of their names.
 
+    Args:
+        kinds: the classes, with a sentence on each.
+        ops: of the shipped vocabulary.
+        moving: names of the classes whose ops compute nothing.
+
     Attributes:
         ops: by our name.
         kinds: the classes, with a sentence on what their members share.
@@ -75,9 +80,9 @@ class Vocabulary:
         ops: Iterable[Op],
         traits: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self.kinds = dict(kinds)
+        self.kinds: dict[str, str] = dict(kinds)
         self.traits = traits
-        self.moving = traits.get("moves", frozenset())
+        self.moving: frozenset[str] = traits.get("moves", frozenset())
         self.ops: dict[str, Op] = {}
         self.registered: list[str] = []
         self._aten: dict[str, str] = {}
@@ -110,6 +115,9 @@ class Vocabulary:
 
     def register(self, op: Op) -> None:
         """Add an op of the user's own, or the other framework's spelling of one.
+
+        Args:
+            op: with its spellings.
 
         Raises:
             PolicyError: its name, or one of its spellings, is there already.
@@ -164,11 +172,10 @@ class Vocabulary:
         return op is not None and op.chooses
 
     def within(self, inner: str, outer: str) -> bool:
-        """True if selector `inner` speaks only of ops that `outer` speaks of too.
+        """True if every op that selector `inner` selects is selected by `outer` too.
 
         A spelling is within its op, an op within its class, each within itself, and everything
-        within "all". "default" holds nothing but itself, for it speaks only where nothing else
-        does.
+        within "all". Within "default", which is for ops that have no other row, is nothing else.
         """
         if outer in (inner, "all"):
             return True
@@ -186,7 +193,11 @@ class Vocabulary:
         return self.ops.get(known(name)) if known else None
 
     def check(self, selector: str, where: str) -> None:
-        """Refuse a selector that speaks of nothing.
+        """Refuse a selector that selects no op.
+
+        Args:
+            selector: of a row: an op, "class:NAME", a spelling, "all" or "default".
+            where: the row is, for messages.
 
         Raises:
             PolicyError: no such op or class; the message has the nearest names.
@@ -212,7 +223,7 @@ class Vocabulary:
             raise PolicyError(f"{where}: no op {selector!r}.{self.hint(selector)}")
 
     def hint(self, name: str) -> str:
-        """What may have been meant by an op's name: a sentence, or nothing."""
+        """A sentence on the op that may have been meant by a name, or nothing."""
         if name in self.kinds:
             return f" The class is written class:{name}."
         spelled = self.of_aten(name) or self.of_jax(name)

@@ -1,12 +1,12 @@
-"""What a loss scaler saw: counts of each gradient's values, and the message of one that is stuck.
+"""Counts of each gradient's values under a loss scale, and the message of a scaler that is stuck.
 
-Numbers only. The backends count; here the counts are put into words.
+The backends count; here the counts become tables and sentences.
 """
 
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from polymp import plain_text
 from polymp.code_origin import outside
@@ -17,11 +17,16 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 # Scaled gradients below it lose bits in float16, and below half of its smallest number become 0.
 SMALLEST_NORMAL = FORMATS["float16"].smallest_normal
 
-# What a scaler says of a loss from a bfloat16 region.
+# The warning of a scaler that is given a loss from a bfloat16 region.
 NO_EFFECT = (
-    "GradScaler has no effect in a bfloat16 region: bfloat16 has the range of float32, and no "
-    "gradient vanishes there that float32 keeps. Leave it out, or make it "
-    "GradScaler(..., dtype=<the region's dtype>), which does nothing but for float16."
+    "GradScaler has no effect in a bfloat16 region: bfloat16 has the range of float32, so that "
+    "gradients do not underflow. Leave the scaler out, or write "
+    "GradScaler(..., dtype=<the region's dtype>), which scales only if that is float16."
+)
+
+_ADVICE = (
+    "To find the op, call polymp.torch.locate or polymp.jax.locate with the step; to run it in "
+    "float32, give it a row: policy.override(fp32=[op])."
 )
 
 _SHOWN = 10  # gradients in a table, 3 in a message
@@ -35,7 +40,7 @@ class Gradient(NamedTuple):
         shape: its parameter's.
         inf: values that are Inf or -Inf.
         nan: values that are NaN.
-        zero: values that are 0, be it that they vanished or that they are.
+        zero: values that are 0, whether they underflowed or were 0 before.
         subnormal: other values that are, scaled, below float16's smallest normal number, 2**-14.
     """
 
@@ -56,13 +61,13 @@ class Gradient(NamedTuple):
 
 
 class GradientReport(NamedTuple):
-    """What `scaler.report()` returns; `print` shows it as a table.
+    """The counts of a scaler's gradients, from `scaler.report()`; `print` shows them as a table.
 
     Attributes:
         rule: the scaler's constants.
         state: the scaler's state, as Python numbers.
         gradients: one entry for each gradient.
-        of: the loss that the scaler is for, if it is one of several.
+        of: name of the loss that the scaler is for, if it is one of several.
     """
 
     rule: ScaleRule
@@ -84,7 +89,7 @@ class GradientReport(NamedTuple):
     def __str__(self) -> str:
         lines = [f"{_scale(self)}; {_skips(self.state)}"]
         if not self.gradients:
-            return f"{lines[0]}\nno gradients: ask after step and before zero_grad"
+            return f"{lines[0]}\nno gradients: call report() after step and before zero_grad"
         many = len(self.gradients)
         lines.append(f"{len(self.bad)} of {many} gradients have Inf or NaN")
         lines.append(f"{self.underflowed:.1%} of all values are 0 or below normal float16 numbers")
@@ -100,7 +105,7 @@ class GradientReport(NamedTuple):
 
     @property
     def why_stuck(self) -> str:
-        """What was seen over many skips, and what to try."""
+        """The message of a scaler that is stuck: what was counted, and what to do about it."""
         state = self.state
         said = f"{state.skips} steps in a row were skipped; {_scale(self)}."
         if bad := self.bad:
@@ -109,29 +114,31 @@ class GradientReport(NamedTuple):
             said += ", ..." if len(bad) > 3 else "."
         elif self.gradients:
             said += (
-                " No gradient here has Inf or NaN now: they were those of an earlier step, or are "
-                "another process's."
+                " No gradient here has Inf or NaN now: they were in an earlier step, or in another "
+                "process."
             )
         if state.spoiled:
             said += (
                 f" In {state.spoiled} of these steps the loss itself was not finite before it was "
-                "scaled: no scale can mend that. Look at the data, the learning rate and the "
-                "forward pass, and keep the ops that overflow in float32 (a policy, or pin)."
+                "scaled: no loss scale can change that."
             )
         if state.spoiled < state.skips:
             said += (
-                " Gradients that overflow at any scale come from values beyond float16's largest, "
-                "65504: try bfloat16, which needs no scaler, or keep the modules named here in "
-                "float32 (a policy, or pin)."
+                " Gradients that overflow at any loss scale come from values beyond float16's "
+                "largest, 65504: bfloat16 has the range of float32, and needs no scaler."
             )
-        return said
+        return f"{said} {_ADVICE}"
 
 
-OnStuck = Literal["warn", "raise"] | Callable[[GradientReport], Any]
+OnStuck = Literal["warn", "raise"] | Callable[[GradientReport], object]
 
 
-def checked_on_stuck(on_stuck: Any, after: Any) -> None:
+def checked_on_stuck(on_stuck: object, after: object) -> None:
     """Raise if these cannot be a scaler's `on_stuck` and `stuck_after`.
+
+    Args:
+        on_stuck: "warn", "raise" or a function of a `GradientReport`.
+        after: how many skipped steps in a row count as stuck.
 
     Raises:
         ValueError: `on_stuck` is another word, or `after` is no whole number from 1 up.
@@ -143,7 +150,11 @@ def checked_on_stuck(on_stuck: Any, after: Any) -> None:
 
 
 def tell(on_stuck: OnStuck, report: GradientReport) -> None:
-    """Warn, raise or call, as `on_stuck` says.
+    """Warn, raise or call `on_stuck`.
+
+    Args:
+        on_stuck: as in `checked_on_stuck`.
+        report: of the scaler that is stuck.
 
     Raises:
         StuckError: `on_stuck` is "raise".
@@ -157,7 +168,7 @@ def tell(on_stuck: OnStuck, report: GradientReport) -> None:
 
 
 def _trouble(gradient: Gradient) -> tuple[int, float]:
-    """What a table is sorted by: values that are not finite, and the share of small ones."""
+    """The sort key of the table: values that are not finite, then the share of small ones."""
     lost = (gradient.zero + gradient.subnormal) / max(1, gradient.size)
     return gradient.inf + gradient.nan, lost
 

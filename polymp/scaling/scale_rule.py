@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 Where = Callable[[Any, Any, Any], Any]
 
 # The widest range in which a scale and its inverse are both normal float32 numbers: neither
-# overflows, and none is lost where subnormal numbers are flushed to zero. Only a first scale that
-# the caller wants beyond it is ever outside, until it first grows or backs off.
+# overflows, and neither is lost where subnormal numbers are flushed to zero. Only a first scale
+# that the caller gave may lie outside, until it first grows or backs off.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 _LONGEST = 2**31 - 1  # counts are int32
 
@@ -39,7 +39,7 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleState(NamedTuple):
-    """What one step hands to the next.
+    """The state of a loss scaler between two optimizer steps.
 
     Attributes:
         scale: what the loss is multiplied by; float32 [].
@@ -57,7 +57,7 @@ class ScaleState(NamedTuple):
 
 
 def pick(condition: Any, yes: Any, no: Any) -> Any:
-    """`where` for Python numbers."""
+    """Choose between two Python numbers, as `where` chooses between arrays."""
     return yes if condition else no
 
 
@@ -69,7 +69,7 @@ def step(
     *,
     loss_finite: Any = None,
 ) -> ScaleState:
-    """The state after one optimizer step.
+    """Return the state after one optimizer step.
 
         what was found                                scale                          tracker
         loss and gradients finite, short of interval  stays                          + 1
@@ -91,7 +91,7 @@ def step(
         finite: bool []; True if every gradient was finite.
         where: `pick` for Python numbers, `torch.where`, or `jax.numpy.where`.
         loss_finite: bool [] of the same kind; True if the loss was finite before it was scaled.
-            None where nobody looked: it counts as finite.
+            None counts as True.
 
     Returns:
         A state of the same types and dtypes as `state`.
@@ -122,9 +122,15 @@ def step(
 
 
 def checked(rule: ScaleRule) -> ScaleRule:
-    """The rule with its numbers as floats and ints, if every one is in its range.
+    """Return a rule with its numbers as floats and ints, if every one is in its range.
 
     An interval above 2**31 - 1, which no run reaches, becomes that.
+
+    Args:
+        rule: as the user gave it.
+
+    Returns:
+        The rule.
 
     Raises:
         TypeError: one is not a number, or a count is not whole.
@@ -155,8 +161,16 @@ def checked(rule: ScaleRule) -> ScaleRule:
     )  # fmt: skip
 
 
-def checked_scale(name: str, value: Any, rule: ScaleRule) -> float:
-    """The value as a scale, if the rule allows it.
+def checked_scale(name: str, value: object, rule: ScaleRule) -> float:
+    """Return a value as a scale, if the rule allows it.
+
+    Args:
+        name: of the argument, for messages.
+        value: as the user gave it.
+        rule: whose bounds hold.
+
+    Returns:
+        The scale.
 
     Raises:
         TypeError: it is not a number.
@@ -171,11 +185,19 @@ def checked_scale(name: str, value: Any, rule: ScaleRule) -> float:
     return scale
 
 
-def checked_first_scale(name: str, value: Any, rule: ScaleRule) -> float:
-    """The value as a scale to start from, if it is a positive number that float32 holds.
+def checked_first_scale(name: str, value: object, rule: ScaleRule) -> float:
+    """Return a value as a scale to start from, if it is a positive number that float32 holds.
 
-    The bounds are for growth and backoff: the first scale may lie beyond the widest ones, as
-    torch.amp's may. Bounds that the caller has drawn closer hold for it, too.
+    The default bounds limit growth and backoff, not the first scale, as in torch.amp. Bounds that
+    the caller has set limit the first scale, too.
+
+    Args:
+        name: of the argument, for messages.
+        value: as the user gave it.
+        rule: whose bounds hold.
+
+    Returns:
+        The scale.
 
     Raises:
         TypeError: it is not a number.
@@ -193,18 +215,25 @@ def checked_first_scale(name: str, value: Any, rule: ScaleRule) -> float:
     return scale if beyond_widest else checked_scale(name, value, rule)
 
 
-# What torch.amp.GradScaler saves, and what polymp's save beside it.
+# The entries that torch.amp.GradScaler saves, and those that polymp's scalers add.
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _BOUNDS = ("min_scale", "max_scale", "hysteresis")
 _COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")
 
 
 def to_state_dict(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
-    """Rule and state as Python numbers, under the names of torch.amp.GradScaler.
+    """Return rule and state as Python numbers, under the names of torch.amp.GradScaler.
 
-    `scale`, `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker` are what
-    torch.amp's scaler saves and loads; `min_scale`, `max_scale`, `hysteresis`, `skips`, `spoiled`
-    and `skipped` are added, which it passes over.
+    torch.amp's scaler saves and loads `scale`, `growth_factor`, `backoff_factor`, `growth_interval`
+    and `_growth_tracker`. It ignores the others: `min_scale`, `max_scale`, `hysteresis`, `skips`,
+    `spoiled` and `skipped`.
+
+    Args:
+        rule: the constants.
+        state: the state.
+
+    Returns:
+        The dictionary.
     """
     return {
         "scale": float(state.scale),
@@ -225,13 +254,16 @@ def from_state_dict(
     saved: Mapping[str, Any],
     rule: ScaleRule = ScaleRule(),  # noqa: B008
 ) -> tuple[ScaleRule, ScaleState]:
-    """Rule and state, as Python numbers, from what `to_state_dict` or torch.amp saved.
+    """Return rule and state, as Python numbers, from what `to_state_dict` or torch.amp saved.
 
     A positive scale outside the bounds becomes the nearer bound, as the next step would make it.
 
     Args:
         saved: the dictionary.
         rule: gives the bounds and the hysteresis where torch.amp has saved none.
+
+    Returns:
+        The rule and the state.
 
     Raises:
         TypeError: `saved` is no mapping, an entry is not a number, or a count is not whole.
@@ -250,8 +282,8 @@ def from_state_dict(
     scale = number("scale", saved["scale"])
     if not 0 < scale < math.inf:
         raise ValueError(
-            f"scale must be positive and finite, got {saved['scale']!r}: the run that "
-            "saved it had lost its scale. Start again from another one, such as 2.0**16."
+            f"scale must be positive and finite, got {saved['scale']!r}: the run that saved it had "
+            "lost its scale. Start again from another one, such as 2.0**16."
         )
     counts = [number(key, saved.get(key, 0), whole=True) for key in _COUNTS]
     for key, count in zip(_COUNTS, counts, strict=True):
@@ -261,8 +293,16 @@ def from_state_dict(
     return rule, ScaleState(scale, *map(int, counts))
 
 
-def number(name: str, value: Any, *, whole: bool = False) -> float:
-    """The value as a float, if it is one number.
+def number(name: str, value: object, *, whole: bool = False) -> float:
+    """Return a value as a float, if it is one number.
+
+    Args:
+        name: of the argument, for messages.
+        value: as the user gave it.
+        whole: True to refuse fractions.
+
+    Returns:
+        The number.
 
     Raises:
         TypeError: it is not, or is not whole where it has to be.
@@ -270,7 +310,7 @@ def number(name: str, value: Any, *, whole: bool = False) -> float:
     try:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError
-        given = float(value)
+        given = float(value)  # type: ignore[arg-type]
     # A tensor of two numbers raises RuntimeError, a whole number beyond float64 OverflowError.
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{name} must be a number, got {value!r}.") from None

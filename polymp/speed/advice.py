@@ -34,7 +34,7 @@ class Product(NamedTuple):
         weights: how many of these are of weights.
         direction: "forward", "backward" or "recompute".
         times: how often it runs.
-        call: how a backend runs it; read by that backend alone.
+        call: for the backend that runs it; no other reads it.
     """
 
     op: str
@@ -62,7 +62,7 @@ class Found(NamedTuple):
 
     Attributes:
         products: different ones, each with how often it runs.
-        left_out: FLOPs of what is made of products, too, and is not among them; by name.
+        left_out: by name, FLOPs of ops that are made of products, which are not among them.
     """
 
     products: list[Product]
@@ -141,7 +141,7 @@ def ratio(rows: Sequence[Timed], way: str) -> Ratio:
 
 
 def advise(rows: Sequence[Timed]) -> Advice:
-    """The dtype to use for products that run one after the other.
+    """Return the dtype to use for products that run one after the other.
 
     A low dtype has to take less of float32's time than noise explains: at most 0.95, and less than
     1 at the upper end of its spread. bfloat16 comes before float16, which needs a loss scaler,
@@ -149,6 +149,9 @@ def advise(rows: Sequence[Timed]) -> Advice:
 
     Args:
         rows: at least one; with times in "float32" and at least one of "bfloat16" and "float16".
+
+    Returns:
+        The dtype, with reasons.
     """
     found = {way: ratio(rows, way) for way in ways(rows)}
     low = [way for way in (BFLOAT16, FLOAT16) if way in found]
@@ -194,5 +197,5 @@ def _more(found: Mapping[str, Ratio], use: str) -> Iterable[str]:
     if FLOAT8 in found:
         yield (
             f"{FLOAT8} takes {found[FLOAT8].ratio:.2f}, with given scales and casts of both "
-            "operands; polymp has no region of it."
+            "operands; polymp has no region in it."
         )

@@ -2,7 +2,7 @@
 
     products -> in order, measured until the time is up -> the others predicted -> Timed
 
-What can be run, and how, a `Bench` knows: there is one in each backend. The clock is an argument.
+Each backend has a `Bench`, which runs products. The clock is an argument.
 """
 
 import statistics
@@ -16,19 +16,19 @@ from polymp.speed.time_model import Model, distance
 
 BUDGET = 4.5  # seconds, for everything that is run
 FIGURE = 12e-3  # seconds that a figure takes at least: the clock is fine enough, the caches warm
-ROUNDS = 3, 11  # of paired figures: the least and the most
+ROUNDS = 3, 11  # of paired figures, at least and at most
 LARGEST = 2**25  # values that a product may read and write; a larger one is predicted
-HURRY = 0.75  # of the budget, if all products take the least time: held weights are left out
-HOPELESS = 8.0, 20e-3  # a way that takes so many times as long as float32 and seconds: run once
-EMULATED = 20.0  # float8 is, if it takes so much of float32's time, and is not looked at further
+HURRY = 0.75  # share of the budget that all products at least take, to leave out held weights
+HOPELESS = 8.0, 20e-3  # a way that takes so many times float32's time, and seconds, is run once
+EMULATED = 20.0  # float8 that takes so many times float32's time is emulated, and is left out
 SMALL = 64, 64, 64  # the product that shows it
 PROBE = 256, 256, 256  # about the size of the product that is measured first
 # How far off a ratio may be that is not measured, as a factor: where a smaller product of the same
 # form was measured, and for each unit of distance from the nearest product that was.
-# benchmarks/advice.py holds ratios to it.
+# benchmarks/advice.py checks ratios against it.
 SCALED, FITTED = 1.5, 1.8
 
-Run = Callable[[int], float]  # runs a program so often; returns the seconds that it took
+Run = Callable[[int], float]  # runs a program n times; returns the seconds that it took
 
 
 class Bench(Protocol):
@@ -36,7 +36,7 @@ class Bench(Protocol):
 
     Attributes:
         ways: float32 first; dtypes, and dtypes with `advice.HELD`.
-        least: seconds that a product takes at least, in all ways: making and compiling it.
+        least: seconds that a product takes at least in all ways together, with compiling it.
     """
 
     ways: Sequence[str]
@@ -73,16 +73,16 @@ def timed(
     budget: float = BUDGET,
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[Timed], dict[str, str]]:
-    """The times of products: measured as far as the budget reaches, else predicted.
+    """Measure the times of products as far as the budget reaches, and predict the others.
 
     Args:
         products: different ones, at least one.
         bench: that runs them.
         budget: seconds in all.
-        now: the clock that the budget is kept by.
+        now: the clock for the budget.
 
     Returns:
-        As many as there are products, in their order; and what was not measured, with the reason.
+        The times of each product, in their order; and the ways that were left out, with reasons.
     """
     end = now() + budget
     with bench:
@@ -91,9 +91,9 @@ def timed(
             left |= {way: "there are too many products for the time" for way in ways if HELD in way}
             ways = [way for way in ways if way not in left]
         found: dict[Product, Figures] = {}
-        smaller: dict[Product, Product] = {}  # that were measured in the place of products
+        smaller: dict[Product, Product] = {}  # measured in place of products that are too large
         queue = ordered(products, bench.linear(*PROBE))
-        for _ in range(2):  # what was too large by a first guess may fit in what time is left
+        for _ in range(2):  # a product that seemed too large may fit in the time that is left
             queue = [product for product in queue if product not in found]
             for at, product in enumerate(queue):
                 left_over = end - now()
@@ -139,8 +139,8 @@ def _without_emulated(bench: Bench) -> tuple[list[str], dict[str, str]]:
 def ordered(products: Sequence[Product], probe: Product) -> list[Product]:
     """The products in the order in which they are measured, until there is no time left.
 
-    First one that is about as large as the probe, or the probe itself. Then, in turn, the one that
-    is most unlike those before it, on which predictions rest, and the one with the most work.
+    The first is about as large as the probe, or the probe itself. Then, in turn, the one that is
+    most unlike those before it, which improves predictions, and the one with the most work.
     """
     small = (p for p in products if p.op == probe.op and p.values <= LARGEST)
     near = [p for p in small if p.flops <= 4 * probe.flops]
@@ -161,7 +161,7 @@ def ordered(products: Sequence[Product], probe: Product) -> list[Product]:
 
 
 def _work(product: Product) -> float:
-    """FLOPs, and what it takes to move numbers, as if that were FLOPs."""
+    """FLOPs, plus the moving of numbers counted as FLOPs."""
     return product.flops + 20.0 * (product.values + product.casts)
 
 
@@ -174,8 +174,8 @@ def figures(
 ) -> Figures:
     """Measure a product in several ways, in turn; each round starts with another way.
 
-    A way that comes after another finds the caches full of the other's numbers: it runs once before
-    it is timed, or what it takes would depend on how often a figure has it run.
+    A way that comes after another finds the caches full of the other's numbers. So it runs once
+    before it is timed: otherwise its time would depend on the number of runs in a figure.
 
     Args:
         product: that is measured.
@@ -183,6 +183,9 @@ def figures(
         ways: float32 among them; those in which it cannot run are left out.
         end: when to stop, on the clock `now`, after the least number of rounds.
         now: a clock.
+
+    Returns:
+        Seconds of one run, by way and round.
     """
     made = {way: bench.made(product, way) for way in ways if bench.able(product, way)}
     found: dict[str, list[float]] = {}

@@ -13,12 +13,12 @@ from polymp.speed.advice import FLOAT32, Product
 class Model:
     """Predicts the times of a product from those of others.
 
-        float32     (overhead + flops / rate + values / bandwidth) * what near samples are off by
-        other ways  float32's time * the ratio that near samples have
+        float32     (overhead + flops / rate + values / bandwidth) * the error of near samples
+        other ways  float32's time * the ratio of near samples
 
     The three constants are the non-negative ones with the least squares of relative errors, at most
-    half as many as there are samples; the others are zero. What samples are off by, and their
-    ratios, are averaged geometrically; near ones count most, see `distance`.
+    half as many as there are samples; the others are zero. Errors, as factors, and ratios of
+    samples are averaged geometrically; near samples count most, see `distance`.
     """
 
     def __init__(self, samples: Mapping[Product, Mapping[str, float]]) -> None:

@@ -1,8 +1,8 @@
-"""For tests of one's own: hold torch and JAX to each other, and a function to its dtypes.
+"""Assertions for tests: torch against JAX, one function against another, the number of casts.
 
-    assert_parity(torch_fn, jax_fn, inputs)      same dtypes, and values that only rounding parts
-    assert_same_dtypes(fn, other, args=[x])     two functions, or reports, run the same dtypes
-    assert_casts(fn, 3, x, dtype="bfloat16")     so many casts, no more
+    assert_parity(torch_fn, jax_fn, inputs)      the same dtypes, and values equal up to rounding
+    assert_same_dtypes(fn, other, x)             two functions, or reports, run in the same dtypes
+    assert_casts(fn, 3, x, dtype="bfloat16")     a function casts three arrays
 
 `fw` is a pytest fixture with which one test runs in each framework that is installed; users write
 `pytest_plugins = ["polymp.testing"]`. No framework is imported before it is needed, nor is pytest.
@@ -37,19 +37,19 @@ def assert_same_dtypes(
         assert_same_dtypes(model, faster_model, x, dtype="bfloat16")
         assert_same_dtypes(polymp.explain(model, x, dtype="bfloat16"), saved_report)
 
-    In one framework a call that only one of them makes is a difference, too; of torch and JAX see
-    `assert_parity`.
+    In one framework a call that only one of them makes is a difference, too; between torch and JAX
+    it is not, see `assert_parity`.
 
     Args:
         fn: a function, a module or a `Report`.
         other: likewise; of either framework.
         args: of the calls.
-        other_args: of the call of `other`, if they are others: arrays of the other framework, say.
+        other_args: of the call of `other`, where they differ: arrays of the other framework, say.
         dtype: the low dtype of a region around each call; None for none, unless there is a policy.
         policy: of that region.
 
     Raises:
-        ParityError: they do not; its text has the first difference.
+        ParityError: the dtypes differ; its text has the first difference.
         TypeError: `fn` or `other` is neither a function nor a report.
     """
     for f in (fn, other):
@@ -65,7 +65,7 @@ def assert_same_dtypes(
     if parted is not None:
         names = (sides[0], sides[1]) if sides[0] != sides[1] else ("one", "other")
         table = align.side_by_side(parted, names)
-        text = f"the dtypes part at {parted.op}, {parted.why}:\n\n{table}"
+        text = f"the first difference is at {parted.op}, {parted.why}:\n\n{table}"
         raise ParityError(text, parted.op, table)
 
 
@@ -81,22 +81,22 @@ def assert_casts(
     policy: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Assert how many arrays a function casts.
+    """Assert the number of arrays that a function casts.
 
         assert_casts(model, 12, x, dtype="bfloat16")
         assert_casts(model, {"linear": 8, "layer_norm": 0}, x, dtype="bfloat16")
 
     Args:
         fn: a function or a module, or a `Report`.
-        expected: of all casts together; or by op, of these ops alone.
-        args: of the call.
+        expected: the number of all casts; or a dict of numbers by op, for these ops alone.
+        args: positional arguments of the call.
         dtype: the low dtype of a region around the call; None for none, unless there is a policy.
         policy: of that region.
-        kwargs: of the call.
+        kwargs: keyword arguments of the call.
 
     Raises:
         ParityError: there are more or fewer; its text has the calls that cast. Its `op` is the
-            first one that has another number, "" if they were not told by op.
+            first with another number, "" if `expected` is one number.
         TypeError: `expected` is neither a number nor a dict of numbers by op.
     """
     wanted = {"": expected} if isinstance(expected, int) else expected
@@ -108,7 +108,10 @@ def assert_casts(
         )
         or isinstance(expected, bool)
     ):
-        raise TypeError(f"expected={expected!r}: give a number of casts, or a dict of them by op.")
+        raise TypeError(
+            f"assert_casts(): expected={expected!r} is neither a number of casts nor a dict of "
+            "numbers by op."
+        )
     report = _report(fn, *args, dtype=dtype, policy=policy, **kwargs)
     wrong = []
     for op, count in wanted.items():
@@ -145,14 +148,14 @@ def _casting(report: Report) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """`fw`, the fixture: made when it is asked for, so that pytest is needed then only."""
+    """Make `fw`, the fixture, when it is first used, so that pytest is not imported before."""
     if name != "fw":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import pytest
 
     @pytest.fixture(params=installed(), name="fw")
     def fw(request: Any) -> Framework:
-        """The verbs of each installed framework in turn; see `polymp.testing.Framework`."""
+        """Each installed framework in turn, as a `polymp.testing.Framework`."""
         return Framework(request.param)
 
     globals()["fw"] = fw

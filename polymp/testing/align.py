@@ -1,11 +1,11 @@
-"""Which calls of two runs belong together, and where their dtypes or their values part.
+"""The calls of two runs aligned, and the first that differs in its dtypes or its values.
 
     calls of one, calls of the other -> by name, in order -> the first pair in other dtypes
     values of one, values of the other -> the first step whose values the other does not have
 
-The two frameworks take an op apart in different ways: a linear layer's bias is an addition of its
-own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a call
-that both have at the same place, in other dtypes, is. Nothing here knows a framework.
+The two frameworks split an op in different ways: a linear layer's bias is an addition of its own in
+JAX, gelu is one call in torch. So a call that only one of them has is no difference; a call that
+both have at the same place, in other dtypes, is one. Nothing here knows a framework.
 """
 
 import math
@@ -21,17 +21,17 @@ from polymp.dtypes import FORMATS
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
-# What the frameworks call a cast that the program asks for.
+# The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
 
 
 class Parted(NamedTuple):
-    """Two calls, side by side; None where one side has no such call.
+    """Two calls that differ; None for a side that has no such call.
 
     Attributes:
         one: of the first run.
         other: of the other run.
-        why: in what they part, in words.
+        why: the difference in words.
     """
 
     one: Call | None
@@ -46,7 +46,7 @@ class Parted(NamedTuple):
 
 
 def name_of(call: Call) -> str:
-    """By what a call is known in both frameworks: all matrix products are one op in JAX."""
+    """The name of a call in both frameworks; all matrix products have one, as in JAX."""
     op = vocabulary().ops.get(call.op)
     if op is not None and op.kind == "matmul":
         return "matmul"
@@ -63,7 +63,7 @@ def seen(call: Call) -> tuple[str, ...]:
 
 
 def compared(calls: Iterable[Call]) -> list[Call]:
-    """The forward calls that compute with floats, and the casts that the program asks for."""
+    """The forward calls that compute with floats, and the casts that the program itself makes."""
     return [
         call
         for call in calls
@@ -79,11 +79,11 @@ def _silent(call: Call) -> bool:
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     """The first calls of two runs that are one op in other dtypes; None if there are none.
 
-    Calls are aligned by name and run dtype; under the rule fp32_keep, by name and rule. Between
-    aligned calls, what is left over on both sides under one name was run in other dtypes, if a row
-    ruled it on either side. An op without a row, and nothing else left over there, may be wider in
-    JAX, which spares a rounding where only float32 reads the result. A cast to a low dtype that
-    only one program asks for parts them, too.
+    Calls are aligned by name and run dtype; under the rule fp32_keep, by name and rule. Calls of
+    one name that are left over between aligned ones on both sides ran in other dtypes, if either
+    side has a row for them. An op without a row, with nothing else left over there, may be wider in
+    JAX, which leaves out a rounding where only float32 reads the result. A cast to a low dtype that
+    only one program makes is a difference, too.
     """
     left, right = compared(one), compared(other)
     ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
@@ -115,7 +115,7 @@ def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
 
 
 def _spared(call: Call, other: Call) -> bool:
-    """True if a call runs in torch's dtype or a wider one: JAX spares roundings before float32."""
+    """True if a call in JAX runs in torch's dtype or a wider one."""
     low, wide = (call, other) if call.backend == "torch" else (other, call)
     known = {low.run, wide.run} <= {*FORMATS}
     return low.backend != wide.backend and known and FORMATS[wide.run].holds(FORMATS[low.run])
@@ -147,7 +147,7 @@ def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None
 
 
 def partner(call: Call, one: Iterable[Call], other: Iterable[Call]) -> Call | None:
-    """The call of the other run that stands at the place of a call of this one."""
+    """The call of the other run at the place of a call of this one."""
     left = [c for c in one if c.direction == call.direction]
     right = [c for c in other if c.direction == call.direction]
     at = next((i for i, c in enumerate(left) if c is call), None)
@@ -177,22 +177,26 @@ def side_by_side(
         rule = str(call.row) if call.row is not None else call.rule or "no region"
         return call.op, call.module or "(top level)", dtypes, rule, call.source
 
-    heads = ("op", "module", "dtypes", "ruled by", "source")
+    heads = ("op", "module", "dtypes", "row or rule", "source")
     both = cells(parted.one), cells(parted.other)
     rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
     return "\n".join(plain_text.columns(("", *names), rows))
 
 
 def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
-    """The first step of a torch run whose values no step of the JAX run has; None if none.
+    """Find the first step of a torch run whose values no step of the JAX run has.
 
-    Axes may have another order, for the frameworks lay arrays out in different ways. A forward step
-    that a later one makes up for is none: JAX may take an op apart, and meet torch again behind it.
+    Axes may have another order, because the frameworks lay arrays out in different ways. A forward
+    step is passed over if a later step that reads it has the same values in JAX: JAX may split an
+    op into others.
 
     Args:
         kept: a run with values.
         moved: probes of it, with values; the second half all one way.
         theirs: the run in JAX, with values.
+
+    Returns:
+        Its place among the steps; None if there is no such step.
     """
     pool: dict[int, list[Any]] = {}
     for x in chain.from_iterable(step.values for step in theirs.steps):
@@ -203,7 +207,7 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
     met: list[bool | None] = []
     for at, step in enumerate(steps):
         if not step.values:
-            met.append(None)  # nothing is known of it
+            met.append(None)  # its values are not known
             continue
         value = step.values[0]
         probes = [run.steps[at].values[0] for run in moved]

@@ -1,6 +1,6 @@
-"""A few verbs with which one test runs in torch and in JAX: what `polymp.testing.fw` gives.
+"""One set of functions for torch and JAX, so that one test runs in both: the fixture `fw`.
 
-A framework is imported when its verbs are made.
+A framework is imported when its `Framework` is made.
 """
 
 import importlib
@@ -13,25 +13,35 @@ from polymp.dtypes import name as dtype_name
 
 
 class Framework:
-    """A few verbs with which one test runs in torch and in JAX.
+    """One set of functions for torch and JAX, so that one test runs in both.
+
+    Args:
+        name: "torch" or "jax".
 
     Attributes:
         name: "torch" or "jax".
         np: `torch` or `jax.numpy`, for the functions that both have: `fw.np.exp`.
+
+    Raises:
+        BackendMissingError: the framework is not installed.
+        ValueError: there is no such framework.
     """
 
     def __init__(self, name: str) -> None:
         backends.get(name)
-        self.name = name
+        self.name: str = name
         self.np: Any = importlib.import_module("torch" if name == "torch" else "jax.numpy")
 
     def array(self, values: Any, dtype: object = "float32") -> Any:
-        """An array of these numbers.
+        """Make an array.
 
         Args:
-            values: numpy array, number or nested list.
+            values: a numpy array, a number or a nested list.
             dtype: its name, such as "float32", "bfloat16", "int32" or "bool"; for a float dtype,
                 an alias or a dtype object will do as well.
+
+        Returns:
+            A tensor on the CPU, or a JAX array.
         """
         import numpy
 
@@ -45,7 +55,14 @@ class Framework:
         return self.np.asarray(values, of)
 
     def numpy(self, x: Any) -> Any:
-        """The numbers of an array in numpy; floats in float64."""
+        """Return an array as a numpy array.
+
+        Args:
+            x: an array of the framework.
+
+        Returns:
+            Floats in float64, others in their own dtype.
+        """
         import numpy
 
         if self.name == "torch":
@@ -55,18 +72,28 @@ class Framework:
         return numpy.asarray(x).astype(numpy.float64) if floats else numpy.asarray(x)
 
     def dtype(self, x: Any) -> str:
-        """The name of an array's dtype: "bfloat16"."""
+        """Return the name of an array's dtype: "bfloat16".
+
+        Args:
+            x: an array of the framework.
+
+        Returns:
+            The full name.
+        """
         return str(x.dtype).removeprefix("torch.")
 
     def autocast(
         self, fn: Callable[..., Any], dtype: object = "bfloat16", policy: Any = "amp"
     ) -> Callable[..., Any]:
-        """The function in a region; in torch, one on the CPU.
+        """Wrap a function so that it runs in a region; in torch, in one for the CPU.
 
         Args:
             fn: of arrays.
             dtype: the low dtype of the region, by name, alias or as a dtype object.
-            policy: of it.
+            policy: of the region.
+
+        Returns:
+            The wrapped function.
         """
         name = dtype_name(dtype, what="fw.autocast(): dtype")
         if self.name == "torch":
@@ -80,10 +107,13 @@ class Framework:
         return transformed(fn, dtype=name, policy=policy)
 
     def grad(self, fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-        """A function that returns the value, and the gradients with respect to all arguments.
+        """Make a function that returns the value and the gradients with respect to all arguments.
 
         Args:
             fn: of float arrays; returns an array with one number.
+
+        Returns:
+            A function of the same arguments: (value, tuple of gradients).
         """
 
         def graded(*args: Any) -> tuple[Any, Any]:
@@ -103,7 +133,16 @@ class Framework:
         return graded
 
     def explain(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-        """The report of a call: `polymp.torch.explain` or `polymp.jax.explain`."""
+        """Explain a call by `polymp.torch.explain` or `polymp.jax.explain`.
+
+        Args:
+            fn: that is called.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call, and `dtype` and `policy` of a region around it.
+
+        Returns:
+            The report.
+        """
         if kwargs.get("dtype") is not None:
             kwargs["dtype"] = dtype_name(kwargs["dtype"], what="fw.explain(): dtype")
         if self.name == "torch":

@@ -1,10 +1,10 @@
-"""`assert_parity`: a torch function and a JAX function at the same inputs, held to each other.
+"""`assert_parity`: a torch function and a JAX function compared at the same inputs.
 
     run both -> structure -> dtypes, call by call -> probes -> values and gradients
-                                                       -> or the first op where they part
+                                                       -> or the first op that differs
 
-The frameworks' runs come from their backends' `perturb`, as numbers that no framework owns;
-how far they may be apart is `rounding`'s, which calls belong together `align`'s part.
+The backends' `perturb` runs the functions and returns numpy arrays; `rounding` has the tolerances,
+and `align` finds the calls that belong together.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,26 +23,32 @@ _NAMES = ("torch", "jax")
 
 
 class ParityError(AssertionError):
-    """Two functions that are not the same, or not in the same dtypes.
+    """Two functions differ in their structure, dtypes, values or gradients.
+
+    Args:
+        text: the message.
+        op: see below.
+        side_by_side: see below.
+        gaps: see below.
 
     Attributes:
-        op: the name of the first op where they part, as the vocabulary has it; "" if it is not
-            known, as where the results have other shapes.
+        op: name of the first op that differs, in the vocabulary; "" if it is not known, as where
+            results have other shapes.
         side_by_side: the calls of that op on both sides, as a table; "" likewise.
-        gaps: what was compared, and how far it is apart; () where dtypes part already.
+        gaps: the arrays that were compared, with errors and tolerances; () where dtypes differ.
     """
 
     def __init__(
         self, text: str, op: str = "", side_by_side: str = "", gaps: Sequence[Gap] = ()
     ) -> None:
         super().__init__(text)
-        self.op = op
-        self.side_by_side = side_by_side
-        self.gaps = tuple(gaps)
+        self.op: str = op
+        self.side_by_side: str = side_by_side
+        self.gaps: tuple[Gap, ...] = tuple(gaps)
 
 
 class Parity(NamedTuple):
-    """What was compared and found alike.
+    """The result of `assert_parity`: errors and tolerances of all arrays, which are within.
 
     Attributes:
         gaps: each result and gradient: error and tolerance.
@@ -73,21 +79,21 @@ def assert_parity(
     *,
     probes: int = 8,
 ) -> Parity:
-    """Assert that a torch function and a JAX function are the same one, in the same dtypes.
+    """Assert that a torch function and a JAX function compute the same in the same dtypes.
 
         assert_parity(torch.softmax, jax.nn.softmax, [x, -1], dtype="float16")
 
-    Both are called with the same numbers under the same policy. In this order are compared: the
+    Both are called with the same numbers under the same policy. Compared are, in this order, the
     results' structure, shapes and dtypes; the dtypes, call by call; the values; and the gradients
     of `sum(result * c)` with respect to the float inputs, for a fixed `c` from a normal
     distribution.
 
     Dtypes: the forward calls are aligned by op and run dtype. All matrix products are one op, as
-    in JAX. A call that only one side has is no difference, for the frameworks take ops apart in
+    in JAX. A call that only one side has is no difference, because the frameworks split ops in
     different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
-    that both have in the same place, in other dtypes, is a difference, if a row of the policy
-    rules it; without a row, if JAX runs it in a narrower dtype. So is a cast to a low dtype that
-    only one side asks for.
+    that both have in the same place, in other dtypes, is a difference if the policy has a row for
+    it; without a row, if JAX runs it in a narrower dtype. A cast to a low dtype that only one
+    program has is a difference, too.
 
     Values: an array may be off by
 
@@ -95,14 +101,14 @@ def assert_parity(
 
     where n is how many numbers it has, and s the root mean square change of a number when every
     op's result is moved by an even share of its rounding, up or down: of the unit roundoff of its
-    dtype, and of sqrt(k) float32 roundoffs of what a sum of k terms adds up.
-    `polymp.diagnostics.rounding` has the derivation and its sources. It grows with the roundings on
-    the way, by their dtypes, and with the lengths of sums; it is measured in each framework by
-    `2 * probes` runs more, with fixed seeds, so that the same call has the same tolerance. Errors
-    and tolerances are told relative to the largest magnitude in torch's array. Integers and truth
-    values are equal, but for those that a rounding turns.
+    dtype, and of sqrt(k) float32 roundoffs of the terms of a sum of k.
+    `polymp.diagnostics.rounding` has the derivation and its sources. The tolerance grows with the
+    number of roundings, by their dtypes, and with the lengths of sums. It is measured in each
+    framework by `2 * probes` more runs, with fixed seeds, so that the same call has the same
+    tolerance. Errors and tolerances are relative to the largest magnitude in torch's array.
+    Integers and truth values have to be equal, but for those that a rounding can change.
 
-    Both functions are to be deterministic. torch runs on the CPU, eagerly; the JAX function is
+    Both functions have to be deterministic. torch runs on the CPU, eagerly; the JAX function is
     traced and compiled for the default device.
 
     Args:
@@ -119,10 +125,10 @@ def assert_parity(
         probes: runs of each of two kinds that measure the tolerance in each framework; 2 or more.
 
     Returns:
-        What was compared, with all errors and tolerances.
+        The arrays that were compared, with errors and tolerances.
 
     Raises:
-        ParityError: they are not the same; its text has the first op where they part.
+        ParityError: they differ; its text has the first op that differs.
         TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array;
             `dtype` is neither a string nor a dtype.
         ValueError: `dtype` is another dtype, an integer is too large for JAX, an input is empty or
@@ -131,7 +137,7 @@ def assert_parity(
     """
     dtype = checked_dtype(dtype)
     if probes < 2:
-        raise ValueError(f"assert_parity(probes={probes!r}): two or more are needed.")
+        raise ValueError(f"assert_parity(): probes={probes!r} is too few. Write 2 or more.")
     for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
         if not callable(fn):
             raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
@@ -200,7 +206,7 @@ class _Pair:
         return _error(f"{said}{other.dtypes[path]} in JAX", Parted(last[0], last[1], ""))
 
     def _off(self, one: Run, other: Run, gaps: Sequence[Gap]) -> ParityError:
-        """Some values part: of which op first?"""
+        """Some values differ: find the first op whose values do."""
         with self._torch.watch:
             kept = self._torch.run(keep=True)
             both = (False, True)
@@ -232,7 +238,7 @@ def _gaps(one: Run, other: Run, torch_moved: Any, jax_moved: Any) -> Iterator[Ga
             if ours.dtype.kind == "f":
                 squares = [spread(*half) ** 2 for half in halves]
                 yield gap(name, ours, theirs, np.sqrt(squares[0] + squares[1]))
-            else:  # what a rounding turns in a probe, it may turn
+            else:  # an integer may differ where a rounding changes it in a probe
                 turns = [x != base for base, *probes in halves for x in chain(*probes)]
                 wrong = (ours != theirs) & ~np.any(turns, 0)
                 yield Gap(name, float(np.count_nonzero(wrong)), 0.0, 1.0)
@@ -270,13 +276,13 @@ def _named(what: str, path: str) -> str:
 
 
 def _error(what: str, parted: Parted | None, gaps: Sequence[Gap] = ()) -> ParityError:
-    """The message: where they part, then what was compared."""
+    """The error: the first op that differs, then the arrays that were compared."""
     if parted is None:
         lines = [f"the two functions {what}", *map(str, gaps)]
         return ParityError("\n".join(lines), gaps=gaps)
     table = align.side_by_side(parted, ("torch", "jax"))
     start = f"the two functions {what}" if "result" not in what[:6] else what
-    lines = [f"{start}. The first op where they part is {parted.op}:", "", table]
+    lines = [f"{start}. The first op that differs is {parted.op}:", "", table]
     if gaps:
         lines += ["", "compared:", *(f"  {found}" for found in gaps)]
     return ParityError("\n".join(lines), parted.op, table, gaps)

@@ -14,6 +14,9 @@ def checked_dtype(dtype: object) -> str | None:
     Args:
         dtype: float16 or bfloat16, by name, alias or as a dtype object; None or float32 for none.
 
+    Returns:
+        "float16", "bfloat16" or None.
+
     Raises:
         TypeError: it is neither a string nor a dtype.
         ValueError: it is another dtype.
@@ -25,7 +28,13 @@ def checked_dtype(dtype: object) -> str | None:
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of both calls.
+    """Return the positional and the keyword arguments of both calls.
+
+    Args:
+        inputs: a sequence of positional arguments, or a dict of keyword arguments.
+
+    Returns:
+        Both, with arrays in dtypes that both frameworks have.
 
     Raises:
         TypeError: `inputs` are no sequence or dict, or hold something else.
@@ -48,7 +57,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _prepared(x: Any, path: str) -> Any:
-    """An input with its arrays in dtypes that both frameworks have."""
+    """An input with its arrays in dtypes that both frameworks have; errors as in `arguments`."""
     import numpy as np
 
     if isinstance(x, dict):
@@ -78,7 +87,7 @@ def _prepared(x: Any, path: str) -> Any:
             "bool; float64 becomes float32."
         )
     if array.dtype.kind not in "ib" and not np.isfinite(array.astype(np.float32)).all():
-        raise ValueError(f"input {path} has numbers that are not finite: no tolerance can be told.")
+        raise ValueError(f"input {path} has Inf or NaN, for which there is no tolerance.")
     return array
 
 

@@ -579,7 +579,7 @@ def test_what_is_wrong_in_any_framework_is_refused() -> None:
         )
     refused(
         TypeError,
-        "register_op('own'): say what it is: torch=..., jax=..., or both",
+        "register_op('own'): no op was given. Write torch=..., jax=..., or both.",
         lambda: register("own", "fp32"),
     )
     refused(

@@ -108,7 +108,7 @@ def test_a_limit_keeps_the_widest_and_says_how_many_are_not_listed() -> None:
     assert text.partition("totals")[2] == PRINTED.partition("totals")[2], "totals are of all"
     assert "not listed" not in report.table(limit=9)
     for limit in (0, -3):
-        with pytest.raises(ValueError, match=f"limit={limit}: give the number of calls"):
+        with pytest.raises(ValueError, match=f"limit={limit} lists no call: write 1 or"):
             report.table(limit=limit)
 
 

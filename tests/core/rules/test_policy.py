@@ -363,7 +363,9 @@ def test_a_registered_op_has_its_own_rule_where_no_row_speaks_of_it(monkeypatch)
         own = Row(of, Rule.KEEP)
         assert Policy("p", (rest, own)).winner("spmm", "float16", "aten:lib::spmm") == own
     why = Policy("p", ()).why("spmm", "float16")
-    assert str(why) == "spmm in float16: lower, by the row spmm = lower, register_op"
+    assert str(why) == (
+        "spmm in float16: lower (runs in the region's dtype), by the row spmm = lower, register_op"
+    )
 
 
 # --- why ------------------------------------------------------------------------------------------
@@ -373,28 +375,33 @@ def test_why_is_a_sentence():
     policy = load({"name": "p", "extends": "torch-cuda", "scopes": {"*.head": {"linear": "fp32"}}})
     why = policy.why("linear", "bfloat16", "model.head.proj")
     assert str(why) == (
-        "linear in bfloat16 at 'model.head.proj': fp32, by the row linear in '*.head' = fp32, "
-        "policy 'p'"
+        "linear in bfloat16 at 'model.head.proj': fp32 (runs in float32), "
+        "by the row linear in '*.head' = fp32, policy 'p'"
     )
     assert why.rule is Rule.FP32
     assert why.row == Row("linear", Rule.FP32, scope="*.head")
     assert str(policy.why("linear", "bfloat16", "model.body")) == (
-        "linear in bfloat16 at 'model.body': lower, by the row linear = lower, "
-        "policies/torch-cuda.toml"
+        "linear in bfloat16 at 'model.body': lower (runs in the region's dtype), "
+        "by the row linear = lower, policies/torch-cuda.toml"
     )
     assert str(policy.why("aten:softmax.int", "float16")) == (
-        "aten:softmax.int in float16: fp32, by the row softmax = fp32, policies/torch-cuda.toml"
+        "aten:softmax.int in float16: fp32 (runs in float32), by the row softmax = fp32, "
+        "policies/torch-cuda.toml"
     )
 
 
 def test_why_where_a_row_speaks_of_one_dtype():
     policy = load({"name": "p", "rules": {"class:softmax": {"float16": "fp32"}}})
     assert str(policy.why("softmax", "float16")) == (
-        "softmax in float16: fp32, by the row class:softmax (float16) = fp32, policy 'p'"
+        "softmax in float16: fp32 (runs in float32), "
+        "by the row class:softmax (float16) = fp32, policy 'p'"
     )
     why = policy.why("softmax", "bfloat16", "a")
     assert (why.row, why.rule) == (None, Rule.PARTS)
-    assert str(why) == "softmax in bfloat16 at 'a': no row of policy 'p' speaks of it"
+    assert str(why) == (
+        "softmax in bfloat16 at 'a': policy 'p' has no row for it, so it runs in its inputs' "
+        "dtypes, and the ops inside it by their own rows"
+    )
 
 
 def test_why_of_what_is_no_op():

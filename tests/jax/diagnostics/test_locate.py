@@ -231,7 +231,7 @@ def test_nan_of_a_mask_is_told() -> None:
     fault = locate(f, -jnp.ones(3))
     assert fault is not None
     assert (fault.op, fault.kind) == ("sub", "operation")
-    assert "infinities that the program gave" in fault.why
+    assert "infinities that the program has" in fault.why
 
 
 # What it leaves alone

@@ -282,9 +282,9 @@ def test_the_cases_cover_what_is_stored_and_what_is_not():
 REASONS = {
     "a_gain_in_float32": (
         "g",
-        "'mul' reads it in float32: mul in bfloat16: no row of policy 'amp'",
+        "'mul' reads it in float32: mul in bfloat16: policy 'amp' has no row for it",
     ),
-    "read_low_and_wide": ("w", "'exp' reads it in float32: exp in bfloat16: fp32, by the row exp"),
+    "read_low_and_wide": ("w", "'exp' reads it in float32: exp in bfloat16: fp32 (runs in"),
     "returned": ("w", "it is handed on in float32, as a result"),
     "unread": ("unread", "nothing reads it"),
     "carried": ("w", "a scan carries it in float32 ("),

@@ -88,7 +88,7 @@ def test_a_call_that_reads_a_stored_parameter_wide():
     text = str(caught.value)
     assert text.startswith(
         "['w'] is stored in bfloat16, but with these arguments 'exp' reads it in float32: exp in "
-        "bfloat16: fp32, by the row exp = fp32, policies/torch-cuda.toml ("
+        "bfloat16: fp32 (runs in float32), by the row exp = fp32, policies/torch-cuda.toml ("
     )
     assert f"test_freeze_refusals.py:{line}:" in text
     assert text.endswith(

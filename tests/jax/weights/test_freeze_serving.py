@@ -188,7 +188,7 @@ def test_a_derivative_rule_that_reads_a_stored_parameter_wide():
     text = str(caught.value)
     assert text.startswith(
         "The derivative rule of 'penalised' cannot take a parameter that is stored in bfloat16: "
-        "'exp' reads it in float32: exp in bfloat16: fp32, by the row exp = fp32, "
+        "'exp' reads it in float32: exp in bfloat16: fp32 (runs in float32), by the row exp = fp32"
     )
 
 

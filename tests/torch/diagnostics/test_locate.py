@@ -124,7 +124,7 @@ def test_nothing_is_found_in_a_healthy_step_nor_in_a_mask() -> None:
     fault = locate(masked, -torch.ones(3, 4))
     assert fault is not None, "rows that are masked as a whole are NaN"
     assert (fault.op, fault.kind) == ("softmax", "operation")
-    assert fault.why.startswith("its result is NaN, of infinities that the program gave")
+    assert fault.why.startswith("its result is NaN, from infinities that the program has")
 
 
 def test_the_fault_of_an_overflow_in_full() -> None:

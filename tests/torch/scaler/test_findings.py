@@ -248,7 +248,7 @@ def test_after_zero_grad_there_is_nothing_to_say() -> None:
     report = scaler.report()
     assert report.gradients == ()
     assert (report.underflowed, report.bad) == (0.0, ())
-    assert "no gradients: ask after step and before zero_grad" in str(report)
+    assert "no gradients: call report() after step and before zero_grad" in str(report)
     assert report.state.skips == 1
 
 

@@ -332,8 +332,10 @@ def test_the_message_says_what_was_seen_and_what_to_try() -> None:
     assert str(raised.value) == (
         "2 steps in a row were skipped; the loss scale is 2. Inf or NaN in 2 of 4 gradients: "
         "0.weight (1 Inf, 1 NaN of 6), 1.bias (1 Inf, 0 NaN of 1). Gradients that overflow at any "
-        "scale come from values beyond float16's largest, 65504: try bfloat16, which needs no "
-        "scaler, or keep the modules named here in float32 (a policy, or pin)."
+        "loss scale come from values beyond float16's largest, 65504: bfloat16 has the range of "
+        "float32, and needs no scaler. To find the op, call polymp.torch.locate or "
+        "polymp.jax.locate with the step; to run it in float32, give it a row: "
+        "policy.override(fp32=[op])."
     )
 
 
@@ -341,7 +343,7 @@ def test_the_message_tells_lost_losses_from_overflows() -> None:
     for kinds, said, unsaid in (
         ((NAN, NAN), "In 2 of these steps the loss itself was not finite", "overflow at any"),
         ((1.0, NAN), "In 1 of these steps the loss itself was not finite", "nothing"),
-        ((1.0, 1.0), "Gradients that overflow at any scale", "loss itself"),
+        ((1.0, 1.0), "Gradients that overflow at any loss scale", "loss itself"),
     ):
         run = Run(stuck_after=2)
         run.skip(kinds[0])

@@ -1,0 +1,106 @@
+"""Docstrings: what users call says its arguments and what it returns; no first line is "What ...".
+
+pydoclint checks the sections that there are, see pyproject.toml. Here is asked that they are there.
+"""
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import polymp
+from tests.conftest import FRAMEWORKS, need
+
+PACKAGE = Path(polymp.__file__).parent
+ROOMS = (PACKAGE,)  # backends is a link, and a room of its own
+DOORS = ("polymp", "polymp.testing")
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Where each docstring of the package is, and its text."""
+    for path in sorted(path for room in ROOMS for path in room.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(PACKAGE.parent)}:{getattr(node, 'lineno', 1)}", text
+
+
+def exported(door: ModuleType) -> Iterator[tuple[str, object]]:
+    """Whatever a door exports that can be called, with the public methods of its classes."""
+    for name in getattr(door, "__all__", None) or vars(door):
+        value = getattr(door, name)
+        ours = (getattr(value, "__module__", "") or "").startswith("polymp")
+        if name.startswith("_") or not callable(value) or not ours:
+            continue
+        yield name, value
+        if inspect.isclass(value):
+            yield from ((f"{name}.{m}", f) for m, f in methods(value))
+
+
+def methods(kind: type) -> Iterator[tuple[str, object]]:
+    for name in dir(kind):
+        found = inspect.getattr_static(kind, name)
+        found = getattr(found, "__func__", found)  # of class methods and static methods
+        ours = (getattr(found, "__module__", "") or "").startswith("polymp")
+        if not name.startswith("_") and inspect.isfunction(found) and ours:
+            yield name, found
+
+
+def lacking(value: object) -> list[str]:
+    """The sections, and the arguments, that a docstring should have and has not."""
+    text = inspect.getdoc(value) or ""
+    if inspect.isclass(value):
+        init = inspect.getdoc(value.__init__) if "__init__" in vars(value) else ""
+        text, attributes = f"{text}\n{init or ''}", True
+        if issubclass(value, BaseException):
+            return [] if text.strip() else ["docstring"]
+    else:
+        attributes = False
+    signature = inspect.signature(value)  # type: ignore[arg-type]
+    asked = [name for name in signature.parameters if name not in ("self", "cls")]
+    missing = [name for name in asked if f" {name}:" not in text and not name.startswith("_")]
+    section = "Attributes:" if attributes and "Attributes:" in text else "Args:"
+    found = [section] if asked and section not in text else []
+    returns = signature.return_annotation
+    brief = not asked and text.startswith("Return ")  # one line says all
+    if not attributes and returns not in (None, "None", "NoReturn") and not brief:
+        found += [] if "Returns:" in text or "Yields:" in text else ["Returns:"]
+    return [*found, *missing]
+
+
+def test_no_docstring_begins_with_what() -> None:
+    assert [where for where, text in docstrings() if text.startswith("What ")] == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_users_call_says_what_it_takes_and_returns(door: str) -> None:
+    for framework in FRAMEWORKS if door == "polymp.testing" else door.split(".")[1:2]:
+        need(framework)
+    found = {name: lacking(value) for name, value in exported(importlib.import_module(door))}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+    assert len(found) > 5
+
+
+def test_the_check_above_sees_what_is_missing() -> None:
+    def bare(x: int) -> int:
+        """Double it."""
+        return 2 * x
+
+    def complete(x: int) -> int:
+        """Double it.
+
+        Args:
+            x: a number.
+
+        Returns:
+            Its double.
+        """
+        return 2 * x
+
+    assert lacking(bare) == ["Args:", "Returns:", "x"]
+    assert lacking(complete) == []

@@ -23,7 +23,7 @@ class autocast(api.autocast):  # the name is torch's
     def __init__(
         self,
         enabled: bool = True,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         cache_enabled: bool = True,
         *,
         policy: api.PolicyLike | None = None,

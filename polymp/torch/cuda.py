@@ -29,7 +29,7 @@ class autocast(api.autocast):  # the name is torch's
     def __init__(
         self,
         enabled: bool = True,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | str = torch.float16,
         cache_enabled: bool = True,
         *,
         policy: api.PolicyLike | None = None,
@@ -70,18 +70,18 @@ class GradScaler(grad_scaler.GradScaler):
 
 @overload
 def custom_fwd(
-    fwd: Callable[P, R], *, cast_inputs: torch.dtype | None = None
+    fwd: Callable[P, R], *, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[P, R]: ...
 
 
 @overload
 def custom_fwd(
-    fwd: None = None, *, cast_inputs: torch.dtype | None = None
+    fwd: None = None, *, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def custom_fwd(
-    fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None
+    fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[..., Any]:
     """Call `polymp.torch.custom_fwd` with `device_type="cuda"`; deprecated.
 

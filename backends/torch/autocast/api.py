@@ -63,15 +63,17 @@ class autocast:  # the name is torch's
 
     Args:
         device_type: the devices whose ops the region changes: "cpu", "cuda", "xpu", "mps", ...
-        dtype: the low dtype; None takes torch's default for the device (cpu bfloat16, cuda
-            float16), or that of the region the object is made in.
+        dtype: the low dtype, torch's own or a name such as "bfloat16", "bf16" or "fp16"; None takes
+            torch's default for the device (cpu bfloat16, cuda float16), or the dtype of the region
+            that the object is made in.
         enabled: False makes a subregion in which ops run in the dtypes of their inputs.
         cache_enabled: keep the casts of parameters until the region ends; None means yes.
         policy: which ops run in which dtype: a `Policy`, a shipped policy's name, the path of a
             TOML file, or plain data. None is torch's own table for the device, at native speed.
 
     Raises:
-        ValueError: `device_type` is not a string.
+        ValueError: `device_type` is not a string, or `dtype` is no name of a float dtype.
+        TypeError: `dtype` is neither a dtype of torch nor a string.
         RuntimeError: torch has no autocast for `device_type`, or the GPU cannot do bfloat16.
         PolicyError: the policy cannot be read, or has a row that torch cannot follow.
 
@@ -86,7 +88,7 @@ class autocast:  # the name is torch's
     def __init__(
         self,
         device_type: str,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
@@ -95,6 +97,8 @@ class autocast:  # the name is torch's
         """Check the arguments; see the class."""
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+        if isinstance(dtype, str):
+            dtype = dtype_names.of(dtype, "autocast(): dtype")
         self.device = device_type
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         if cache_enabled is None:

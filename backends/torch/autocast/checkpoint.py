@@ -32,8 +32,8 @@ def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
     Args:
         function: run now, and once more in backward.
-        *args: of the function.
-        **kwargs: of the function, and torch's options, such as `use_reentrant`.
+        args: of the function.
+        kwargs: of the function, and torch's options, such as `use_reentrant`.
 
     Returns:
         The result of `function(*args)`.

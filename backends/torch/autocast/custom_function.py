@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from polymp.backends.torch.autocast import policy_code
+from polymp.backends.torch.autocast import dtype_names, policy_code
 from polymp.backends.torch.autocast.api import autocast
 
 P = ParamSpec("P")
@@ -16,13 +16,13 @@ R = TypeVar("R")
 
 @overload
 def custom_fwd(
-    fwd: Callable[P, R], *, device_type: str, cast_inputs: torch.dtype | None = None
+    fwd: Callable[P, R], *, device_type: str, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[P, R]: ...
 
 
 @overload
 def custom_fwd(
-    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -30,7 +30,7 @@ def custom_fwd(
     fwd: Callable[..., Any] | None = None,
     *,
     device_type: str,
-    cast_inputs: torch.dtype | None = None,
+    cast_inputs: torch.dtype | str | None = None,
 ) -> Callable[..., Any]:
     """Decorate the `forward` of a `torch.autograd.Function`.
 
@@ -46,15 +46,18 @@ def custom_fwd(
     Args:
         fwd: the forward, whose first argument is the ctx; None to decorate with arguments.
         device_type: the device type whose region counts.
-        cast_inputs: the dtype that inputs are cast to; None to leave them.
+        cast_inputs: the dtype that inputs are cast to, torch's own or a name such as "fp32"; None
+            to leave them.
 
     Returns:
         The decorated forward; without `fwd`, a decorator.
 
     Raises:
-        ValueError: `device_type` is not a string.
+        ValueError: `device_type` is not a string, or `cast_inputs` no name of a float dtype.
     """
     _check(device_type)
+    if isinstance(cast_inputs, str):
+        cast_inputs = dtype_names.of(cast_inputs, "custom_fwd(): cast_inputs")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 

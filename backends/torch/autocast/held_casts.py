@@ -27,6 +27,13 @@ SMALL = 2**16
 TOGETHER = frozenset({"cuda"})
 
 
+# Version, address, shape, strides and dtype of a tensor; () of none.
+Stamp = tuple[object, ...]
+
+# Dtype and stream of a cast; of a view's, its place, shape and strides, too.
+Key = tuple[Any, ...]
+
+
 class Held(NamedTuple):
     """A cast, and the state of its source when it was made.
 
@@ -37,12 +44,12 @@ class Held(NamedTuple):
         version: of the cast; an op may return it, or a view of it, and that may be written.
     """
 
-    stamp: tuple[Any, ...]
+    stamp: Stamp
     source: torch.Tensor
     low: torch.Tensor
     version: int
 
-    def is_of(self, stamp: tuple[Any, ...]) -> bool:
+    def is_of(self, stamp: Stamp) -> bool:
         """Return whether the cast was not written since, and its source has this stamp."""
         return self.stamp == stamp and self.low._version == self.version
 
@@ -66,7 +73,7 @@ class Weight:
         self.tensor = tensor
         self.name = name
         self.blocks = self.checked = self.made = self.served = 0
-        self.casts: dict[tuple[Any, ...], Held] = {}
+        self.casts: dict[Key, Held] = {}
 
     def forget(self) -> None:
         """Drop the casts. On devices of `TOGETHER`, casts of whole weights leave a place."""
@@ -172,7 +179,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the held cast of `t`, made if there is none; None if `t` is no held weight."""
     weight = held.by_id.get(id(t))
-    key: tuple[Any, ...] = dtype, None
+    key: Key = dtype, None
     if weight is None or weight.tensor is not t:
         if not t._is_view():
             return None
@@ -199,7 +206,7 @@ def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     return found.low
 
 
-def _stamp(t: torch.Tensor) -> tuple[Any, ...]:
+def _stamp(t: torch.Tensor) -> Stamp:
     return t._version, t.data_ptr(), t.size(), t.stride(), t.dtype
 
 
@@ -208,7 +215,7 @@ def _is_plain(t: torch.Tensor) -> bool:
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
 
 
-def _has_room(weight: Weight, view: torch.Tensor, key: tuple[Any, ...]) -> bool:
+def _has_room(weight: Weight, view: torch.Tensor, key: Key) -> bool:
     """Return whether casts of views, this one among them, are no larger than one of the weight.
 
     Casts of an older version are dropped before: a buffer that is written in every step has a new
@@ -221,7 +228,7 @@ def _has_room(weight: Weight, view: torch.Tensor, key: tuple[Any, ...]) -> bool:
     return views + view.numel() <= weight.tensor.numel()
 
 
-def _made_again(weight: Weight, t: torch.Tensor, key: tuple[Any, ...]) -> Held:
+def _made_again(weight: Weight, t: torch.Tensor, key: Key) -> Held:
     if key in weight.casts and t is weight.tensor and t.device.type in TOGETHER:
         _make_together(key)
         found = weight.casts[key]
@@ -236,14 +243,14 @@ def _made_again(weight: Weight, t: torch.Tensor, key: tuple[Any, ...]) -> Held:
     return found
 
 
-def _make_together(key: tuple[Any, ...]) -> None:
+def _make_together(key: Key) -> None:
     """Make every stale cast of whole weights with the same dtype and stream, in one call.
 
     Each has memory of its own, which is free again when the cast is: weights do not all change at
     once. It is new memory, because the old casts may still be waiting for a backward pass.
     """
     dtype, stream = key
-    by_device: dict[torch.device, list[tuple[Weight, tuple[Any, ...], torch.Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[Weight, Stamp, torch.Tensor]]] = {}
     for weight in list(held.by_id.values()):
         t, found = weight.tensor, weight.casts.get(key)
         if found is None or not _is_plain(t) or not _is_dense(t):

@@ -120,7 +120,7 @@ def all_python(*devices: str) -> Iterator[None]:
     """Run every op that has a rule on our kernels, the compiled ones unused. For tests.
 
     Args:
-        *devices: the device types; all that have a table, if none is named.
+        devices: the device types; all that have a table, if none is named.
 
     Yields:
         Nothing.

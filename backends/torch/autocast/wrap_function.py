@@ -4,12 +4,25 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Generator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
+P = ParamSpec("P")
 
-def wrapped(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
+
+class Region(Protocol):
+    """The parts of an `autocast` that are needed here."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *exc: object) -> bool | None: ...
+
+    def _again(self) -> AbstractContextManager[None]: ...
+
+
+def wrapped(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     """Wrap a function so that its body runs in a region; a generator's step by step."""
     if inspect.isasyncgenfunction(func):
         return _async_generator(region, func)
@@ -20,9 +33,9 @@ def wrapped(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
     return _function(region, func)
 
 
-def _function(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
+def _function(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(func)
-    def function(*args: object, **kwargs: object) -> Any:
+    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
         if is_dynamo_compiling():
             with region._again():
                 return func(*args, **kwargs)
@@ -32,7 +45,7 @@ def _function(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _steps(region: Any, inner: Any) -> Generator[Any, Any, Any]:
+def _steps(region: Region, inner: Any) -> Generator[Any, Any, Any]:
     """Run a generator or coroutine to its end, each step in the region."""
     step = functools.partial(inner.send, None)
     while True:
@@ -56,25 +69,25 @@ def _steps(region: Any, inner: Any) -> Generator[Any, Any, Any]:
 _awaitable_steps = types.coroutine(_steps)
 
 
-def _generator(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
+def _generator(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(func)
-    def generator(*args: object, **kwargs: object) -> Any:
+    def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
         return (yield from _steps(region, func(*args, **kwargs)))
 
     return generator
 
 
-def _coroutine(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
+def _coroutine(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(func)
-    async def coroutine(*args: object, **kwargs: object) -> Any:
+    async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
         return await _awaitable_steps(region, func(*args, **kwargs))
 
     return coroutine
 
 
-def _async_generator(region: Any, func: Callable[..., Any]) -> Callable[..., Any]:
+def _async_generator(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(func)
-    async def async_generator(*args: object, **kwargs: object) -> Any:
+    async def async_generator(*args: P.args, **kwargs: P.kwargs) -> Any:
         inner = func(*args, **kwargs)
         step = inner.asend(None)
         while True:

@@ -1,4 +1,4 @@
-"""Watching a torch program run: `explain`, `audit`, `locate`, and runs moved by rounding.
+"""Reports on a torch program that runs: `explain`, `audit`, `locate`; and runs with more rounding.
 
 Imports all other rooms of the backend.
 """

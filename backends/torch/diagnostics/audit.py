@@ -4,15 +4,15 @@
         for x, y in batches: step(x, y)
     print(a); a.plot("audit.png"); print(a.suggest())
 
-Every op is watched below autograd. What it made is measured on its device, with tensors that the
-run never sees; nothing is read before the block ends.
+Every op is watched below autograd. Its result is measured on its device, in tensors that the
+program never sees; the host reads nothing before the block ends.
 """
 
 import math
 import reprlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.dtypes import FORMATS
 
-# Of the calls at one site, every n-th is compared with float32; the first is one of them.
+# At each call site, one of so many calls is compared with float32, the first among them.
 _EVERY = 16
 
 # Below half of it, a number is zero in float16.
@@ -54,11 +54,11 @@ _TINY = FORMATS["float16"].smallest_subnormal / 2
 
 
 class _Site(NamedTuple):
-    """What an op call site made in one backward pass, or outside of them.
+    """The results of an op call site in one backward pass, or outside of them.
 
     Attributes:
-        bins: of its results.
-        numbers: of the program that its dtype made zero.
+        bins: counts of their magnitudes.
+        numbers: numbers in the program that the dtype made zero.
     """
 
     bins: Bins
@@ -66,12 +66,13 @@ class _Site(NamedTuple):
 
 
 class Measures(OpTracer):
-    """A tracer that measures what it sees.
+    """A tracer that measures the results of ops.
 
     Args:
-        model: whose modules and parameters are named; None for those of the outermost module.
-        scaler: that scaled the losses.
-        operands: True to measure what ops are given, too.
+        model: its modules and parameters are called by their names in it; None to call modules by
+            their paths in the outermost module that runs.
+        scaler: the loss scaler in use.
+        operands: True to measure the inputs of ops, too.
     """
 
     counts = False
@@ -103,7 +104,7 @@ class Measures(OpTracer):
             operands = self._measured(ran.reads) if self._operands else ()
         return origins, operands
 
-    def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
         if kept is None:
             self._received_in(ran, made)
             return
@@ -129,12 +130,12 @@ class Measures(OpTracer):
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
-        """Note a value that other ranks send and that may be on its way: it counts once read."""
+        """Note values that other ranks send and that may not have arrived: measured once read."""
         for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
             self._provenance.received(t)
 
     def _again(self, op_call: OpCall) -> int:
-        """How often an op was called at its site before."""
+        """Count a call of an op at its site; return how many there were before."""
         site = op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
         return self._visits[site] - 1
@@ -153,8 +154,8 @@ class Measures(OpTracer):
         self._events.append(event)
         self._provenance.made(result, len(self._events) - 1)
 
-    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
-        """A view's gradient is one of what it is a view of; where it was called is not asked."""
+    def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
+        """Give the gradient of a view to the op that made the viewed tensor."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node and args:
             of = args[0]
@@ -162,7 +163,7 @@ class Measures(OpTracer):
             if made is not None:
                 self._of_node[number] = self._events[made].op_call
 
-    def unwatched(self, result: Any) -> None:
+    def unwatched(self, result: object) -> None:
         for t in float_tensors(result):
             self._provenance.forget(t)
 
@@ -189,7 +190,7 @@ class Measures(OpTracer):
         found.numbers.update(event.numbers)
 
     def _written(self, ran: Ran, made: list[torch.Tensor]) -> None:
-        """From now on, what an op made or wrote is its own."""
+        """Note the last event as the origin of the tensors that its op made or wrote."""
         last = len(self._events) - 1
         for t in made:
             self._provenance.made(t, last)
@@ -250,12 +251,14 @@ class Measures(OpTracer):
 
     _stepper: int | None = None  # the thread in which an optimizer steps
 
-    def _stepping(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _stepping(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         if not modes.sees(self._mode):  # it is another thread's optimizer
             return
         self._stepper = threading.get_ident()
         self._closure = closure_of(args[1:], kwargs) is not None
-        if not self._closure:  # an update is no op of the model; what a closure runs is
+        if not self._closure:  # the ops of an update are not the model's; those of a closure are
             self.pause()
 
     def _stepped(self, *_: object) -> None:
@@ -273,7 +276,7 @@ class Measures(OpTracer):
             self._provenance.look_at_parameters()
         self.looks_away = False
 
-    # What came of it
+    # The results
 
     def finish(self, audit: Audit) -> None:
         """Fill an audit. Waits for the device."""
@@ -307,12 +310,12 @@ class Measures(OpTracer):
         ]
 
     def fault(self) -> Fault | None:
-        """Where the first value that is not finite came from."""
+        """Return where the first value that is not finite came from; None if all are finite."""
         return first_fault(self._events, self._provenance)
 
 
 def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
-    """Magnitudes divided by a loss scale; as they are if it is 0, as torch.amp's may become."""
+    """Divide magnitudes by a loss scale, unless it is 0, which torch.amp's may become."""
     return magnitudes.scaled(1 / scale) if scale else magnitudes
 
 
@@ -327,14 +330,14 @@ def _gradients(found: dict[tuple[str, int], Bins], scales: list[float]) -> list[
 
 
 def _floats(ran: Ran) -> list[float]:
-    """The float numbers that an op was given."""
+    """Return the Python floats among an op's arguments."""
     values = (*ran.args, *ran.kwargs.values())
     return [x for x in values if isinstance(x, float)]
 
 
 @contextmanager
-def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]:
-    """Measure the numbers of a few real steps: of every op's result, and of every gradient.
+def audit(model: nn.Module | None = None, scaler: object = None) -> Iterator[Audit]:
+    """Measure the values of a few real steps: of every op's result, and of every gradient.
 
         with polymp.torch.audit(model, scaler) as a:
             for x, y in batches:
@@ -343,25 +346,25 @@ def audit(model: nn.Module | None = None, scaler: Any = None) -> Iterator[Audit]
         a.plot("audit.png")          # a row for each layer, against the ranges of the dtypes
         policy = a.suggest().apply("amp")
 
-    What the steps compute is what they compute without: every bit of it. A step takes
-    about three times as long, more where its ops are tiny. Nothing is read from the device before
-    the block ends. Largest magnitudes, Inf and NaN are of all values; shares are of up to 4,096
-    values of each tensor, spread evenly.
+    The steps compute the same bits as without. A step takes about three times as long, more if its
+    ops are tiny. The host reads nothing from the device before the block ends. Largest magnitudes,
+    Inf and NaN are of all values; shares are of up to 4,096 values of each tensor, spread evenly.
 
-    For float16, what the dtype loses is told from what was zero anyway: a float16 op runs once
-    more, in float32, on the same inputs, at the first of every sixteen calls at its site.
+    To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on
+    the same inputs, at one of sixteen calls at its site.
 
     Args:
-        model: whose modules and parameters are called by their names; without it modules are called
-            by their paths in the outermost one that runs, and gradients are those of ops alone.
-        scaler: the loss scaler in use, polymp's or torch.amp's: gradients are reported as they are
-            without its scale.
+        model: its modules and parameters are called by their names; without it modules are called
+            by their paths in the outermost one that runs, and parameters have no gradients in the
+            audit.
+        scaler: the loss scaler in use, polymp's or torch.amp's: gradients are reported without its
+            scale.
 
     Yields:
-        The audit, which is filled when the block ends, also by an error.
+        The audit, which is filled when the block ends, with an error, too.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `scaler` no loss scaler.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"audit(model) needs a torch.nn.Module, got {reprlib.repr(model)}.")

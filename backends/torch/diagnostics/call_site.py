@@ -1,6 +1,6 @@
-"""Where code runs: the module whose call it is in, and the line of the user's code.
+"""Call sites: the module whose call runs, and the line of the user's code.
 
-Both are read off the Python stack, so nothing is hooked and no module is changed.
+Both are read from the Python stack, so that no hook is set and no module changed.
 """
 
 import os
@@ -25,11 +25,11 @@ from polymp.backends.torch.scaler import (
 
 
 class CallSite(NamedTuple):
-    """Where an op was called.
+    """The place where an op was called.
 
     Attributes:
         module: path of the innermost module whose call runs; "" outside of all.
-        source: "file.py:12", of the innermost code that is not a library's; "" in backward code of
+        source: "file.py:12", of the innermost code outside of libraries; "" in backward code of
             torch's own.
         recomputed: True inside the recomputation of a checkpoint.
         updating: True inside an optimizer's step or a loss scaler.
@@ -42,10 +42,10 @@ class CallSite(NamedTuple):
 
 
 class CallSites:
-    """Finds call sites; keeps what it learns of modules.
+    """Finds call sites, and remembers the paths of modules.
 
     Args:
-        model: whose modules are called by their paths in it; None to call each by its path in the
+        model: its modules are called by their paths in it; None to call each by its path in the
             outermost module that ran when it was met first.
     """
 
@@ -62,7 +62,7 @@ class CallSites:
             self._paths.setdefault(id(module), name)
 
     def here(self, frame: FrameType | None) -> CallSite:
-        """The call site of a frame and of those that called it."""
+        """Return the call site of a frame, from it and the frames that called it."""
         running: list[nn.Module] = []
         source, recomputed, updating = "", False, False
         while frame is not None:
@@ -76,9 +76,9 @@ class CallSites:
                 elif kind == "checkpoint":
                     recomputed |= code.co_name in _RECOMPUTES
                 elif kind == "update":
-                    updating |= not source  # else it calls a closure of the user's
+                    updating |= not source  # with a source, it calls a closure of the user's
                 elif kind == "engine":
-                    break  # who called backward() is not where its ops are
+                    break  # ops of a backward pass are not at the line that called backward()
             frame = frame.f_back
         return CallSite(self._path(running), source, recomputed, updating)
 
@@ -106,7 +106,7 @@ def _name(filename: str) -> str:
 
 @cache
 def _kind(filename: str) -> str:
-    """Whose code a file is: "user", "engine", "checkpoint", "update" or "library"."""
+    """Return the kind of code in a file: "user", "engine", "checkpoint", "update", "library"."""
     if filename.startswith(_TORCH):
         end = filename.removeprefix(_TORCH)
         if end.startswith(_OPTIM):

@@ -26,6 +26,7 @@ from polymp.diagnostics.report import Report
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
+from polymp.rules.row import LOW
 
 
 class _Calls(OpTracer):
@@ -137,23 +138,24 @@ def explain(
     Args:
         fn: a module or a function; None for a context manager. With `model=` as the only argument
             by name, the context manager reports modules by their paths in that model.
-        *args: of the call; modules and tensors among them in any nesting.
-        dtype: the low dtype of a region that is opened around the call, bfloat16 or float16;
-            None to open none, unless a policy is given.
+        args: of the call; modules and tensors among them in any nesting.
+        dtype: the low dtype of a region that is opened around the call, bfloat16 or float16, as a
+            name, an alias such as "bf16", or a dtype; None to open none, unless a policy is given.
         policy: of that region, and of the modules in the call, in place of the policy that `scoped`
             gave them; it may have rules by module path. None for torch's own table of the device,
             and for the scopes that the modules have.
         device: a device type such as "cuda": the call runs on fake tensors of that device, which
             have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
             is built without that device, no backward pass can run.
-        **kwargs: of the call.
+        kwargs: of the call.
 
     Returns:
         The report; without `fn` a context manager that yields it, and fills it when the block ends.
 
     Raises:
         TypeError: `fn` is not callable, or `dtype` no dtype.
-        ValueError: `device` is given for code that holds tensors where they cannot be found.
+        ValueError: `dtype` is another dtype; or `device` is given for code that holds tensors where
+            they cannot be found.
         Exception: any that the call raises.
     """
     if fn is None:
@@ -231,16 +233,9 @@ _NOT_THERE = (
 )
 
 
-def _region(device: str, dtype: Any, policy: PolicyLike | None) -> autocast:
-    if isinstance(dtype, str):
-        if dtype not in dtype_names.DTYPES:
-            raise TypeError(f"explain(dtype={dtype!r}): use 'bfloat16' or 'float16'.")
-        dtype = dtype_names.DTYPES[dtype]
-    if dtype not in (None, torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"explain(dtype={dtype}): the low dtype of a region is bfloat16 or float16."
-        )
-    return autocast(device, dtype, policy=policy)
+def _region(device: str, dtype: object, policy: PolicyLike | None) -> autocast:
+    low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
+    return autocast(device, low, policy=policy)
 
 
 def _device(fn: Any, given: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where the first value of a run that is not finite came from."""
+"""The op at which the first value of a run that is not finite was made, and its cause."""
 
 import math
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
 
 
 class Event(NamedTuple):
-    """An op that ran, as `blame` will see it.
+    """An op that ran, with all that `blame` needs to know of it.
 
     Attributes:
         op_call: the call that it is part of.
         origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
             those that no event made; None for one that cannot be measured.
-        ranges: of its results.
-        run: dtype of its results.
-        lost: what float16 did; None where that is not known.
-        numbers: that its dtype made zero.
-        given: True if a number it was given is not finite.
-        reads: dtype and shape of the float tensors that it was given.
-        operands: what was in them, where that is measured.
+        ranges: the ranges of its results.
+        run: the dtype of its results.
+        lost: the values that float16 made Inf or zero; None if that is not known.
+        numbers: numbers in the program that its dtype made zero.
+        given: True if a number among its arguments is not finite.
+        reads: dtype and shape of the float tensors among its arguments.
+        operands: measurements of these, if they were made.
         cast: True for a cast.
     """
 
@@ -43,12 +43,12 @@ class Event(NamedTuple):
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The events that made what it read."""
+        """The events that made the tensors that it read."""
         return tuple(at for at in self.origins if at is not None and at >= 0)
 
 
 def first_fault(events: list[Event], provenance: Provenance) -> Fault | None:
-    """Where the first value that is not finite came from."""
+    """Return the fault of a run: where the first value that is not finite came from."""
     ends = [x for event in events for pair in event.ranges for x in pair]
     if not ends:
         return None
@@ -113,7 +113,7 @@ def _fault(events: list[Event], provenance: Provenance, found: Blame, bad: list[
 
 
 def _operands_of(event: Event, events: list[Event], provenance: Provenance) -> tuple[Operand, ...]:
-    """What an op was given; where it was not measured, the largest magnitudes alone."""
+    """Return an op's inputs; where they were not measured, with their largest magnitudes alone."""
     given = provenance.given_ranges()
     found = []
     for at, (origin, (dtype, shape)) in enumerate(zip(event.origins, event.reads, strict=True)):
@@ -140,7 +140,7 @@ def _bad(ends: list[float]) -> str:
 
 
 def operand(t: torch.Tensor) -> torch.Tensor:
-    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
+    """Measure smallest and largest finite magnitude, shares of zeros, Inf, NaN; float32 [5]."""
     size = t.detach().to(torch.float32).abs()
     finite = size.isfinite()
     some = torch.where(finite & (size > 0), size, torch.full_like(size, math.inf))

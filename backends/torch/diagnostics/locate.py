@@ -1,11 +1,11 @@
 """`locate`: replay a step that broke, and name the op that broke it.
 
-The step runs once more under a tracer that also measures what every op is given. What it writes is
-put back when it is over, so that a run can go on as if nobody had looked.
+The step runs once more under a tracer that measures the inputs of every op, too. Afterwards the
+tensors that it wrote get their old values back, so that training can go on.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -28,21 +28,21 @@ from polymp.diagnostics.audit_records import Fault
 def locate(
     step_fn: Callable[..., Any], *args: object, model: nn.Module | None = None, **kwargs: object
 ) -> Fault | None:
-    """The op at which a step's numbers broke: where the first value that is not finite came from.
+    """Replay a step, and return the op that made its first value that is not finite.
 
         if not loss.isfinite():
             print(polymp.torch.locate(train_step, batch))
 
-    Calls `step_fn(*args, **kwargs)` once more, with everything measured, and follows what is not
-    finite at its end, be it the loss or a gradient, back to the op that made it: because its
-    dtype's range was too small, because a number or a value before it became zero in its dtype,
-    because an input was not finite, or because the operation itself has no finite result there.
-    The fault names the row of the policy that decided, and what the op was given. Infinities that a
-    program means and takes up again, such as those of a mask, are no fault.
+    Calls `step_fn(*args, **kwargs)` once more, measures every op, and follows Inf and NaN at the
+    end, in the loss or a gradient, back to the op that made them. Its dtype's range may be too
+    small, a number or a value before it may have become zero in its dtype, an input may not be
+    finite, or the operation itself may have no finite result there. The fault names the row of the
+    policy that decided, and the op's inputs. Infinities that a program makes on purpose and removes
+    again, such as those of a mask, are no fault.
 
     Tensors that the step writes in place, `.grad` of leaves, the states of torch's optimizers, loss
-    scalers (torch.amp's and polymp's) and torch's random numbers are afterwards as they were. Other
-    objects that it changes are not put back.
+    scalers (torch.amp's and polymp's) and torch's random state are put back afterwards. Other
+    objects that the step changes are not.
 
     A step that talks to other ranks, as one of DistributedDataParallel or FSDP does, is replayed by
     all of them: call `locate` on every rank.
@@ -50,21 +50,24 @@ def locate(
     Args:
         step_fn: does the step, or its forward pass alone.
         args: of the call.
-        model: whose modules and parameters are called by their names; found among `args`, or
-            `step_fn` itself, where it is a module.
+        model: its modules and parameters are called by their names; by default a module among
+            `args`, or `step_fn` itself if it is a module.
         kwargs: of the call.
 
     Returns:
-        The fault; None if everything that the step made is finite.
+        The fault, to be printed; None if all values that the step made are finite.
 
     Raises:
         TypeError: `step_fn` is not callable.
         RuntimeError: the step talks to other ranks, and they did not all call `locate`. The step
             is given up before it talks, so that the run can go on.
-        Exception: what the step raises, if no fault was found in what ran before it.
+        Exception: any that the step raises, if no fault was found in the ops before it.
     """
     if not callable(step_fn):
-        raise TypeError(f"locate(step_fn, *args) needs a function, got {step_fn!r}.")
+        raise TypeError(
+            f"locate(step_fn, *args) needs a function, got {step_fn!r}. Give the function and its "
+            "arguments, not what it returned."
+        )
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
@@ -82,7 +85,7 @@ def locate(
 
 
 class _Undo(TorchDispatchMode):
-    """Keeps what ops are about to write into memory that was there before."""
+    """Keeps the old values of memory from before the step when ops are about to write it."""
 
     def __init__(self, meeting: "_Meeting") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,8 +95,12 @@ class _Undo(TorchDispatchMode):
         self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -119,7 +126,7 @@ class _Undo(TorchDispatchMode):
         return result
 
     def put_back(self) -> None:
-        """Give all of it the values that it had."""
+        """Give the memory its old values back."""
         with torch.no_grad():
             for memory, was in self.written.values():
                 if memory.nbytes() >= was.nbytes:  # less has been freed, as FSDP does
@@ -134,10 +141,10 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _Meeting:
-    """Keeps a replay from talking to ranks that do not replay, which would not answer.
+    """Keeps a replay from talking to ranks that do not replay, and would not answer.
 
     The first op of a replay that talks waits until all ranks have come to theirs. They count
-    themselves in the store of the default process group; whoever gives up takes itself out.
+    themselves in the store of the default process group; a rank that gives up subtracts itself.
     """
 
     patience = timedelta(seconds=60)
@@ -146,12 +153,15 @@ class _Meeting:
         self._met = not (dist.is_available() and dist.is_initialized())
 
     def module(self, module: nn.Module, _: Any) -> None:
-        """Before a forward pass: wrappers that give up halfway through talking cannot go on."""
+        """Wait before a forward pass: after an error halfway through, wrappers cannot go on."""
         if distributed.will_talk(module):
             self.wait(f"a call of {type(module).__name__}")
 
     def wait(self, what: str) -> None:
         """Wait for the other ranks, once.
+
+        Args:
+            what: the op or module that talks, for the message.
 
         Raises:
             RuntimeError: they did not come.
@@ -184,7 +194,7 @@ class _Meeting:
 
 
 def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The attributes of all loss scalers that there are, each beside a copy of them."""
+    """Return the attributes of all loss scalers of the process, each with a copy of them."""
     found = []
     for it in gc.get_objects():
         if issubclass(type(it), _SCALERS):
@@ -197,7 +207,7 @@ _SCALERS = (torch.amp.GradScaler, GradScaler, *PARTS)
 
 
 def _copied(value: Any) -> Any:
-    """A dict of a scaler with those in it copied, too; else the value."""
+    """Copy a dict of a scaler with the dicts in it; return other values as they are."""
     if not isinstance(value, dict):
         return value
     copy = value.copy()
@@ -207,7 +217,7 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def _put_back() -> Iterator[None]:
-    """Run code, and put back what it wrote."""
+    """Let code run, and put back what it wrote."""
     optimizers: dict[int, tuple[Any, Any, Any]] = {}
 
     def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -1,10 +1,10 @@
-"""How large the values of tensors are: measured on their device, without waiting for it.
+"""Magnitudes of the values of tensors, measured on their device without waiting for it.
 
-A measurement is a few small tensors; what they say is read when a run is over, all at once.
+A measurement is a few small tensors; the host reads all of them at once when a run is over.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from polymp.backends.torch.diagnostics.op_kinds import float_tensors
 from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
 from polymp.dtypes import FORMATS
 
-# Of a larger tensor, every n-th value is put in a bin, about as many as these.
+# About so many values of a larger tensor are counted in bins, evenly spaced.
 SAMPLE = 4096
 
 
@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 def measurable(t: Any) -> bool:
-    """True for a float tensor that has values in memory."""
+    """Return whether an object is a float tensor that has values in memory."""
     return (
         isinstance(t, torch.Tensor)
         and t.is_floating_point()
@@ -41,17 +41,17 @@ def measurable(t: Any) -> bool:
 
 
 def range_of(t: torch.Tensor) -> Range:
-    """The range of a tensor's values."""
+    """Measure the range of a tensor's values."""
     return Range(*torch.aminmax(comparable(t)))
 
 
 def comparable(t: torch.Tensor) -> torch.Tensor:
-    """A tensor, in float32 if it is of one of the dtypes that torch cannot compare."""
+    """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
     return t if t.element_size() > 1 else t.to(torch.float32)
 
 
 def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
-    """0-dim tensors as numbers, by one transfer for each device and dtype."""
+    """Read 0-dim tensors as numbers, by one transfer for each device and dtype."""
     groups: dict[Any, list[int]] = {}
     for at, x in enumerate(ends):
         groups.setdefault((x.device, x.dtype), []).append(at)
@@ -64,12 +64,12 @@ def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
 
 
 class Lost(NamedTuple):
-    """What float16 did to the values of a tensor that float32 holds.
+    """The values of a tensor that are finite or not zero in float32, and Inf or zero in float16.
 
     Attributes:
         wide: the range of the values in float32.
-        both: int64 [2], how many of those looked at became Inf, and how many zero.
-        looked_at: how many were.
+        both: int64 [2], how many of the compared values became Inf, and how many zero.
+        looked_at: how many values were compared.
         values: how many there are.
     """
 
@@ -80,7 +80,7 @@ class Lost(NamedTuple):
 
     @classmethod
     def of(cls, wide: torch.Tensor, low: torch.Tensor) -> "Lost":
-        """What was lost between two tensors of one shape."""
+        """Compare a tensor in float32 with the same in float16."""
         some, few = sample(wide), sample(low)
         burst = (few.isinf() & some.isfinite()).sum()
         vanished = ((few == 0) & (some != 0)).sum()
@@ -88,7 +88,7 @@ class Lost(NamedTuple):
 
     @staticmethod
     def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float]]":
-        """Of each: True if all was finite in float32, and the share that became zero."""
+        """Yield for each whether all was finite in float32, and the share that became zero."""
         if not many:
             return
         ranges = iter(numbers([x for lost in many for x in lost.wide]))
@@ -99,13 +99,16 @@ class Lost(NamedTuple):
 
 
 def sample(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's values in one row, of a large one about `SAMPLE` of them, evenly."""
+    """Return a tensor's values in one row; of a large tensor about `SAMPLE`, evenly spaced."""
     flat = t.reshape(-1)
     return flat if flat.numel() <= SAMPLE else flat[:: -(-flat.numel() // SAMPLE)]
 
 
 class Bins:
-    """Counts of magnitudes, and what float16 did to the values; added up over tensors.
+    """Counts of magnitudes, and of values that float16 has lost, added up over tensors.
+
+    Args:
+        device: of the tensors.
 
     Attributes:
         values: how many values there were.
@@ -134,12 +137,12 @@ class Bins:
         self._bins.index_add_(0, places, _ones(t.device)[: len(places)])  # bincount would wait
 
     def magnitudes(self) -> Magnitudes:
-        """What was counted. Waits for the device."""
+        """Return what was counted. Waits for the device."""
         ranges = numbers([x for pair in self.ranges for x in pair])
         finite = [abs(x) for x in ranges if math.isfinite(x)]
         bins = tuple(self._bins.tolist())
         largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
-        if len(finite) < len(ranges):  # the range of such a tensor says no more; its bins do
+        if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
@@ -157,7 +160,7 @@ class Bins:
 
 
 def _bins_of(t: torch.Tensor) -> torch.Tensor:
-    """The bin of each value; int32 of the shape of t."""
+    """Return the bin of each value; int32 of the shape of t."""
     if t.dtype is torch.bfloat16:  # the upper half of a float32
         places = t.view(torch.int16).to(torch.int32).bitwise_right_shift_(SHIFT - 16)
     else:
@@ -171,11 +174,14 @@ def _ones(device: torch.device) -> torch.Tensor:
 
 
 def in_float16(
-    func: torch._ops.OpOverload, args: Any, kwargs: Any, results: list[torch.Tensor]
+    func: torch._ops.OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    results: list[torch.Tensor],
 ) -> Lost | None:
-    """What float16 lost in an op, by the same op on the same inputs in float32.
+    """Return the values that float16 lost in an op, by running it on the same inputs in float32.
 
-    None of an op that writes into its arguments, draws random numbers or has no float32 form.
+    None for an op that writes into its arguments, draws random numbers or has no float32 form.
     """
     if dispatcher.writes(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -189,8 +195,8 @@ def in_float16(
     return Lost.of(wide[0], results[0])
 
 
-def _widened(tree: Any) -> Any:
-    """An op's arguments with float32 for float16."""
+def _widened(tree: object) -> Any:
+    """Replace float16 by float32 in an op's arguments."""
     if isinstance(tree, torch.Tensor):
         return tree.to(torch.float32) if tree.dtype is torch.float16 else tree
     if isinstance(tree, (list, tuple)):

@@ -1,5 +1,6 @@
-"""`OpCall`: one call of an op of the vocabulary, or the backward of one, as it is followed."""
+"""`OpCall`: a call of an op of the vocabulary, or the backward of one, that a tracer follows."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,18 @@ class OpCall:
         place: where it was called.
         direction: "forward", "backward" or "recompute".
         region: the low dtype of the region, "" outside.
-        row: that decided; None if none spoke of it.
-        inputs: dtypes of its float inputs as they came; None until they are known.
-        run: dtypes of the float inputs of its first op that computes; of a product, of the first.
+        row: the row that decided; None if the policy has none for the op.
+        inputs: dtypes of its float inputs before casts; None until they are known.
+        run: dtypes of the float inputs of its first op that computes; for products, of the first
+            product.
         outputs: dtypes of its float results.
-        casts: how many.
-        cast_bytes: read and written by them.
-        saved: casts spared, by reason.
+        casts: the number of casts.
+        cast_bytes: bytes read and written by them.
+        saved: the number of casts that were not needed, by reason.
         flops: of products, convolutions and attention.
         kept: bytes of float32 kept for backward.
         backward: the backward of this call, once a part of it has run.
-        ops: how many ops ran in it, casts aside.
+        ops: the number of ops that ran in it, without casts.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class OpCall:
 
     def computed(
         self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
+        func: torch._ops.OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        result: object,
         read: tuple[str, ...],
         made: tuple[str, ...],
     ) -> None:
-        """Note an op that it is made of, with the dtypes that it read and made."""
+        """Note an op that is part of it, with the dtypes that the op read and made."""
         if self.inputs is None:
             self.inputs = read
         flops = flop_count.flops(func, args, kwargs, result)
@@ -92,7 +94,7 @@ class OpCall:
         self.ops += 1
 
     def spared(self, given: Any) -> None:
-        """Note the casts of parameters that it was spared: it ran low, and none was made."""
+        """Note casts of parameters that were not needed: it ran low, and none was made."""
         low = dtype_names.DTYPES.get(self.region)
         if self.row is None or not self.run or set(self.run) != {self.region}:
             return
@@ -110,13 +112,13 @@ class Ran(NamedTuple):
     Attributes:
         op_call: the call that it is part of.
         func: the op.
-        args: that it was called with.
-        kwargs: that it was called with.
+        args: its arguments.
+        kwargs: its arguments by name.
         reads: the float tensors among them.
     """
 
     op_call: OpCall
     func: torch._ops.OpOverload
-    args: Any
-    kwargs: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]

@@ -1,4 +1,4 @@
-"""What an op is, by its name and its arguments: a view, a cast, one of the vocabulary."""
+"""Kinds of ops, by name and arguments: views, casts, ops of the vocabulary."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -12,7 +12,7 @@ from polymp.rules.vocabulary import vocabulary
 
 @cache
 def kind_of(func: torch._ops.OpOverload) -> str:
-    """Of an op: "view" of its argument, "makes" what no float is read for, or "computes"."""
+    """Return the kind of an op: "view", "makes" for results that read no float, or "computes"."""
     name = func.overloadpacket.__name__
     aliases = [r.alias_info for r in func._schema.returns]
     view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -22,7 +22,7 @@ def kind_of(func: torch._ops.OpOverload) -> str:
 
 
 def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """True if a copy is from one float dtype to another, on one device."""
+    """Return whether a copy is from one float dtype to another, on one device."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     return (
         isinstance(dtype, torch.dtype)
@@ -34,11 +34,14 @@ def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
 
 
 def name_of(overload: str, name: str) -> str:
-    """The name of an op that no kernel was asked for, as one in place: "relu_", "add_.Tensor".
+    """Return the name of an op that is called past the kernels, such as in place: "relu_".
 
     Args:
-        overload: its full name.
-        name: without the overload's: "add_".
+        overload: its full name: "add_.Tensor".
+        name: the name without the overload's: "add_".
+
+    Returns:
+        Its name in the vocabulary, or torch's own.
     """
     if name == "_to_copy":
         return "to"
@@ -48,14 +51,14 @@ def name_of(overload: str, name: str) -> str:
     return op or name
 
 
-def float_tensors(tree: Any) -> list[torch.Tensor]:
-    """The float tensors in an op's arguments or results, in order."""
+def float_tensors(tree: object) -> list[torch.Tensor]:
+    """Return the float tensors in an op's arguments or results, in order."""
     found: list[torch.Tensor] = []
     _collect(tree, found)
     return found
 
 
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+def _collect(tree: object, found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
         if tree.is_floating_point():
             found.append(tree)
@@ -68,5 +71,5 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
-    """The dtypes of tensors."""
+    """Return the names of the dtypes of tensors."""
     return tuple(dtype_names.NAMES[t.dtype] for t in tensors)

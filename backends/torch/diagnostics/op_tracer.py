@@ -1,15 +1,15 @@
-"""Every op that runs, seen below autograd, and put down to the call that it is part of.
+"""Every op that runs, seen below autograd, and the op call of the vocabulary that it is part of.
 
     an op of the vocabulary is called        -> an `OpCall` opens          (kernels)
-    its casts, and what it is made of, run   -> they are noted on it       (the dispatch mode)
-    the engine runs its backward             -> a second `OpCall` for it  (by autograd node)
+    its casts and the ops in it run          -> they are noted on it       (the dispatch mode)
+    the engine runs its backward             -> a second `OpCall` for it   (by autograd node)
 
-What is noted goes to the methods of an `OpTracer`; `explain` adds up casts, `audit` measures.
-Nothing here changes what runs.
+The methods of an `OpTracer` are called for each; `explain` adds up casts, `audit` measures. Nothing
+here changes what runs.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType, TracebackType
@@ -41,13 +41,14 @@ _SEEN_BELOW = frozenset({"layout", "indexing"})
 
 
 class OpTracer(decision_log.Recorder):
-    """Follows what runs in a thread, and in the backward passes that it starts.
+    """Follows the ops that run in a thread, and in the backward passes that it starts.
 
     Args:
-        model: whose module paths are used; None for those of the outermost module that runs.
+        model: modules are reported by their paths in it; None for their paths in the outermost
+            module that runs.
     """
 
-    # False for a tracer that does not ask for dtypes, casts and FLOPs, and has no list of calls.
+    # False for a tracer that does not use dtypes, casts and FLOPs, and keeps no list of calls.
     counts = True
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -55,7 +56,7 @@ class OpTracer(decision_log.Recorder):
         self.calls: list[OpCall] = []
         self._call_sites = CallSites(model)
         self._open: list[OpCall] = []
-        self._next: decision_log.Entry | None = None  # of a registered op, whose casts come first
+        self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._of_node: dict[int, OpCall] = {}
         self._first_node = 0
         self._stack = ExitStack()
@@ -65,26 +66,26 @@ class OpTracer(decision_log.Recorder):
         self._pauses = 0
         self.region = "", ""  # low dtype and policy of the first region that was met
 
-    # What those that follow more override
+    # To be overridden by tracers that do more
 
     def before(self, ran: "Ran") -> Any:
-        """An op is about to run. What this returns is handed to `after`."""
+        """Called before an op runs; the result is given to `after`."""
 
-    def after(self, ran: "Ran", result: Any, made: list[torch.Tensor], kept: Any) -> None:
-        """An op that is no cast has run, with these float tensors in its result."""
+    def after(self, ran: "Ran", result: object, made: list[torch.Tensor], kept: object) -> None:
+        """Called after an op other than a cast, with the float tensors in its result."""
 
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        """A cast has run."""
+        """Called after a cast."""
 
-    def unwatched(self, result: Any) -> None:
-        """An op has run that reads no float, and is no view."""
+    def unwatched(self, result: object) -> None:
+        """Called after an op that reads no float and is no view."""
 
     # Called by the kernels on the autocast keys
 
     def around(
         self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
-        """Run an op that a kernel was called for; what runs meanwhile is part of it."""
+        """Run an op whose kernel was called; ops that run meanwhile are part of it."""
         super().note(entry)
         return self._within(entry, run, *args)
 
@@ -94,7 +95,7 @@ class OpTracer(decision_log.Recorder):
         if not self.region[0]:
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
-            return run(*args)  # what it is made of is watched
+            return run(*args)  # the dispatch mode sees the ops in it
         place, direction, origin = self._where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
@@ -119,22 +120,22 @@ class OpTracer(decision_log.Recorder):
             return result
         if entry.row is None and not op_call.ops and not op_call.casts:
             at = next(i for i in reversed(range(len(self.calls))) if self.calls[i] is op_call)
-            del self.calls[at]  # a view, or made of others, which speak for themselves
+            del self.calls[at]  # a view, or made of other calls, which are in the list
         op_call.outputs = dtypes(float_tensors(result))
         if entry.decision.run == "float32" and op_call.run:
-            op_call.run = ("float32",)  # also of an op that widens inside, as softmax(dtype=) does
+            op_call.run = ("float32",)  # also if the op casts inside, as softmax(dtype=) does
         op_call.spared(given)
         return result
 
     def note(self, entry: decision_log.Entry) -> None:
-        """A registered op was decided; its casts, and it, run next."""
+        """Note the decision for a registered op; its casts and the op run next."""
         super().note(entry)
         self._next = entry
 
     # Called by the dispatch mode
 
-    def op_call(self, func: Any, frame: FrameType | None) -> OpCall:
-        """The call that an op is part of; a new one if it is one by itself."""
+    def op_call(self, func: torch._ops.OpOverload, frame: FrameType | None) -> OpCall:
+        """Return the call that an op is part of; a new one if it is part of none."""
         if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
         node = autograd.backward_node()
@@ -156,7 +157,7 @@ class OpTracer(decision_log.Recorder):
         return made
 
     def _where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
-        """Call site and direction of what runs, and the call whose backward, by torch, it is in."""
+        """Return call site and direction, and the call whose backward, by torch, runs here."""
         place, node = self._call_sites.here(frame), autograd.backward_node()
         if place.recomputed or node is None:
             return place, RECOMPUTE if place.recomputed else FORWARD, None
@@ -168,7 +169,7 @@ class OpTracer(decision_log.Recorder):
         # The user's own backward, or a hook, in which ops are called as anywhere.
         return place._replace(module=place.module or origin.place.module), BACKWARD, None
 
-    def _alone(self, func: Any, place: CallSite, direction: str) -> OpCall:
+    def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
         entry, name = self._next, func.overloadpacket.__name__
         overload = func.name().removeprefix("aten::")
         spelling = f"aten:{overload}"
@@ -184,8 +185,8 @@ class OpTracer(decision_log.Recorder):
         if number >= self._first_node and number not in self._of_node:
             self._of_node[number] = op_call
 
-    def viewed(self, func: Any, args: Any, frame: FrameType | None) -> None:
-        """A view is made, which is no call; the backward of one may be."""
+    def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
+        """Called before a view, which is no call itself; its backward may be one."""
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
             place, direction, _ = self._where(frame)
@@ -213,9 +214,9 @@ class OpTracer(decision_log.Recorder):
         self._stack.__exit__(kind, error, traceback)
 
     def pause(self) -> None:
-        """OpTracer nothing until `go_on`, at no cost where no other mode is inside of this one.
+        """Follow nothing until `go_on`; free of cost if no other mode is inside of this one.
 
-        Pauses may be inside each other.
+        Pauses may be nested.
         """
         self._pauses += 1
         self.looks_away = True
@@ -245,8 +246,12 @@ class _Mode(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if modes.unwrapped_first(types):
             return NotImplemented
         kwargs = dict(kwargs or {})
@@ -287,10 +292,10 @@ class _Mode(TorchDispatchMode):
 
 
 def _low(t: torch.Tensor) -> str:
-    """The low dtype of our region that is in force for a tensor; "" outside of any.
+    """Return the low dtype of the region of ours in force for a tensor; "" outside of any.
 
-    Read off the regions that are open: below autocast, where this is asked, torch says of every
-    region that it is disabled.
+    It is read from the stack of regions: below autocast, where this is called, torch reports every
+    region as disabled.
     """
     opened = (frame[0] for frame in reversed(regions.stack.frames))
     inner = next((region for region in opened if region.device == t.device.type), None)

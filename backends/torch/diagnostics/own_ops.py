@@ -1,4 +1,4 @@
-"""`Own`: ops that a tracer runs for itself."""
+"""`Own`: a context for ops that a tracer runs for itself."""
 
 import threading
 
@@ -8,7 +8,7 @@ from polymp.backends.torch.compat import dispatcher
 
 
 class _Busy(threading.local):
-    """How many measurements run in this thread: their ops are of no program."""
+    """The number of measurements that run in this thread: their ops belong to no program."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -18,12 +18,12 @@ _busy = _Busy()
 
 
 def running() -> bool:
-    """True while a tracer runs ops of its own in this thread."""
+    """Return whether a tracer runs ops of its own in this thread."""
     return _busy.depth > 0
 
 
 class Own:
-    """`with Own(keys):` ops of a tracer's own, which no tracer sees and no region casts.
+    """A context whose ops no tracer sees and no region casts: `with Own(keys): ...`.
 
     Args:
         keys: autocast's dispatch keys.

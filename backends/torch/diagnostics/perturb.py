@@ -1,13 +1,13 @@
-"""A run of a function, and runs of it in which every op is moved by its rounding.
+"""A run of a function, and runs of it in which the result of every op is moved by its rounding.
 
-See `polymp.diagnostics.rounding`, which says by how much, and why. Ops are seen, and moved, below
-autograd, so that the backward pass is the one of the moved run, and is moved itself.
+`polymp.diagnostics.rounding` explains by how much, and why. Results are moved below autograd, so
+that the backward pass is that of the moved run, and is moved itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -38,13 +38,21 @@ class Chance:
         self._numbers = torch.Generator().manual_seed(seed)
         self._alike = alike
 
-    def op(self, func: Any, args: Any, kwargs: Any, reads: Any, result: Any, made: Any) -> None:
-        """An op has run, with these float tensors in its result."""
+    def op(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        reads: Sequence[torch.Tensor],
+        result: object,
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        """Move the float tensors in the result of an op."""
         for t in made:
             self._move(t, _movement(func, args, kwargs, reads, result, t))
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """A cast has run."""
+        """Move the result of a cast."""
         if result.element_size() < source.element_size():
             self._move(result, torch.finfo(result.dtype).eps / 2 * result.double().abs())
 
@@ -52,12 +60,12 @@ class Chance:
         if t.numel():
             shape = (1,) * t.ndim if self._alike else t.shape
             share = torch.rand(shape, generator=self._numbers, dtype=torch.float64) * 2 - 1
-            # An Inf stays what it is, such as that of a mask: Inf - Inf would be NaN.
+            # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN.
             t.copy_(torch.where(t.isfinite(), t.double() + share * by, t.double()))
 
 
 class _Probe(TorchDispatchMode):
-    """Moves what runs, and notes nothing."""
+    """Moves the results of ops, and notes nothing."""
 
     def __init__(self, chance: Chance) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,10 +73,14 @@ class _Probe(TorchDispatchMode):
         self.looks_away = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
-        result = func(*args, **kwargs)
+        result: Any = func(*args, **kwargs)
         if (
             self.looks_away
             or not isinstance(func, torch._ops.OpOverload)
@@ -83,14 +95,14 @@ class _Probe(TorchDispatchMode):
 
 
 class Moved(OpTracer):
-    """Follows run after run; moves every op's results by its rounding, and keeps them, if asked."""
+    """Follows one run after the other; moves results by their rounding, and keeps them if asked."""
 
     def __init__(self) -> None:
         super().__init__()
         self.start()
 
     def start(self, seed: int | None = None, alike: bool = False, keep: bool = False) -> None:
-        """Forget the run before; one more begins.
+        """Forget the last run, and begin another.
 
         Args:
             seed: of the movements; None to move nothing.
@@ -111,7 +123,7 @@ class Moved(OpTracer):
         if self._keep:
             self._note_reads(ran.op_call, (ran.args, ran.kwargs))
 
-    def _note_reads(self, op_call: OpCall, tree: Any) -> None:
+    def _note_reads(self, op_call: OpCall, tree: object) -> None:
         reads = self._reads.setdefault(id(op_call), set())
         for t in tree_leaves(tree):
             if isinstance(t, torch.Tensor):
@@ -119,7 +131,7 @@ class Moved(OpTracer):
                 if maker not in (None, id(op_call)):
                     reads.add(maker)
 
-    def after(self, ran: Ran, result: Any, made: list[torch.Tensor], kept: Any) -> None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: object) -> None:
         if self._chance is not None:
             self._chance.op(ran.func, ran.args, ran.kwargs, ran.reads, result, made)
         if self._keep and made:
@@ -140,7 +152,7 @@ class Moved(OpTracer):
         self._alive.append(storage.storage_reference(t))
 
     def steps(self) -> tuple[Step, ...]:
-        """The calls, in order."""
+        """Return the calls of the run, in order."""
         at = {id(op_call): number for number, op_call in enumerate(self.calls)}
         return tuple(
             Step(
@@ -152,22 +164,27 @@ class Moved(OpTracer):
         )
 
 
-def _is_float(t: Any) -> bool:
+def _is_float(t: object) -> TypeGuard[torch.Tensor]:
     return isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout is torch.strided
 
 
 @cache
 def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
-    """The name of an op in the vocabulary, or torch's own, and its class there."""
+    """Return an op's name in the vocabulary, or torch's own, and its class there."""
     words, name = vocabulary(), func.overloadpacket.__name__
     op = name_of(func.name().removeprefix("aten::"), name)
     return op, words.ops[op].kind if op in words.ops else ""
 
 
 def _movement(
-    func: Any, args: Any, kwargs: Any, reads: Sequence[torch.Tensor], result: Any, t: torch.Tensor
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    reads: Sequence[torch.Tensor],
+    result: object,
+    t: torch.Tensor,
 ) -> torch.Tensor:
-    """How far one result of an op may be from the exact one, number by number."""
+    """Return how far one result of an op may be from the exact one, number by number."""
     (of, kind), name = _op(func), func.overloadpacket.__name__
     dtype = dtype_names.NAMES[t.dtype]
     flops = flop_count.flops(func, args, kwargs, result)
@@ -193,7 +210,7 @@ def _movement(
 
 
 class Program:
-    """A function at arguments, to be run while its tracer follows: `with program.watch:`.
+    """A function and its arguments, to be run under its tracer: `with program.watch: ...`.
 
     Args:
         fn: takes tensors.
@@ -201,8 +218,8 @@ class Program:
         kwargs: likewise.
         dtype: the low dtype of a region on the CPU; None for no region.
         policy: of the region.
-        cotangent: the gradient of what is differentiated by a result, from its path and shape; None
-            not to differentiate.
+        cotangent: returns the gradient with respect to a result, from its path and shape; None to
+            run no backward pass.
     """
 
     def __init__(
@@ -273,7 +290,7 @@ class Program:
 
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A numpy array as a tensor of its own; no op of a run."""
+    """Make a tensor of a numpy array, with memory of its own; no op of a run."""
     made = torch.from_numpy(np.array(x, "float32" if x.dtype.name == "bfloat16" else None))
     return made.to(torch.bfloat16 if x.dtype.name == "bfloat16" else dtype or made.dtype)
 

@@ -1,7 +1,7 @@
-"""`Provenance`: where the tensors that ops read came from.
+"""`Provenance`: the origins of the tensors that ops read.
 
-Of a tensor that an op made, which one; of another, its range and its name: a parameter, an
-argument, what other ranks sent.
+For a tensor that an op made, that op; for others, range and name: a parameter, an argument, a value
+that other ranks sent.
 """
 
 import math
@@ -23,10 +23,10 @@ from polymp.backends.torch.diagnostics.measure import (
 
 
 class Provenance:
-    """Goes by the memory that tensors are on.
+    """The origins of tensors, by the memory that they are on.
 
     Args:
-        model: whose parameters and buffers have names; None for none.
+        model: its parameters and buffers are called by their names; None for no names.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -42,7 +42,7 @@ class Provenance:
         self._updates = -1
 
     def origin(self, t: torch.Tensor) -> int | None:
-        """See `fault.Event.origins`."""
+        """Return the origin of a tensor; see `fault.Event.origins`."""
         key = storage.storage_key(t)
         if not key:
             return None
@@ -59,12 +59,12 @@ class Provenance:
         return views[view]
 
     def maker(self, t: torch.Tensor) -> int | None:
-        """The event that made a tensor; None if none did."""
+        """Return the event that made a tensor; None if none did."""
         made = self._maker.get(storage.storage_key(t))
         return None if made is None else made[0]
 
     def made(self, t: torch.Tensor, event: int) -> None:
-        """An event made a tensor, or wrote into it."""
+        """Note that an event made a tensor, or wrote into it."""
         key = storage.storage_key(t)
         if key:
             known = self._maker.get(key)
@@ -72,24 +72,24 @@ class Provenance:
             self._maker[key] = event, kept
 
     def forget(self, t: torch.Tensor) -> None:
-        """What is on the tensor's memory comes from elsewhere now."""
+        """Note that the values in a tensor's memory were not made by a known event."""
         key = storage.storage_key(t)
         self._maker.pop(key, None)
         self._outside.pop(key, None)
 
     def received(self, t: torch.Tensor) -> None:
-        """Other ranks send a value that may be on its way: it counts once it is read."""
+        """Note that other ranks send a value, which may not have arrived: measured once read."""
         self.forget(t)
         self._received.add(storage.storage_key(t))
 
     def look_at_parameters(self) -> None:
-        """Take the largest magnitude of each parameter, all at once."""
+        """Measure the largest magnitude of each parameter, all at once."""
         own = list(map(comparable, self._trained()))
         self._norms.append(list(torch._foreach_norm(own, math.inf)) if own else [])
         self._updates += 1
 
     def updated(self) -> None:
-        """Parameters have other values from now on."""
+        """Note that the values of parameters have changed."""
         self._outside.clear()
 
     def _trained(self) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ class Provenance:
         return [p.detach() for p in own if measurable(p)]
 
     def given_ranges(self) -> dict[int, tuple[torch.Tensor, float, float]]:
-        """The tensors that no op made, with their ranges, by their places."""
+        """Return the tensors that no op made, with their ranges, by their places."""
         ends: list[torch.Tensor] = []
         for t, found, update in self._given:
             if found is None:  # a parameter
@@ -108,7 +108,7 @@ class Provenance:
         return {at: (t, next(values), next(values)) for at, (t, *_) in enumerate(self._given)}
 
     def name(self, t: torch.Tensor) -> str:
-        """A parameter's or buffer's name, or words for what no op made."""
+        """Return the name of a parameter or buffer, or a description of another tensor."""
         for name, own in self._named():
             if storage.storage_key(own) == storage.storage_key(t):
                 return name

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from polymp import dtypes
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.modules import subclass
 from polymp.errors import PolicyError
@@ -121,7 +120,7 @@ def pin(
 
     Args:
         module: any module, with its submodules; modules added later are not pinned.
-        dtype: a float dtype, by name or torch's own.
+        dtype: a float dtype, by name, by an alias such as "fp32", or torch's own.
         paths: patterns of module paths in `module`, as in the scopes of a policy; None for all.
 
     Returns:
@@ -151,12 +150,11 @@ def pin(
     return Pinning(name, [m for m, _ in pins.values()])
 
 
-def _dtype(dtype: str | torch.dtype) -> str:
-    name = dtype_names.NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype
-    if name not in dtypes.FORMATS or name not in dtype_names.DTYPES:
-        known = ", ".join(f for f in dtypes.FORMATS if f in dtype_names.DTYPES)
-        raise PolicyError(f"pin(): {dtype!r} is no float dtype of torch. There are {known}.")
-    return name
+def _dtype(dtype: object) -> str:
+    try:
+        return dtype_names.NAMES[dtype_names.of(dtype, "pin(): dtype")]
+    except (TypeError, ValueError) as error:
+        raise PolicyError(str(error)) from None
 
 
 def _pins(

@@ -38,7 +38,7 @@ class AsyncRead:
         """Note an update; read a copy that has arrived, and start another.
 
         Args:
-            *state: scale [], tracker [] and counts [3] of `scale_update`, on one device.
+            state: scale [], tracker [] and counts [3] of `scale_update`, on one device.
 
         Returns:
             True if `seen` is new.

@@ -5,7 +5,7 @@ state are put back to what they were before the step, so that a search does not 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class _NotFinite(BaseException):
     """Ends an optimizer's step. No Exception, so that no optimizer catches it and goes on."""
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[[], object] | None:
     """Return the closure among the arguments of a step, first or by name; None without one."""
     given = kwargs.get("closure", args[0] if args else None)
     return given if callable(given) else None
@@ -95,7 +95,7 @@ def _step_or_take_back(
     closure = closure_of(args, kwargs)
     assert closure is not None
 
-    def evaluate() -> Any:
+    def evaluate() -> object:
         loss = closure()
         if spoiled():
             raise _NotFinite

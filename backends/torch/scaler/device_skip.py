@@ -46,8 +46,8 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
         optimizer: any that writes only to numbers in its param_groups, to parameters that have a
             gradient, and to the state of these.
         found: float32 [].
-        *args: for the step.
-        **kwargs: for the step.
+        args: for the step.
+        kwargs: for the step.
 
     Returns:
         The result of the step; None if it was skipped without being taken.

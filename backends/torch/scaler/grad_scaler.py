@@ -105,7 +105,7 @@ class GradScaler(ScalerProperties):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         min_scale: float = scale_rule.SMALLEST,
         max_scale: float = scale_rule.LARGEST,
         hysteresis: int = 0,
@@ -238,8 +238,8 @@ class GradScaler(ScalerProperties):
 
         Args:
             optimizer: the optimizer.
-            *args: of `optimizer.step`, such as a closure.
-            **kwargs: likewise.
+            args: of `optimizer.step`, such as a closure.
+            kwargs: likewise.
 
         Returns:
             The result of `optimizer.step`; None if the host skipped it.

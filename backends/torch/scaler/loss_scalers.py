@@ -35,7 +35,7 @@ class LossScalers(Mapping[str, GradScaler]):
     Args:
         device: the device of the scales.
         losses: names of the losses, each once.
-        **options: arguments of `GradScaler`, the same for each loss.
+        options: arguments of `GradScaler`, the same for each loss.
 
     Raises:
         ValueError: there is no name, a name is given twice, or is "retain_graph" or "skipped".
@@ -98,7 +98,7 @@ class LossScalers(Mapping[str, GradScaler]):
         Args:
             optimizer: whose parameters get gradients.
             retain_graph: True keeps the graphs for another `backward`.
-            **losses: float scalars by the names of the losses; not scaled.
+            losses: float scalars by the names of the losses; not scaled.
 
         Raises:
             KeyError: there is no loss of that name.
@@ -151,8 +151,8 @@ class LossScalers(Mapping[str, GradScaler]):
 
         Args:
             optimizer: the optimizer.
-            *args: of `optimizer.step`; no closure.
-            **kwargs: likewise.
+            args: of `optimizer.step`; no closure.
+            kwargs: likewise.
 
         Returns:
             The result of `optimizer.step`; None if the host skipped it.

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import accelerators
 from polymp.backends.torch.scaler import distributed
 from polymp.scaling import scale_rule
@@ -51,6 +52,7 @@ def acts_on(device: object, dtype: object, enabled: bool) -> bool:
 
     Raises:
         TypeError: `device` is no name, or `dtype` no float dtype.
+        ValueError: `dtype` is no name of a float dtype.
 
     Warns:
         UserWarning: CUDA is asked for and absent.
@@ -61,7 +63,7 @@ def acts_on(device: object, dtype: object, enabled: bool) -> bool:
             "is GradScaler(device, init_scale)."
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}.")
+        dtype = dtype_names.of(dtype, "GradScaler(): dtype")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be the region's low dtype, a float dtype, got {dtype}.")
     acts = enabled and dtype in (None, torch.float16)

@@ -27,7 +27,7 @@ def _part(part: str, name: str) -> Any:
     def get(scaler: "ScalerProperties") -> Any:
         return getattr(getattr(scaler, part), name)
 
-    def put(scaler: "ScalerProperties", value: Any) -> None:
+    def put(scaler: "ScalerProperties", value: object) -> None:
         setattr(getattr(scaler, part), name, value)
 
     return property(get, put)
@@ -39,7 +39,7 @@ def _constant(name: str) -> Any:
     def get(scaler: "ScalerProperties") -> Any:
         return getattr(scaler._state.rule, name)
 
-    def put(scaler: "ScalerProperties", value: Any) -> None:
+    def put(scaler: "ScalerProperties", value: float) -> None:
         scaler._state.change(**{name: value})
 
     return property(get, put)
@@ -51,7 +51,7 @@ def _first(name: str) -> Any:
     def get(scaler: "ScalerProperties") -> Any:
         return getattr(scaler._state.first, name)
 
-    def put(scaler: "ScalerProperties", value: Any) -> None:
+    def put(scaler: "ScalerProperties", value: object) -> None:
         scaler._state.first = scaler._state.first._replace(**{name: value})
 
     return property(get, put)
@@ -92,7 +92,7 @@ class ScalerProperties:
         self._stuck = StuckWatch(self._findings, names, told)
         clipping.watch(self._findings)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         kept = self.__dict__.copy()
         if self._enabled:
             if self._per_optimizer_states:
@@ -104,7 +104,7 @@ class ScalerProperties:
             kept["_parts"] = state.at_rest(), findings.options, stuck.names, stuck.told
         return kept
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
+    def __setstate__(self, kept: Mapping[str, object]) -> None:
         self.__dict__.update(kept)
         if self._enabled:
             self._put_together(*self.__dict__.pop("_parts"))

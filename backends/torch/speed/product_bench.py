@@ -1,7 +1,7 @@
-"""Runs matrix products on a torch device, in float32 and in the low dtypes, and takes the time.
+"""Measures the time of matrix products on a torch device, in float32 and in the low dtypes.
 
 On a CPU it is the processor time of one thread, which other programs disturb least; elsewhere the
-time on the wall until the device has finished.
+wall-clock time until the device has finished.
 """
 
 import time
@@ -17,20 +17,23 @@ from polymp.backends.torch.speed.products import MATMULS, Kernel, Operand
 from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 from polymp.speed.product_times import Run
 
-# Without the time that a call by way of the dispatcher's Python takes.
+# Called instead of the ops, whose Python takes time of its own.
 _FUNCTIONS = dict(zip(MATMULS, (torch.mm, torch.addmm, torch.bmm, torch.baddbmm), strict=True))
 
 
 class ProductBench:
     """A device that products run on; see `polymp.speed.product_times.Bench`.
 
+    Args:
+        device: the device type.
+
     Attributes:
         framework: "torch".
-        device: its type.
+        device: likewise.
         clock: how the time is taken, in words.
-        ways: that it can run, float32 first.
-        lacking: dtypes that it cannot run, with the reason.
-        least: seconds that a product takes at least, in all ways.
+        ways: the dtypes, with or without held casts, that it can run; float32 first.
+        lacking: the dtypes that it cannot run, with the reason.
+        least: how many seconds a product is measured at least, in each way.
     """
 
     framework = "torch"
@@ -74,21 +77,24 @@ class ProductBench:
         self._left.pop()()
 
     def linear(self, m: int, k: int, n: int) -> Product:
-        """A linear layer of a low activation [m, k] and a float32 weight [n, k]."""
+        """Return the product of a linear layer: low activation [m, k], float32 weight [n, k]."""
         operands = Operand((m, k), (k, 1)), Operand((n, k), (k, 1), cast=True, weight=True)
         kernel = Kernel(F.linear, operands)
         sizes = m * k + k * n + m * n
         return Product("matmul", 1, m, k, n, 2 * m * k * n, sizes, n * k, n * k, call=kernel)
 
     def able(self, product: Product, way: str) -> bool:
-        """True if a product can run in a way: float8 has no batches, and sizes of 16 on GPUs."""
+        """Return whether a product can run in a way.
+
+        float8 has no batches, and on GPUs only sizes that are multiples of 16.
+        """
         if way == FLOAT8:
             fits = self.device == "cpu" or product.k % 16 == product.n % 16 == 0
             return product.op == "matmul" and product.batch == 1 and fits
         return product.weights > 0 or not way.endswith(HELD)
 
     def made(self, product: Product, way: str) -> Run:
-        """A product and its casts in a way, as a function of how often to run it."""
+        """Return a function that runs a product, and its casts, a number of times."""
         make = _float8 if way == FLOAT8 else _program
         program = make(product, way, self.device)
         if self.device == "cpu":
@@ -109,13 +115,13 @@ class ProductBench:
 
 
 def default() -> str:
-    """The type of the accelerator that is there, or "cpu"."""
+    """Return the type of this machine's accelerator, or "cpu"."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 
 
 def _nothing() -> None:
-    """A CPU has finished when the call returns."""
+    """Do nothing: a CPU has finished when the call returns."""
 
 
 def _program(product: Product, way: str, device: str) -> Callable[[], Any]:
@@ -146,7 +152,7 @@ def _program(product: Product, way: str, device: str) -> Callable[[], Any]:
 
 
 def _float8(product: Product, way: str, device: str) -> Callable[[], Any]:
-    """The product on operands that are cast to float8 at each call, with scales that are known."""
+    """Make the product on operands that are cast to float8 at each call, with given scales."""
     m, k, n = product.m, product.k, product.n
     low = DTYPES[way]
     left = _tensor(Operand((m, k), (k, 1)), torch.bfloat16, device)
@@ -159,7 +165,7 @@ def _float8(product: Product, way: str, device: str) -> Callable[[], Any]:
 
 
 def _tensor(of: Operand, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A tensor of random numbers with the layout of an operand."""
+    """Make a tensor of random numbers with the layout of an operand."""
     reach = 1 + sum((n - 1) * s for n, s in zip(of.shape, of.stride, strict=True))
     return (
         torch.empty(reach, device=device).uniform_(-1, 1).to(dtype).as_strided(of.shape, of.stride)

@@ -1,9 +1,9 @@
 """The matrix products and convolutions of a torch model, forward and backward, as they run low.
 
-    model, inputs -> run once in a bfloat16 region, watched -> products, and what is none of them
+    model, inputs -> one run in a bfloat16 region, watched -> products, and FLOPs of other kernels
 
-A product is known by the kernel that ran it, with the layouts of its operands and the casts that
-the region made for it; `product_bench` can run it again, in any dtype.
+A product is described by the kernel that ran it, the layouts of its operands and the casts that the
+region made for it; `product_bench` can run it again, in any dtype.
 """
 
 from collections.abc import Hashable
@@ -43,13 +43,13 @@ class Operand(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """How a product runs.
+    """The call that runs a product.
 
     Attributes:
         func: the op.
         args: its arguments; an `Operand` for each float tensor.
         kwargs: likewise, as pairs.
-        widened: which of its results are cast to float32 after it, as gradients of weights are.
+        widened: the places of results that are cast to float32 after it, as gradients of weights.
     """
 
     func: Any
@@ -59,17 +59,20 @@ class Kernel(NamedTuple):
 
 
 def products_of(model: nn.Module, inputs: tuple[Any, ...]) -> Found:
-    """The products of a call of a model, which runs once in a bfloat16 region.
+    """Find the products of a call of a model, which runs once in a bfloat16 region.
 
-    A model in training mode whose result needs gradients runs backward, too, from the sum of what
-    it returns. Attention kernels are not taken apart: they are among what is left out.
+    A model in training mode whose result needs gradients runs backward, too, from the sum of its
+    results. Attention kernels are not taken apart: they are among the kernels left out.
 
     Args:
-        model: on the device that it is to be judged on.
+        model: on the device that it will run on.
         inputs: of the call.
 
+    Returns:
+        The products, and the FLOPs of other kernels.
+
     Raises:
-        Exception: whatever the call raises.
+        Exception: any that the call raises.
     """
     parameters = list(model.parameters())
     device = device_of(model)
@@ -90,7 +93,7 @@ def products_of(model: nn.Module, inputs: tuple[Any, ...]) -> Found:
 
 
 def device_of(model: nn.Module) -> str:
-    """The type of the device that a model is on; "cpu" if it has no parameters."""
+    """Return the device type that a model is on; "cpu" if it has no parameters."""
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
@@ -110,6 +113,9 @@ class _Seen:
 
 class _Products(OpTracer):
     """Notes every product, with the casts that were made for it.
+
+    Args:
+        model: the model.
 
     Attributes:
         seen: the products.
@@ -166,7 +172,7 @@ class _Products(OpTracer):
 
 
 def _sizes(func: Any, args: Any, made: torch.Tensor) -> tuple[str, int, int, int, int]:
-    """Op, batch, m, k and n of a kernel; `made` is its first result."""
+    """Return op, batch, m, k and n of a kernel; `made` is its first result."""
     if func in MATMULS:
         left, right = args[-2:]
         batch = left.shape[0] if left.dim() == 3 else 1

@@ -1,10 +1,10 @@
 """`bake`: a model exported with the casts of its region written out as ops.
 
-In goes a model, called in a region; out comes a program of plain ops, with the policy's decisions
-in it and no autocast. While torch.export traces, `bake_trace` sees every op first.
+The program has plain ops and no regions. While torch.export traces, `bake_trace` sees every op
+first.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,31 +31,34 @@ def bake(
             program = bake(model, (x,))
         program.module()(x)                 # outside: the same bits as model(x) in the region
 
-    Policies, scopes, regions inside the model, polymp's or torch.amp's, and registered ops count as
-    they do when the model runs. The program has none of them: it is loaded, compiled and run
-    without polymp. Parameters keep their names and dtypes. A parameter is cast once for all its
-    uses, and at each use if the region has `cache_enabled=False`.
+    Policies, scopes, regions inside the model, polymp's or torch.amp's, and registered ops have the
+    same effect as when the model runs. The program can be loaded, compiled and run without polymp.
+    Parameters keep their names and dtypes. A parameter is cast once for all its uses, or at each
+    use if the region has `cache_enabled=False`.
 
-    An op whose own rule is obeyed stays whole; one without, made of ops that have rules, is taken
-    apart. Run the program outside of regions: inside one it would be cast again. Not written out
-    are rules for what a compiled kernel calls inside itself, as relu calls clamp_min. Where a
-    module takes a fast path that torch.export does not, as torch's transformer layers do without
-    gradients, the program is that of the slow one.
+    An op with a row stays whole; an op without one that is made of ops with rows is taken apart.
+    Run the program outside of regions: inside one it would be cast again. Rules for ops that a
+    compiled kernel calls inside itself, as relu calls clamp_min, are not written out. Where a
+    module has a fast path that torch.export does not take, as torch's transformer layers have
+    without gradients, the program has the slow one.
 
     Args:
         model: any module that torch.export can trace, non-strictly.
         inputs: example inputs.
         kwargs: example inputs by keyword.
-        dynamic_shapes: as torch.export.export takes it.
+        dynamic_shapes: as in torch.export.export.
+
+    Returns:
+        The exported program.
 
     Raises:
         TypeError: `model` is no module or a GraphModule, or `inputs` is no tuple.
-        PolicyError: no region is enabled where the model's tensors are, around the call or inside;
-            or one is entered in a branch of control flow, where it cannot be followed.
+        PolicyError: no region is enabled for the device of the model's tensors, around the call or
+            inside; or a region is entered in a branch of control flow.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"bake() takes a torch.nn.Module and its inputs, not {model!r}.")
-    if isinstance(model, torch.fx.GraphModule):  # its class's __call__ is written anew at will
+    if isinstance(model, torch.fx.GraphModule):  # recompiling replaces its class's __call__
         raise TypeError(
             f"bake() cannot follow the call of a GraphModule ({type(model).__name__}). "
             "Give it the model that the graph was made of."
@@ -90,7 +93,7 @@ def bake(
 
 
 def _nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
-    """The nodes of a program, those of graphs inside graphs among them."""
+    """Yield the nodes of a program, those of graphs inside graphs, too."""
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             yield from module.graph.nodes
@@ -114,9 +117,9 @@ class _Baked(subclass.Extension):
 
 
 class _Entering(TorchFunctionMode):
-    """In place of the mode by which torch.export records regions: they are entered, and that is it.
+    """Replaces the mode by which torch.export records regions, so that they are only entered.
 
-    Whatever else that mode does, it is asked to do.
+    All other calls are passed on to that mode.
     """
 
     def __init__(self, recorder: Any) -> None:
@@ -124,8 +127,12 @@ class _Entering(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is export.ENTER or func is export.LEAVE:
-            return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
         return self.recorder.__torch_function__(func, types, args, kwargs or {})

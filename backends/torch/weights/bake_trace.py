@@ -1,7 +1,7 @@
-"""What `bake` does with each op before torch.export records it.
+"""The ops of a model that `bake` exports, seen before torch.export records them.
 
-Every op is shown to a `Trace` first. Where autocast acts, its kernel runs, and what that calls is
-recorded: casts, and the op. What a policy says is not known here.
+Every op is given to a `Trace` first. Where autocast has a kernel for it, that runs, and the ops
+that it calls are recorded: casts, and the op.
 """
 
 import functools
@@ -23,13 +23,17 @@ Function = Callable[..., Any]
 
 
 class Trace:
-    """What is done with each op before torch.export records it.
+    """Runs each op before torch.export records it.
+
+    Args:
+        keep: True if a parameter's cast serves all its uses.
+        mkldnn: True if torch uses mkldnn; torch.export turns it off while it traces.
 
     Attributes:
-        keep: True if a parameter's cast serves all its uses.
-        mkldnn: True if torch uses it; torch.export turns it off while it traces.
-        in_region: True once a tensor was seen where its device has an enabled region.
-        mode: whose ops are shown; None until the model is called.
+        keep: likewise.
+        mkldnn: likewise.
+        in_region: True once a tensor was seen whose device has an enabled region.
+        mode: the mode that records ops; None until the model is called.
     """
 
     def __init__(self, keep: bool, mkldnn: bool) -> None:
@@ -42,18 +46,18 @@ class Trace:
         self._casts: dict[Any, tuple[Any, torch.Tensor, torch.Tensor]] = {}
 
     def watch(self, mode: Any) -> None:
-        """Have every op that `mode` is about to record shown to this trace."""
+        """Give every op that `mode` is about to record to this trace first."""
         self.mode = mode
         export.decompositions(mode).update(
             (op, functools.partial(self._shown, op)) for op in dispatcher.all_ops()
         )
 
     def _shown(self, op: torch._ops.OpOverload, /, *args: object, **kwargs: object) -> Any:
-        """The op's result, its parts recorded one by one; NotImplemented to have it recorded."""
+        """Run an op, so that its parts are recorded; return NotImplemented to record the op."""
         if self._casting and op is torch.ops.aten.to.dtype:
             return self._cast(op, args, kwargs)
         if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
-            with export.unrecorded():  # the compiled kernel asks what cuDNN can do, say
+            with export.unrecorded():  # the compiled kernel asks, say, if cuDNN can be used
                 return op(*args, **kwargs)
         devices = _enabled(_tensors((args, kwargs)))
         if not devices:
@@ -66,14 +70,16 @@ class Trace:
                     return self._by(kernel, args, kwargs)
             return self._in_parts(op, devices, args, kwargs)
 
-    def _by(self, kernel: Function, args: Any, kwargs: Any) -> Any:
+    def _by(self, kernel: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         outer, self._casting = self._casting, True
         try:
             return kernel(*args, **kwargs)
         finally:
             self._casting = outer
 
-    def _cast(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    def _cast(
+        self, op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Any:
         """Make a cast for autocast; of a parameter, return the one that there is already."""
         t, dtype, *rest = args
         if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
@@ -90,11 +96,16 @@ class Trace:
         return self._casts[key][-1]
 
     def _in_parts(
-        self, op: torch._ops.OpOverload, devices: Sequence[str], args: Any, kwargs: Any
+        self,
+        op: torch._ops.OpOverload,
+        devices: Sequence[str],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> Any:
-        """What an op comes to, if autocast acts on what it is made of; else NotImplemented.
+        """Run an op in parts, if autocast acts on ops in it; else return NotImplemented.
 
-        Whether it does is tried out: the ops that reach the device, with autocast and without.
+        To find out, the op runs with autocast and without, and the ops that reach the device are
+        compared.
         """
         parts = self._parts(op, devices, args, kwargs)
         if parts is None:
@@ -109,7 +120,13 @@ class Trace:
         finally:
             self._apart = outer
 
-    def _acts_in(self, parts: Function, devices: Sequence[str], args: Any, kwargs: Any) -> bool:
+    def _acts_in(
+        self,
+        parts: Function,
+        devices: Sequence[str],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> bool:
         keys = (dispatcher.keyset(str(dispatcher.autocast_key(device))) for device in devices)
         with torch.no_grad(), _Reached() as inside:
             parts(*args, **kwargs)
@@ -125,14 +142,18 @@ class Trace:
         return False
 
     def _parts(
-        self, op: torch._ops.OpOverload, devices: Sequence[str], args: Any, kwargs: Any
+        self,
+        op: torch._ops.OpOverload,
+        devices: Sequence[str],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> Function | None:
-        """A function that calls what the op is made of, on these devices; None if it is one."""
+        """Return a function that calls the parts of an op on these devices; None without parts."""
         key = _composite(op, devices)
         if key is None or not any(t.is_floating_point() for t in _tensors((args, kwargs))):
             return None
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*op.tags}:
-            return None  # each try would make sizes that nobody uses
+            return None  # each try would make symbols for sizes that no op uses
         if self.mkldnn and mkldnn_lstm.takes(op, args):
             return mkldnn_lstm.run
         return dispatcher.called_at(op, key)
@@ -144,7 +165,7 @@ def _rulings(name: str, device: str) -> Rulings:
 
 
 def _kernel(op: torch._ops.OpOverload, device: str) -> Function | None:
-    """What autocast does with an op on the device, in the region in force; None if nothing."""
+    """Return autocast's kernel of an op on the device, in the region in force; None without."""
     name, key = op.name().removeprefix("aten::"), str(dispatcher.autocast_key(device))
     if not dispatcher.has_kernel(op.name(), key):
         return None
@@ -156,7 +177,7 @@ def _kernel(op: torch._ops.OpOverload, device: str) -> Function | None:
 
 
 def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
-    """Where the kernel is that takes the op apart; None if it has none, or is no function."""
+    """Return the key of the kernel that takes an op apart; None without one, or if it writes."""
     has = functools.partial(dispatcher.has_kernel, op.name())
     schema = op._schema
     if schema.is_mutable or any(has(device.upper()) for device in devices):
@@ -174,23 +195,27 @@ class _Reached(TorchDispatchMode):
         self.calls: list[tuple[torch._ops.OpOverload, Any, Any]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace != "prim":  # device and layout are asked so, past the dispatcher
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func.namespace != "prim":  # these read a tensor's device or layout
             self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def seen(self) -> list[Any]:
-        """The ops, each with the dtypes it was called with."""
+        """Return the ops, each with the dtypes it was called with."""
         return [(op, [t.dtype for t in _tensors(inputs)]) for op, *inputs in self.calls]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Devices of the tensors that autocast is enabled for, in the order in which they are asked."""
+    """Return the devices of tensors that have an enabled region, in the dispatcher's order."""
     found = {t.device.type for t in tensors}
     on = [d for d in found if dispatcher.autocast_key(d) and torch.is_autocast_enabled(d)]
     return sorted(on, key=lambda device: (device == "cpu", device))  # the CPU's key comes last
@@ -198,7 +223,7 @@ def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 @contextmanager
 def _no_cache() -> Iterator[None]:
-    """No casts in torch's own map of them: it knows nothing of graphs."""
+    """Keep no casts in torch's own map, which does not know of graphs."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

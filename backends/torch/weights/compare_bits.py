@@ -1,4 +1,4 @@
-"""Results of two runs, compared bit for bit, whatever they are made of."""
+"""Bit-for-bit comparison of the results of two runs, in any containers and objects."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 
-def same(one: Any, other: Any) -> bool:
-    """True if two results are the same, tensors bit for bit; whatever they are made of."""
+def same(one: object, other: object) -> bool:
+    """Return whether two results are the same, tensors bit for bit, in any containers."""
     parts, others = list(leaves(one)), list(leaves(other))
     if len(parts) != len(others):
         return False
@@ -25,8 +25,8 @@ def same(one: Any, other: Any) -> bool:
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
 
 
-def leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Tensors and plain values in a result: in containers, and in attributes of other objects."""
+def leaves(tree: object, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Yield tensors and plain values in a result: in containers, and in attributes of objects."""
     for leaf in tree_leaves(tree):
         inside = None if isinstance(leaf, torch.Tensor | type | nn.Module) else _attributes(leaf)
         if inside and id(leaf) not in seen:
@@ -35,21 +35,21 @@ def leaves(tree: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
             yield leaf
 
 
-def _attributes(value: Any) -> Any:
+def _attributes(value: object) -> dict[Any, Any] | None:
     if isinstance(value, Mapping):
         return dict(value)
     return getattr(value, "__dict__", None)
 
 
 def digest(t: torch.Tensor) -> str:
-    """A name for the bits of a tensor."""
+    """Return a hash of the bits of a tensor; "" if it has none that can be read."""
     if not _has_bits(t):
         return ""
     return hashlib.blake2b(_bits(t).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True for tensors of one dtype, shape and device that hold the same bits."""
+    """Return whether two tensors have the same dtype, shape, device and bits."""
     if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
         return False
     if not (_has_bits(a) and _has_bits(b)):

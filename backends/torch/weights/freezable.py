@@ -1,4 +1,4 @@
-"""Which models and tensors can be frozen at all, and why not; no call is made to find it out."""
+"""Models and tensors that cannot be frozen, and why; found without a call of the model."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from polymp.errors import PolicyError
 
 
 def examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ...]]:
-    """The calls of a model, checked: a tuple of arguments for each."""
+    """Check the example calls of a model; return a tuple of arguments for each."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"freeze() takes a torch.nn.Module and its inputs, not {model!r}.")
     listed = inputs if isinstance(inputs, list) else [inputs]
@@ -35,7 +35,7 @@ def examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ...]]:
 
 
 def check(module: nn.Module, path: str) -> None:
-    """Refuse a module that cannot be frozen, or has tensors that cannot."""
+    """Refuse a module that cannot be frozen, or that has tensors that cannot."""
     odd = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)
     what = f"freeze(): {type(module).__name__}" + (f" at {path!r}" if path else "")
     if not path or isinstance(module, odd):
@@ -56,7 +56,7 @@ _INSTEAD = "Freeze a model whose parameters and buffers are plain tensors."
 
 
 def _odd(t: torch.Tensor) -> str:
-    """Of what kind a tensor is that freeze() cannot store; "" for a plain one."""
+    """Return why freeze() cannot store a tensor of this kind; "" for a plain one."""
     if t.is_quantized:
         return "which is quantized"
     if t.is_meta:
@@ -69,7 +69,7 @@ def _odd(t: torch.Tensor) -> str:
 
 
 def device(model: nn.Module) -> str:
-    """The device type that a model's float tensors are on."""
+    """Return the device type that a model's float tensors are on."""
     found = {t.device.type for t in originals.names(model).values() if t.is_floating_point()}
     if len(found) != 1:
         name = type(model).__name__
@@ -77,13 +77,13 @@ def device(model: nn.Module) -> str:
             raise PolicyError(f"freeze(): {name} has no float tensors to store.")
         raise PolicyError(
             f"freeze(): the float tensors of {name} are on {', '.join(sorted(found))}. "
-            "Say which of them to freeze: freeze(..., device_type='cuda')."
+            "Name the device to freeze: freeze(..., device_type='cuda')."
         )
     return found.pop()
 
 
 def groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
-    """The model's tensors by the memory that they are on, and those reasons that lie in them."""
+    """Group the model's tensors by their memory, with reasons to keep them that need no call."""
     pinned = {
         id(t)
         for m in model.modules()
@@ -105,7 +105,7 @@ def groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
 
 
 def _why(t: torch.Tensor, device: str) -> str:
-    """Why a tensor cannot be stored low, whoever uses it; "" if it can."""
+    """Return why a tensor cannot be stored low in any use; "" if it can."""
     if t.requires_grad:
         return "requires gradients"
     if t.dtype is not torch.float32:
@@ -118,21 +118,21 @@ def _why(t: torch.Tensor, device: str) -> str:
 
 
 def refuse_trained(name: str, groups: Iterable[freeze_usage.Group]) -> None:
-    """Raise if all that could be stored is trained."""
+    """Raise if every tensor that could be stored low is trained."""
     trained = [n for g in groups for n, t in g.tensors.items() if t.requires_grad]
     if trained and all(g.why for g in groups):
         raise PolicyError(
-            f"freeze(): all that {name} could store low, {len(trained)} parameters, require "
-            "gradients. Those that are trained stay float32; for the others call "
-            "requires_grad_(False) first, for all of them model.requires_grad_(False)."
+            f"freeze(): all parameters of {name} that could be stored low, {len(trained)} of them, "
+            "require gradients. Call requires_grad_(False) first on those that are not trained, or "
+            "model.requires_grad_(False). Those that are trained stay float32."
         )
 
 
 def refuse_nothing(name: str, groups: Iterable[freeze_usage.Group]) -> NoReturn:
-    """Raise, for no group can be stored: why not."""
+    """Raise an error with the reasons why no tensor can be stored low."""
     why = {n: g.why for g in groups for n, t in g.tensors.items() if t.is_floating_point()}
     shown = reasons(why)
-    more = f"; and {len(shown) - 6} reasons more" if len(shown) > 6 else ""
+    more = f"; and {len(shown) - 6} more reasons" if len(shown) > 6 else ""
     trained = any(t.requires_grad for g in groups for t in g.tensors.values())
     hint = " For weights that are not trained call requires_grad_(False) first." if trained else ""
     raise PolicyError(
@@ -141,7 +141,7 @@ def refuse_nothing(name: str, groups: Iterable[freeze_usage.Group]) -> NoReturn:
 
 
 def reasons(kept: Mapping[str, str]) -> list[str]:
-    """Why tensors stay, a line for each reason."""
+    """Return the reasons why tensors stay, a line for each."""
     reasons: dict[str, list[str]] = {}
     for name, why in kept.items():
         reasons.setdefault(why, []).append(name)

@@ -1,9 +1,7 @@
 """`freeze`: weights that a region only ever casts to its low dtype are stored in that dtype.
 
-In go a model and example calls; out comes a handle. The examples run under autocast, watched by
-`freeze_usage`, which says of each tensor why it cannot be stored low, if there is a reason. What is
-left is stored low, and the examples must then give the same bits. What a policy says is not known
-here.
+The examples run under autocast, watched by `freeze_usage`, which finds the tensors that cannot be
+stored low, and why. The others are stored low, and the examples must then give the same bits.
 """
 
 import contextlib
@@ -25,16 +23,17 @@ from polymp.errors import PolicyError
 
 
 class Frozen(subclass.Handle):
-    """What `freeze` returns: `remove()` gives the model its float32 weights back.
+    """The handle that `freeze` returns: `remove()` gives the model its float32 weights back.
 
-    A weight that was written since, by load_state_dict say, comes back with what it holds now.
+    A weight that was written since, for example by load_state_dict, keeps the values that it has
+    now.
 
     Attributes:
         stored: names of the parameters and buffers that are stored low, every name of a tied one.
         kept: names of the other float ones, and why each stayed as it was.
-        dtype: the low dtype.
-        bytes_before: memory of the model's parameters and buffers as they were.
-        bytes_after: that of what the model holds now. What `remove()` needs is not in it.
+        dtype: name of the low dtype.
+        bytes_before: memory of the model's parameters and buffers before, in bytes.
+        bytes_after: their memory now, without the originals that `remove()` needs.
     """
 
     _call: ClassVar[str] = "freeze(model, example_inputs)"
@@ -65,16 +64,16 @@ class Frozen(subclass.Handle):
         self._originals = originals or []
 
     def remove(self) -> None:
-        """Give the model its weights in float32 back, the same tensors, and its own class.
+        """Give the model its float32 weights back, in the same tensors, and its own class.
 
         Raises:
-            PolicyError: they were dropped.
+            PolicyError: they were dropped, by `freeze(..., drop=True)`.
         """
         if self._dropped:
             raise PolicyError(
                 f"freeze(): the float32 weights of {self._model} are gone, because it was frozen "
-                f"with drop=True. Its {len(self.stored)} tensors in {self.dtype} do not hold what "
-                "was rounded off. Load a checkpoint into a new model."
+                f"with drop=True. Its {len(self.stored)} tensors in {self.dtype} are rounded. Load "
+                "a checkpoint into a new model."
             )
         for original in self._originals:
             original.give_back(dtype_names.DTYPES[self.dtype])
@@ -104,70 +103,72 @@ def freeze(
     kwargs: dict[str, Any] | None = None,
     *,
     device_type: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     drop: bool = False,
 ) -> Frozen:
-    """Store a model's weights in the low dtype where autocast would only ever cast them to it.
+    """Store the weights of a model in the low dtype if autocast only ever casts them to it.
 
         model.eval().requires_grad_(False)
         handle = freeze(model, (x,), dtype=torch.bfloat16, drop=True)
-        y = model(x)                         # the bits of autocast, without a cast of a weight
+        y = model(x)                         # the bits of autocast, without casts of weights
         print(handle)                        # what is stored low, what stayed, and why
 
     The model is called with the examples under `autocast(device_type, dtype, policy=policy)`. A
     float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
-    at every use, is stored in that dtype. The rest stays: what is trained, read in float32,
-    written, not used, pinned, or whose dtype the Python program asks for, since what it does with
-    the answer cannot be seen. Tied weights stay tied; tensors that share memory are stored low
-    together or not at all. Before this holds, outputs, gradients of what requires them, and the
-    sequence of ops are compared with those of the model as it was. They must be the same, bit for
-    bit.
+    at every use, is stored in that dtype. The others stay as they are: tensors that are trained,
+    read in float32, written, not used or pinned, or whose dtype the Python program reads, because
+    it cannot be seen what depends on it. Tied weights stay tied; tensors that share memory are
+    stored low together or not at all. Then outputs, gradients and the sequence of ops are compared
+    with those of the model before. They must be the same, bit for bit.
 
     A frozen model enters its region itself where it is called outside of regions, or in one with
-    `enabled=False`. In its own region it runs as it is, so frozen bases train adapters inside the
-    training loop's region. What is called past the model, as `model.encoder(x)`, `model.forward(x)`
-    or a module that another model shares, needs the region around. It goes with deepcopy, pickle
-    and torch.compile. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it
-    as the cast does.
+    `enabled=False`. In its own region it runs as it is, so that adapters on a frozen model can be
+    trained inside the region of the training loop. Calls that go around the model, such as
+    `model.encoder(x)`, `model.forward(x)` or a module that another model shares, need the region
+    around them. The model works with deepcopy, pickle and torch.compile. Its state_dict holds the
+    low tensors; loading a float32 checkpoint rounds it as the cast does.
 
-    What holds for the examples holds for calls that take the same branches; give one for each.
-    Nothing is checked later: on another branch a weight may be read in the low dtype silently, and
-    a stored weight that is made to require gradients is trained in the low dtype.
-    Freeze in the mode, train or eval, in which the model will run. With gradients enabled the
-    examples are run with and without them, else only without. Buffers, attributes, and the random
-    numbers of torch, Python and NumPy are put back after each run; what else a call changes is not.
-    Freeze a model that has all the modules that use its weights, before it is compiled.
+    The comparison holds for calls that take the same branches as an example; give one for each
+    branch. Nothing is checked later: on another branch a weight may be read in the low dtype
+    without an error, and a stored weight that is made to require gradients is trained in the low
+    dtype. Freeze in the mode, train or eval, in which the model will run. With gradients enabled
+    the examples run with and without them, else only without. Buffers, attributes, and the random
+    state of torch, Python and NumPy are put back after each run; other changes are not. Freeze a
+    model that has all the modules that use its weights, before it is compiled.
 
     Args:
         model: any module; it is changed in place, and its parameters stay the same objects.
         example_inputs: the arguments of one call, a tuple, or a list of such tuples.
         kwargs: keyword arguments of every call.
-        device_type: whose weights; None for that of the model's tensors, if it is one.
-        dtype: the low dtype; None for that of the region around, or the device's default.
-        policy: as `autocast` takes it.
-        drop: False keeps the float32 originals for `remove()`; True lets them go, so that the
-            memory of what is stored low halves.
+        device_type: the device type of the weights; None if all are on one.
+        dtype: the low dtype, as a name, an alias such as "bf16", or a dtype; None for that of the
+            region around, or the device's default.
+        policy: as in `autocast`.
+        drop: False keeps the float32 originals for `remove()`; True drops them, so that the stored
+            weights take half of the memory.
 
     Returns:
         A handle, not the model.
 
     Raises:
         TypeError: the model is no module or one that cannot be extended; an example is no tuple; a
-            weight is a DTensor, quantized, an inference tensor, or of another class of its own.
-        PolicyError: no weight can be stored low; the examples do not run the same bit for bit, and
-            the message says in which op; or the model, or a part of it, is frozen. The model is as
-            it was then.
+            weight is a DTensor, quantized, an inference tensor, or of another tensor class.
+        PolicyError: no weight can be stored low; the examples do not give the same bits, and the
+            message names the op; or the model, or a part of it, is frozen already. The model is not
+            changed then.
     """
     examples = freezable.examples(model, example_inputs, kwargs)
     for path, module in model.named_modules():
         freezable.check(module, path)
     kind = freezable.device(model) if device_type is None else device_type
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = dtype_names.of(dtype, "freeze(): dtype")
     region = autocast(kind, dtype, policy=policy)
     if not region._enabled:
         raise PolicyError(
-            f"freeze(): autocast({kind!r}, {region.fast_dtype}) is disabled, as the warning says, "
-            "so nothing would run low. Give dtype=torch.bfloat16 or torch.float16."
+            f"freeze(): autocast({kind!r}, {region.fast_dtype}) is disabled, see the warning, so "
+            "that nothing would run low. Write dtype=torch.bfloat16 or dtype=torch.float16."
         )
     name = type(model).__name__
     frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY), name)
@@ -175,8 +176,8 @@ def freeze(
     scoped = frozen_for.scope is not None
     if enabled and not is_same(region._ticket, scoped, low, *policy_code.in_force()):
         raise PolicyError(
-            f"freeze(): called in a region for {dtype_names.NAMES[low]}, it was asked to freeze "
-            f"{name} for {region!r}. Call it outside of regions."
+            f"freeze(): called in a region for {dtype_names.NAMES[low]}, and {name} is to be "
+            f"frozen for {region!r}. Call freeze() outside of regions."
         )
     groups = freezable.groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()
@@ -193,7 +194,7 @@ def freeze(
 
 
 def _stored(model: nn.Module, frozen_for: FrozenFor, trial: freeze_trial.Trial) -> list[Original]:
-    """Store low what can be, and have it verified; what was found elsewhere, too, stays."""
+    """Store the tensors that can be stored low, and verify; keep those with other readers."""
     while True:
         chosen = [group for group in trial.groups if not group.why]
         if not chosen:
@@ -223,7 +224,7 @@ def _put_back(model: nn.Module, originals: Iterable[Original]) -> None:
 
 
 def _uncompiled() -> Any:
-    """A context in which compiled functions run as they were written."""
+    """Return a context in which compiled functions run as they were written."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")

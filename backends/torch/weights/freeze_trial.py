@@ -1,8 +1,7 @@
-"""Calls of a model that leave no trace.
+"""Trial calls of a model, after which its attributes, tensors and random state are put back.
 
-In go a model, examples and groups of its tensors; `Trial` runs the examples as the model is and,
-once weights are stored in another dtype, as it is then, and says in which op that makes a
-difference. Which weights are stored, and how a model is frozen, is not known here.
+`Trial` runs the examples before and after weights are stored in another dtype, and finds the op in
+which the two differ.
 """
 
 import collections
@@ -35,8 +34,16 @@ class Case(NamedTuple):
 class Trial:
     """The examples, run before and after weights are stored low.
 
+    Args:
+        model: the model.
+        examples: the arguments of each call.
+        kwargs: keyword arguments of all.
+        region: the region that the model is frozen for.
+        groups: the model's tensors.
+        grad: True to run the examples with gradients, too.
+
     Attributes:
-        groups: the model's tensors; `watch` notes in them why they stay as they are.
+        groups: likewise; `watch` notes in them why they stay as they are.
     """
 
     def __init__(
@@ -58,10 +65,10 @@ class Trial:
         buffers = {id(t) for t in model.buffers()}
         for group in groups:
             if any(id(t) in buffers for t in group.each()):
-                group.save()  # some ops write them and do not say so
+                group.save()  # some ops write them without a mark in their schemas
 
     def watch(self) -> None:
-        """Run the examples under autocast, and note what speaks against storing a tensor low."""
+        """Run the examples under autocast, and note why tensors cannot be stored low."""
         for case in self._cases:
             seen = self._uses()
             self._run(case, self._region, seen)
@@ -69,21 +76,24 @@ class Trial:
             self._plain.append((self._run(case, self._region), seen.ops))
         if not any(tree_leaves(results) for results, _ in self._plain):
             raise PolicyError(
-                f"freeze(): the examples make {self._name} return nothing that could be compared."
+                f"freeze(): {self._name} returns no tensor or number for the examples, so that "
+                "nothing can be compared. Give examples for which it returns one."
             )
         for group in self.groups:
             if not group.cast:
                 group.stays("not used in the examples")
 
     def verify(self, originals: Sequence[Original]) -> dict[int, str]:
-        """Run the examples with the weights stored low; the results must be those of before.
+        """Run the examples with the weights stored low, and compare with the results before.
+
+        Args:
+            originals: the tensors that are stored low.
 
         Returns:
-            Which of the originals are still read, by what else is on their memory: the place in
-            the list, and the op.
+            The originals whose old memory an op still reads: places in the list, and the op.
 
         Raises:
-            PolicyError: they are not.
+            PolicyError: the results differ.
         """
         found: dict[int, str] = {}
         places = {storage.storage_key(o.held[0]): at for at, o in enumerate(originals)}
@@ -106,7 +116,7 @@ class Trial:
     def _uses(
         self, elsewhere: Sequence[torch.Tensor] = (), digests: bool = False
     ) -> freeze_usage.Uses:
-        """A watch on the groups; what it notes does not count once weights are stored low."""
+        """Make a watch on the groups; once weights are stored low, its notes do not count."""
         groups = self.groups
         if elsewhere or digests:
             groups = [freeze_usage.Group(group.tensors, "seen already") for group in groups]
@@ -120,9 +130,9 @@ class Trial:
         watch: freeze_usage.Uses | None = None,
         asks: freeze_usage.Asks | None = None,
     ) -> list[Any]:
-        """What the model returns and the gradients that come of it; nothing is changed."""
+        """Return the results of a call and their gradients; nothing is changed."""
         args, kwargs = _copied((case.example, self._kwargs))
-        region_casts.drop()  # those of a region around this would be found by the next run
+        region_casts.drop()  # the next run would use casts of a region around this
         with (
             left_alone(self._model, self.groups),
             same_random(self._region.device),
@@ -153,7 +163,12 @@ class Trial:
     def _refuse(
         self, case: Case, originals: Sequence[Original], error: Exception | None = None
     ) -> None:
-        """Say where the model with low weights first differs from the model as it was.
+        """Raise an error with the first op in which the model with low weights differs.
+
+        Args:
+            case: the example.
+            originals: the tensors that are stored low.
+            error: raised by the model with low weights; None without one.
 
         Raises:
             PolicyError: always.
@@ -172,7 +187,7 @@ class Trial:
             op = freeze_usage.first_difference(plain.ops, again.ops)
             raise PolicyError(
                 f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
-                "be compared. torch.use_deterministic_algorithms(True) may help."
+                "be compared. Call torch.use_deterministic_algorithms(True) before freeze()."
             ) from error
         compared = [
             op if at < len(steady) and steady[at].digests else op._replace(digests=())
@@ -185,12 +200,13 @@ class Trial:
         raise PolicyError(
             f"{what} does not run with weights in {low_dtype} as under autocast.{raised} "
             f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "
-            f"{theirs or 'not there'}. The model is as it was. Freeze the parts that do not do so."
+            f"{theirs or 'not there'}. The model was not changed. Freeze the submodules without "
+            "this op."
         ) from error
 
 
 def _copied(tree: Any) -> Any:
-    """The inputs again, for a call that may write them; what is one tensor stays one."""
+    """Copy the inputs, for a call that may write them; one tensor in two places stays one."""
     made: dict[int, torch.Tensor] = {}
 
     def copied(leaf: Any) -> Any:
@@ -208,7 +224,7 @@ _CONTAINERS = (dict, collections.OrderedDict, list, set)
 
 @contextlib.contextmanager
 def left_alone(model: nn.Module, groups: Sequence[freeze_usage.Group]) -> Iterator[None]:
-    """Put back, after, attributes of modules, what is in containers there, and written tensors."""
+    """At the end put back attributes of modules, containers in them, and written tensors."""
     before = [
         (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if type(v) in _CONTAINERS})
         for m in model.modules()
@@ -229,7 +245,7 @@ def left_alone(model: nn.Module, groups: Sequence[freeze_usage.Group]) -> Iterat
 
 @contextlib.contextmanager
 def same_random(device: str) -> Iterator[None]:
-    """Put back, after, the random numbers of torch, Python and NumPy."""
+    """At the end put back the random state of torch, Python and NumPy."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy else None
     kind = "cuda" if device == "cpu" else device

@@ -1,9 +1,8 @@
-"""What a program does with the tensors of a model: who reads them, who writes, who asks.
+"""The uses of a model's tensors in a program: casts, reads, writes, and reads of their dtypes.
 
-In go groups of tensors, each on one storage, and a low dtype; out comes, for each group, why it
-cannot be stored in that dtype, if anything was seen that says so. Ops are watched below autocast
-and autograd, where a cast is an op like any other. How a model is run, and what is made of the
-answer, is not known here.
+For each group of tensors on one storage, the watches here note why it cannot be stored in the low
+dtype, if a use shows it. Ops are watched below autocast and autograd, where a cast is an op like
+any other.
 """
 
 import sys
@@ -26,11 +25,15 @@ from polymp.backends.torch.weights import compare_bits
 class Group:
     """Tensors on one storage: all are stored low, or none.
 
-    Attributes:
+    Args:
         tensors: by name, every name of each.
-        why: why it stays as it is; "" as long as nothing says so.
-        cast: True once it was seen to be cast to the low dtype.
-        saved: what the tensors held, in the order of `tensors`, if a call was about to write them.
+        why: why they stay as they are; "" without a reason.
+
+    Attributes:
+        tensors: likewise.
+        why: likewise.
+        cast: True once a cast to the low dtype was seen.
+        saved: copies of the tensors, in the order of `tensors`, if a call was about to write them.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], why: str = "") -> None:
@@ -40,7 +43,7 @@ class Group:
         self.saved: list[torch.Tensor] = []
 
     def each(self) -> list[torch.Tensor]:
-        """The tensors, each once."""
+        """Return the tensors, each once."""
         return list({id(t): t for t in self.tensors.values()}.values())
 
     def stays(self, why: str) -> None:
@@ -48,12 +51,12 @@ class Group:
         self.why = self.why or why
 
     def save(self) -> None:
-        """Keep what the tensors hold; once."""
+        """Copy the tensors, once."""
         if not self.saved:
             self.saved = [t.detach().clone() for t in self.tensors.values()]
 
     def put_back(self) -> None:
-        """Give the tensors what they held when it was saved."""
+        """Give the tensors the values back that they had when they were saved."""
         for t, saved in zip(self.tensors.values(), self.saved, strict=False):
             if not compare_bits.same_bits(t.detach(), saved):
                 t.data.copy_(saved)
@@ -67,7 +70,7 @@ class Op(NamedTuple):
         inputs: dtypes of the tensors it was given.
         outputs: dtypes of those that it made; None if it raised.
         where: path of the module whose call it ran in.
-        digests: of the bits that it made, if they were asked for.
+        digests: hashes of its results, if they were requested.
     """
 
     name: str
@@ -82,11 +85,18 @@ class Op(NamedTuple):
 
 
 class Uses(TorchDispatchMode):
-    """Notes every op, and of those on watched storages what they do with them.
+    """Notes every op, and the uses of watched storages.
+
+    Args:
+        groups: the watched tensors.
+        low: the low dtype.
+        paths: of the model's modules, by identity.
+        elsewhere: tensors whose storages are watched for any op.
+        digests: True to hash the results of ops.
 
     Attributes:
-        ops: that ran, in order; casts of watched tensors to the low dtype are left out.
-        touched: storages other than those of the groups, and the first op on each.
+        ops: the ops, in order; without casts of watched tensors to the low dtype.
+        touched: the storages of `elsewhere` that an op used, and the first op on each.
     """
 
     supports_higher_order_operators = True
@@ -110,10 +120,14 @@ class Uses(TorchDispatchMode):
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # device and layout are asked so, past the dispatcher
+        if func.namespace == "prim":  # these read a tensor's device or layout
             return func(*args, **kwargs)
         where = module_path(self.paths)
         ways = list(_ways(func, args, kwargs))
@@ -131,16 +145,18 @@ class Uses(TorchDispatchMode):
             self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result), digests=done)
         return result
 
-    def returned(self, tree: Any) -> None:
-        """The program handed these tensors out; what is a cast may be written by whoever has it."""
+    def returned(self, tree: object) -> None:
+        """Note returned tensors: the caller may write one that is a cast of a watched tensor."""
         for t in _tensors(tree):
             if found := self._casts.get(storage.storage_key(t)):
                 found[1].stays("its cast is returned")
 
-    def _cast_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Group | None:
-        """The group of a tensor that is cast to the low dtype, where that dtype spares the cast.
+    def _cast_of(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Group | None:
+        """Return the group of a tensor that this op casts to the low dtype; None for other ops.
 
-        None if the op is anything else.
+        Only casts count that would not be needed if the tensor had the low dtype.
         """
         if func is not torch.ops.aten._to_copy.default:
             return None
@@ -151,7 +167,12 @@ class Uses(TorchDispatchMode):
         return self.groups.get(storage.storage_key(t)) if plain and here and low else None
 
     def _cast(
-        self, group: Group, func: Any, args: Any, kwargs: Mapping[str, Any], where: str
+        self,
+        group: Group,
+        func: torch._ops.OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, object],
+        where: str,
     ) -> torch.Tensor:
         made: torch.Tensor = func(*args, **kwargs)
         if made.stride() != args[0].stride():
@@ -161,13 +182,15 @@ class Uses(TorchDispatchMode):
         return made
 
     def _only_views(self, ways: Sequence[tuple[torch.Tensor, str]]) -> bool:
-        """True for a view of watched tensors or of their casts, which once stored low are one."""
+        """Return whether an op only views watched tensors or casts of them."""
         keys = [storage.storage_key(t) for t, way in ways if way == "view"]
         known = all(key in self.groups or key in self._casts for key in keys)
         return bool(keys) and len(keys) == len(ways) and known
 
-    def _look(self, func: Any, ways: Sequence[tuple[torch.Tensor, str]], where: str) -> None:
-        """Note what an op does with watched storages, before it does."""
+    def _look(
+        self, func: torch._ops.OpOverload, ways: Sequence[tuple[torch.Tensor, str]], where: str
+    ) -> None:
+        """Note the uses of watched storages by an op, before it runs."""
         for t, way in ways:
             key = storage.storage_key(t)
             if key in self._elsewhere:
@@ -184,7 +207,7 @@ class Uses(TorchDispatchMode):
                 group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
 
 
-# What tells the dtype of a tensor, or makes it be read where no op is seen.
+# Attributes and functions that read the dtype of a tensor, or its values where no op is seen.
 _ASKS = {
     *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes")),
     *(
@@ -195,12 +218,12 @@ _ASKS = {
     torch.result_type,
 }
 
-# In a region the answer changes nothing there: it is for an error raised outside of regions.
+# Functions in which the dtype changes nothing in a region: they raise errors outside of regions.
 _HARMLESS = {nn.RNNBase.check_input.__code__}
 
 
 class Asks(TorchFunctionMode):
-    """Notes whose dtype the Python program asks for; what it does with it cannot be seen."""
+    """Notes tensors whose dtype the program reads: what depends on it cannot be seen."""
 
     def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
         super().__init__()
@@ -208,8 +231,12 @@ class Asks(TorchFunctionMode):
         self.paths = paths
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         asked: Sequence[Any] = ()
         if func in _ASKS:
@@ -220,7 +247,7 @@ class Asks(TorchFunctionMode):
         tensors = [t for t in asked if isinstance(t, torch.Tensor)]
         if tensors and not _harmless(sys._getframe(1)):
             for group in filter(None, (self.groups.get(storage.storage_key(t)) for t in tensors)):
-                group.stays(f"its dtype is asked for{_in(module_path(self.paths))}")
+                group.stays(f"its dtype is read{_in(module_path(self.paths))}")
         return func(*args, **kwargs)
 
 
@@ -229,12 +256,12 @@ def _harmless(frame: FrameType) -> bool:
 
 
 def module_path(paths: Mapping[int, str]) -> str:
-    """The path of the innermost of these modules whose call runs here; "" outside of all."""
+    """Return the path of the innermost of these modules whose call runs; "" outside of all."""
     return next((paths[id(m)] for m in nn_modules.running_modules() if id(m) in paths), "")
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
-    """The first ops in which two runs differ, in dtypes or bits; None if they are the same."""
+    """Return the first ops in which two runs differ, in dtypes or bits; None if none do."""
     for a, b in zip(one, other, strict=False):
         if a != b:
             return a, b
@@ -245,8 +272,10 @@ def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None,
     return (rest, None) if longer is one else (None, rest)
 
 
-def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, str]]:
-    """The tensors an op is given, and whether it reads, writes or only views each."""
+def _ways(
+    func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield an op's input tensors, and whether it reads, writes or only views each."""
     schema = getattr(func, "_schema", None)  # ops on functions have none
     if schema is None:
         yield from ((t, "read") for t in _tensors((args, kwargs)))
@@ -267,11 +296,11 @@ def _ways(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[tor
         yield from ((t, way) for t in _tensors(value))
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _dtypes(tree: Any) -> tuple[str, ...]:
+def _dtypes(tree: object) -> tuple[str, ...]:
     return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
 
 

@@ -1,4 +1,4 @@
-"""`FrozenModule`: a model's class once it is frozen, which runs in its region."""
+"""`FrozenModule`: the class of a frozen model, which enters its region when it is called."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,12 +14,12 @@ from polymp.errors import PolicyError
 
 
 class FrozenFor(NamedTuple):
-    """What a frozen model knows.
+    """The data of a frozen model.
 
     Attributes:
-        region: in which it runs.
-        scope: what `scoped` had put on it; None for nothing.
-        name: of its class.
+        region: the region that it runs in.
+        scope: its scope when it was frozen, from `scoped`; None without one.
+        name: the name of its class.
     """
 
     region: autocast
@@ -33,7 +33,7 @@ class FrozenModule(subclass.Extension):
     KEY = "_polymp_freeze"
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
-        """What calling a module comes to, also by a `__call__` bound before. Since torch 1.8."""
+        """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
         frozen_for = self.__dict__.get(FrozenModule.KEY)
         if frozen_for is None:
             above: Any = super() if isinstance(self, FrozenModule) else self  # bound, then removed
@@ -53,8 +53,8 @@ class FrozenModule(subclass.Extension):
 @dynamo.at_trace_time
 def _refuse_scope(name: str) -> NoReturn:
     raise PolicyError(
-        f"the rules that scoped() gives {name} are others than when it was frozen. "
-        "Call remove() of the handle that freeze() returned, and freeze it again."
+        f"{name} has other rules from scoped() than when it was frozen. Call remove() of the "
+        "handle that freeze() returned, and freeze the model again."
     )
 
 
@@ -62,7 +62,7 @@ def _refuse_scope(name: str) -> NoReturn:
 def _fits(
     ticket: str, name: str, scoped: bool, enabled: bool, dtype: torch.dtype, *code: torch.dtype
 ) -> bool:
-    """True if the region in force is the ticket's, or as good; False if there is none.
+    """Return whether the region in force is equal to the ticket's; False if there is none.
 
     Args:
         ticket: of the region that a model was frozen for.
@@ -72,8 +72,11 @@ def _fits(
         dtype: the low dtype in force.
         code: of the policies in force.
 
+    Returns:
+        True if the model can run as it is; False if it has to enter its region.
+
     Raises:
-        PolicyError: it is another one.
+        PolicyError: another region is in force.
     """
     if not enabled:
         return False
@@ -84,13 +87,13 @@ def _fits(
     here = _spelled(region.device, dtype_names.NAMES[dtype], policy)
     frozen = _spelled(region.device, region.dtype, region.policy)
     raise PolicyError(
-        f"{name} was frozen for {frozen}, and is called in {here}. Call it in that region or "
-        "outside of all, where it enters its own; or freeze it for this one."
+        f"{name} was frozen for {frozen}, and is called in {here}. Call it in the first region, or "
+        "outside of regions, where it enters that one by itself; or freeze it for the second."
     )
 
 
 def is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
-    """True if the region that a dtype and policies stand for is the ticket's; see `_fits`."""
+    """Return whether a region of this dtype and these policies is equal to the ticket's."""
     region = regions.prepared.by_ticket[ticket][0]
     policy = policy_code.policy_at(region.device, *code)
     same = scoped or policy is region.policy or policy == region.policy

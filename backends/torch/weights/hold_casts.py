@@ -22,39 +22,39 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                 loss.backward()
             optimizer.step()                         # they changed: they will be cast again
 
-    A region of torch.autocast throws its casts away when it ends, and never keeps those of frozen
-    weights or in inference mode. Here the numbers stay, for parameters with and without gradients
-    and for buffers, for views of them, in every low dtype, for every thread; outputs and gradients
-    are those without the block, bit for bit. Worth it wherever a region is entered again with the
+    A region of torch.autocast drops its casts when it ends, and never keeps casts of frozen weights
+    or in inference mode. In this block casts stay: of parameters with and without gradients, of
+    buffers, and of views of them, in every low dtype, for every thread. Outputs and gradients are
+    the same as without the block, bit for bit. It pays wherever a region is entered again with the
     same weights: gradient accumulation, decoding, evaluation, sampling, frozen backbones.
 
-    A cast is made again when its weight shows another version, address, shape or strides than it
-    had then (in-place writes, `load_state_dict`, `weight.data = ...`, `swap_tensors`), and after
-    the step of any `torch.optim.Optimizer` that has it, fused or not. A write that none of this
-    shows, such as `weight.data.copy_(...)`, has to be followed by `invalidate()`;
-    `check=True` finds such writes.
+    A cast is made again when its weight has another version, address, shape or strides than before
+    (after in-place writes, `load_state_dict`, `weight.data = ...`, `swap_tensors`), and after the
+    step of any `torch.optim.Optimizer` that has the weight, fused or not. After a write that none
+    of this shows, such as `weight.data.copy_(...)`, call `invalidate()`; `check=True` finds such
+    writes.
 
-    Not held, and cast at every use as before: parameters assigned to a module after the block was
-    entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2 gathers and
-    buffers that DDP sends, for such writes do not show; DTensors and other tensor subclasses;
-    tensors made in inference mode; weights of recurrent layers on CUDA, which are cast into one
-    buffer; what torch.compile, CUDA graphs and torch.func record; where
-    gradients are wanted, parameters below 65,536 elements, for a cast costs less, and in regions of
-    torch.autocast those that torch keeps casts of itself.
+    These are cast at every use as without the block: parameters assigned to a module after the
+    block was entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2
+    gathers and buffers that DDP sends, because these writes cannot be noticed; DTensors and other
+    tensor subclasses; tensors made in inference mode; weights of recurrent layers on CUDA, which
+    are cast into one buffer; ops that torch.compile, CUDA graphs and torch.func record; with
+    gradients, parameters below 65,536 elements, whose cast costs less than holding it, and in
+    regions of torch.autocast those whose casts torch keeps itself.
 
-    Enter a block outside of regions, or before a region uses a weight: after that its gradients are
-    right, but added up in another order.
+    Enter a block outside of regions, or before a region uses a weight. Later the gradients are
+    still right, but added up in another order.
 
     Blocks nest, and one object can be entered again, by several threads too; the casts of a model
-    are there while any block for it is open. It is a decorator, too.
+    are held while any block for it is open. The block is a decorator, too.
 
     Args:
-        models: whose parameters and buffers; one or more.
+        models: the modules whose parameters and buffers are held; one or more.
         check: compare every held cast with the weight at each use, which costs more than casting.
 
     Raises:
-        TypeError: no model is given, or something else.
-        StaleCastError: in the block, with `check`: a cast is stale. Names the weight.
+        TypeError: no model is given, or an argument is no module.
+        StaleCastError: in the block, with `check`: a cast is stale. The message names the weight.
     """
 
     def __init__(self, *models: nn.Module, check: bool = False) -> None:
@@ -71,9 +71,9 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                     "Write: with hold_casts(model): ..."
                 )
         if not models:
-            raise TypeError("hold_casts() needs the model whose weights it is to cast once.")
+            raise TypeError("hold_casts() needs a model. Write: with hold_casts(model): ...")
         if not isinstance(check, bool):
-            raise TypeError(f"hold_casts(check=...) is True or False, got {check!r}.")
+            raise TypeError(f"hold_casts(check=...) must be True or False, got {check!r}.")
         self.models = models
         self.check = check
         self._lock = threading.RLock()
@@ -81,7 +81,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._held: list[held_casts.Weight] = []
         self._devices: frozenset[str] = frozenset()
         self._hooks: list[Any] = []
-        self._counted = [0, 0]  # casts made and served, less what the weights in hand say
+        self._counted = [0, 0]  # casts made and served, without those that the weights count now
 
     @dynamo.untraced("a hold_casts block is entered and left outside of compiled code")
     def __enter__(self) -> Self:
@@ -115,9 +115,9 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._hooks = []
 
     def invalidate(self) -> None:
-        """Drop the casts of these models' weights, after a write that nothing shows.
+        """Drop the casts of these models' weights, after a write that cannot be noticed.
 
-        Parameters that were assigned since the block was entered are held from now on.
+        Casts of parameters that were assigned since the block was entered are held from now on.
         """
         with self._lock:
             if self._entered:
@@ -150,22 +150,22 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
 
     @property
     def bytes(self) -> int:
-        """Bytes of the casts that are held now."""
+        """The bytes of the casts that are held now."""
         return held_casts.bytes_of(self._held)
 
     @property
     def made(self) -> int:
-        """Casts of these weights that were made while this block was open."""
+        """The number of casts of these weights that were made while this block was open."""
         return self._counted[0] + sum(weight.made for weight in self._held)
 
     @property
     def saved(self) -> int:
-        """Casts that were not made while this block was open, because one was there."""
+        """The number of casts that were not made while it was open, because one was held."""
         served = self._counted[1] + sum(weight.served for weight in self._held)
         return served - self.made
 
     def _count(self, weights: list[held_casts.Weight], sign: int) -> None:
-        """Add what the weights have counted so far, or take it off."""
+        """Add the counts of weights to those of this block, or subtract them."""
         self._counted[0] += sign * sum(weight.made for weight in weights)
         self._counted[1] += sign * sum(weight.served for weight in weights)
 
@@ -176,7 +176,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
 
 
 class _Loaded:
-    """What a model calls when it has loaded a state; that of a copy of the model does nothing."""
+    """The hook of a model that has loaded a state; in a copy of the model it does nothing."""
 
     def __init__(self, block: hold_casts | None = None) -> None:
         self.block = block
@@ -190,9 +190,9 @@ class _Loaded:
 
 
 def _written_unseen(model: nn.Module) -> set[int]:
-    """Identities of what torch.distributed writes at the same version, and to the same memory.
+    """Return the identities of tensors that torch.distributed writes without a new version.
 
-    Parameters that FSDP gathers, and buffers that DDP sends to the other ranks.
+    These are parameters that FSDP gathers, and buffers that DDP sends to the other ranks.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     gathers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()

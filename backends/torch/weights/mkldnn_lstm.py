@@ -1,4 +1,4 @@
-"""The LSTM of CPUs, taken apart as torch runs it by mkldnn."""
+"""torch's LSTM on CPUs in parts, as mkldnn runs it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,19 @@ import torch
 
 
 def in_use() -> bool:
-    """True if torch uses mkldnn; torch.export turns it off while it traces."""
+    """Return whether torch uses mkldnn; torch.export turns it off while it traces."""
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def takes(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """True if torch runs the op by mkldnn, layer by layer, which a fake tensor does not show.
+    """Return whether torch runs an op by mkldnn, layer by layer, which fake tensors do not show.
+
+    Args:
+        op: the op.
+        args: its arguments.
+
+    Returns:
+        True for an LSTM that mkldnn supports.
 
     Source:
         torch v2.13 aten/src/ATen/native/RNN.cpp, `use_mkldnn` and `lstm`.
@@ -40,11 +47,7 @@ def run(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An LSTM as torch runs it by mkldnn.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`.
-    """
+    """Run an LSTM as torch does by mkldnn: torch v2.13 ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`."""
     h, c = state[0].contiguous(), state[1].contiguous()
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     each = 4 if has_biases else 2

@@ -11,26 +11,26 @@ from polymp.rules.row import LOW
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; one with several names under each."""
+    """Return parameters and buffers by name; a tensor with several names under each."""
     every = (model.named_parameters, model.named_buffers)
     return {name: t for named in every for name, t in named(remove_duplicate=False)}
 
 
 def memory(model: nn.Module) -> int:
-    """Bytes of the memory that parameters and buffers are on, each piece once."""
+    """Return the bytes of the memory of parameters and buffers, each piece once."""
     pieces = {storage.storage_key(t): t for t in names(model).values() if storage.storage_key(t)}
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 
 class Original:
-    """Tensors on one storage, and what they held before they were stored in another dtype."""
+    """Tensors on one storage, and their values before they were stored in another dtype."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self.held = [t.detach() for t in tensors]
 
     def store(self, dtype: torch.dtype) -> None:
-        """Have the tensors hold their values in a dtype, sharing memory as they do.
+        """Store the values of the tensors in a dtype; they share memory as before.
 
         They stay the same objects, as in `module.to`.
         """
@@ -39,17 +39,17 @@ class Original:
             t.data = low
 
     def put_back(self) -> None:
-        """Have the tensors hold what they held, in the same memory."""
+        """Give the tensors their old values back, in the old memory."""
         for t, held in zip(self.tensors, self.held, strict=True):
             t.data = held
 
     def announce(self) -> None:
-        """Let autograd know that the tensors changed: graphs made before do not fit them now."""
+        """Raise the versions of the tensors, so that autograd refuses graphs made before."""
         for t in self.tensors:
             torch.autograd.graph.increment_version(t)
 
     def give_back(self, low: torch.dtype) -> None:
-        """Have the tensors hold float32: what they held, or what was written since, widened."""
+        """Store float32 in the tensors: the old values, or those written since, cast."""
         pairs = list(zip(self.tensors, self.held, strict=True))
         if all(_is_rounded(t, held, low) for t, held in pairs):
             for t, held in pairs:
@@ -62,9 +62,9 @@ class Original:
 
 
 def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
-    """True if `t` is `held` in the low dtype, wherever it is and whatever dtype it is in now.
+    """Return whether `t` holds `held` rounded to the low dtype, on any device and in any dtype.
 
-    A model that is converted is not written: `half().float()` goes through another low dtype.
+    A model that is only converted was not written: `half().float()` rounds to another low dtype.
     """
     stored = held.to(low).to(t.device)
     ways = (stored, *(stored.to(getattr(torch, dtype)) for dtype in LOW))
@@ -72,7 +72,7 @@ def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
 
 
 def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The tensors in another dtype, on one piece of memory for each that they are on now."""
+    """Cast tensors, so that those which share memory now share memory then."""
     made: dict[int, torch.Tensor] = {}
     for key in {storage.storage_key(t) for t in tensors}:
         sharing = [t for t in tensors if storage.storage_key(t) == key]
@@ -85,5 +85,5 @@ def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
 
 
 def _extent(t: torch.Tensor) -> int:
-    """How many elements of its memory a tensor reaches over."""
+    """Return how many elements of its memory a tensor spans."""
     return 1 + sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))

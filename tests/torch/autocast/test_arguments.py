@@ -5,14 +5,27 @@ torch.autocast gets the same arguments; attributes, exceptions and warnings must
 
 from __future__ import annotations
 
+import types
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from polymp.backends.torch.autocast import policy_code
-from polymp.torch import autocast, cpu, cuda, is_autocast_available
+from polymp.torch import (
+    GradScaler,
+    autocast,
+    cpu,
+    cuda,
+    custom_fwd,
+    explain,
+    freeze,
+    is_autocast_available,
+    pin,
+)
+from tests.support.dtype_spellings import NAMES, spellings
 from tests.support.torch.version_changes import VERSION
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -91,6 +104,33 @@ def test_right_arguments_give_what_torch_gives(call: Any, monkeypatch: pytest.Mo
     ours = outcome(autocast, *args, **kwargs)
     assert ours == outcome(torch.autocast, *args, **kwargs)
     assert ours[1] == []
+
+
+@pytest.mark.parametrize("full", ["float16", "bfloat16"])
+def test_dtypes_by_name(full: str) -> None:
+    dtype = getattr(torch, full)
+    for name in (full, *NAMES[full]):
+        assert autocast("cpu", name).fast_dtype is dtype
+        assert autocast("cpu", dtype=name)._enabled
+        cast = custom_fwd(lambda ctx, x: x.dtype, device_type="cpu", cast_inputs=name)
+        with autocast("cpu"):
+            assert cast(types.SimpleNamespace(), torch.ones(2)) is dtype
+    with pytest.raises(ValueError, match=r"autocast\(\): dtype 'fp17' is not a float dtype"):
+        autocast("cpu", "fp17")
+
+
+@pytest.mark.parametrize("full", ["float16", "bfloat16"])
+def test_dtypes_as_users_write_them(full: str) -> None:
+    layer, x, dtype = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), getattr(torch, full)
+    for given in spellings(full)[1::3]:  # each a while
+        assert [call.run for call in explain(layer, x, dtype=given)] == [full]
+    for given in spellings(full):
+        with pin(layer, given) as pinning:
+            assert pinning.dtype == full
+        layer.float()
+        with freeze(layer, (x,), dtype=given):
+            assert layer.weight.dtype is dtype
+        assert GradScaler("cpu", dtype=given).is_enabled() == (full == "float16")
 
 
 WARNED: tuple[Any, ...] = (

@@ -287,14 +287,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "pin() takes a torch.nn.Module and a dtype, not tensor([1.]).",
     ),
     "no dtype": (
-        lambda: pin(nn.Linear(2, 2), "fp32"),
+        lambda: pin(nn.Linear(2, 2), "fp3"),
         PolicyError,
-        "pin(): 'fp32' is no float dtype of torch. There are ",
+        "pin(): dtype 'fp3' is not a float dtype that polymp knows. Write ",
     ),
     "not a float": (
         lambda: pin(nn.Linear(2, 2), torch.int8),
         PolicyError,
-        "pin(): torch.int8 is no float dtype of torch. There are ",
+        "pin(): dtype int8 is not a float dtype that polymp knows. Write ",
     ),
     "a string for a list": (
         lambda: pin(nn.Linear(2, 2), "float32", paths="*.norm"),

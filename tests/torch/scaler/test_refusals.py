@@ -15,7 +15,7 @@ from tests.torch.scaler.test_torch_amp_interface import outcome, ready, sgd, wei
 INF, NAN = float("inf"), float("nan")
 # Arguments of torch's scaler alone, and what is said about them.
 OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, got 'float16'."),
+    ({"dtype": 16}, TypeError, "GradScaler(): dtype 16 is not a dtype. Write "),
     (
         {"skip_on": "gpu"},
         ValueError,

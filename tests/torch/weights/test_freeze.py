@@ -35,7 +35,7 @@ def test_what_is_only_cast_is_stored_low_and_each_other_says_why_it_stays(x: tor
         "table.weight": "read in float32 by aten.add.Tensor",
         "norm.weight": "read in float32 by aten.native_layer_norm.default in norm",
         "norm.bias": "read in float32 by aten.native_layer_norm.default in norm",
-        "asked.weight": "its dtype is asked for",
+        "asked.weight": "its dtype is read",
         "unused.weight": "not used in the examples",
         "trained.weight": "requires gradients",
         **{f"batch.{name}": batch for name in ("weight", "bias", "running_mean", "running_var")},
@@ -67,8 +67,7 @@ def test_dropped_originals_are_gone(x: torch.Tensor) -> None:
     assert not any(storage.storage_reference(o.held[0]).expired() for o in kept._originals)
     message = (
         "freeze(): the float32 weights of Linear are gone, because it was frozen with drop=True. "
-        "Its 2 tensors in bfloat16 do not hold what was rounded off. Load a checkpoint into a new "
-        "model."
+        "Its 2 tensors in bfloat16 are rounded. Load a checkpoint into a new model."
     )
     with pytest.raises(PolicyError) as raised:
         handle.remove()
@@ -158,23 +157,23 @@ HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
     "its cast is returned": (lambda m, x: (x, m.weight.to(BF16)), "its cast is returned"),  # type: ignore[dict-item,return-value]
     "dtype": (
         lambda m, x: F.linear(x, m.weight) if m.weight.dtype is FP32 else x,
-        "its dtype is asked for",
+        "its dtype is read",
     ),
     "dtype of a view": (
         lambda m, x: F.linear(x, m.weight) if m.weight[0].data.dtype is FP32 else x,
-        "its dtype is asked for",
+        "its dtype is read",
     ),
-    "size in bytes": (cast_attributes, "its dtype is asked for"),
-    "type_as": (lambda m, x: F.linear(x.type_as(m.weight), m.weight), "its dtype is asked for"),
-    "to another": (lambda m, x: F.linear(x.to(m.weight), m.weight), "its dtype is asked for"),
-    "to float32": (lambda m, x: F.linear(x, m.weight.float()), "its dtype is asked for"),
+    "size in bytes": (cast_attributes, "its dtype is read"),
+    "type_as": (lambda m, x: F.linear(x.type_as(m.weight), m.weight), "its dtype is read"),
+    "to another": (lambda m, x: F.linear(x.to(m.weight), m.weight), "its dtype is read"),
+    "to float32": (lambda m, x: F.linear(x, m.weight.float()), "its dtype is read"),
     "new": (
         lambda m, x: F.linear(x, m.weight) + torch.zeros_like(m.weight)[0],
         "read in float32 by aten.zeros_like.default",
     ),
     "numpy": (
         lambda m, x: F.linear(x, m.weight) * float(m.weight.numpy()[0, 0]),
-        "its dtype is asked for",
+        "its dtype is read",
     ),
 }
 
@@ -315,9 +314,9 @@ def test_trained_weights_are_refused_with_their_number(x: torch.Tensor) -> None:
     with pytest.raises(PolicyError) as raised:
         freeze(nn.Linear(8, 8), (x,))
     assert str(raised.value) == (
-        "freeze(): all that Linear could store low, 2 parameters, require gradients. Those that "
-        "are trained stay float32; for the others call requires_grad_(False) first, for all of "
-        "them model.requires_grad_(False)."
+        "freeze(): all parameters of Linear that could be stored low, 2 of them, require "
+        "gradients. Call requires_grad_(False) first on those that are not trained, or "
+        "model.requires_grad_(False). Those that are trained stay float32."
     )
 
 
@@ -383,5 +382,5 @@ def test_a_model_that_returns_nothing_to_compare_is_refused(x: torch.Tensor) -> 
         F.linear(x, m.weight)
         return []
 
-    with pytest.raises(PolicyError, match="return nothing that could be compared"):
+    with pytest.raises(PolicyError, match="returns no tensor or number for the examples"):
         freeze(Uses(nothing), (x,))

@@ -225,7 +225,7 @@ def test_a_fast_path_is_what_runs_in_an_example() -> None:
     assert handle.kept["encoder.layers.0.linear1.weight"] == why
     handle = freeze(slow.train(), (inputs,))
     assert "encoder.layers.0.linear1.weight" in handle.stored
-    asked = "its dtype is asked for in encoder.layers.0.self_attn"
+    asked = "its dtype is read in encoder.layers.0.self_attn"
     assert handle.kept["encoder.layers.0.self_attn.in_proj_weight"] == asked
 
 
@@ -234,7 +234,7 @@ def test_a_norm_that_asks_for_its_weight_s_dtype_keeps_it() -> None:
     kept = freeze(model, (inputs,)).kept
     assert kept["blocks.0.norm.weight"] in (
         "read in float32 by aten.mul.Tensor in blocks.0.norm",
-        "its dtype is asked for in blocks.0.norm",
+        "its dtype is read in blocks.0.norm",
     )
 
 

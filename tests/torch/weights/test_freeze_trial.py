@@ -68,8 +68,8 @@ def test_a_weight_that_is_read_in_float32_too_is_noticed(
         freeze(model, (x,))
     assert str(raised.value) == (
         "freeze(): Uses, called with example 0, does not run with weights in bfloat16 as under "
-        f"autocast. The first op that differs is {op}. The model is as it was. "
-        "Freeze the parts that do not do so."
+        f"autocast. The first op that differs is {op}. The model was not changed. "
+        "Freeze the submodules without this op."
     )
     assert held(model) == before
 

@@ -45,8 +45,8 @@ def test_it_enters_its_region_or_runs_in_it(x: torch.Tensor) -> None:
             model(x)
         assert str(raised.value) == (
             "Mixed was frozen for autocast('cpu', torch.bfloat16, policy='lean'), and is called in "
-            f"{shown}. Call it in that region or outside of all, where it enters its own; or "
-            "freeze it for this one."
+            f"{shown}. Call it in the first region, or outside of regions, where it enters that "
+            "one by itself; or freeze it for the second."
         )
 
 
@@ -218,8 +218,8 @@ def test_scoped_models_follow_their_scopes(x: torch.Tensor) -> None:
     with pytest.raises(PolicyError) as raised:
         model(x)
     assert str(raised.value) == (
-        "the rules that scoped() gives Mixed are others than when it was frozen. Call remove() of "
-        "the handle that freeze() returned, and freeze it again."
+        "Mixed has other rules from scoped() than when it was frozen. Call remove() of the handle "
+        "that freeze() returned, and freeze the model again."
     )
     handle.remove()
     assert type(model) is Mixed

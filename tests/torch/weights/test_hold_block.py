@@ -224,14 +224,14 @@ def test_an_op_that_returns_its_cast_does_not_give_it_away(model: Net) -> None:
 @pytest.mark.parametrize(
     ("given", "check", "said"),
     [
-        ((), False, "hold_casts() needs the model whose weights it is to cast once."),
-        ((), "x", "hold_casts() needs the model whose weights it is to cast once."),
+        ((), False, "hold_casts() needs a model. Write: with hold_casts(model): ..."),
+        ((), "x", "hold_casts() needs a model. Write: with hold_casts(model): ..."),
         (
             (3,),
             False,
             "hold_casts() takes modules, got int: 3. Write: with hold_casts(model): ...",
         ),
-        ((nn.Identity(),), 1, "hold_casts(check=...) is True or False, got 1."),
+        ((nn.Identity(),), 1, "hold_casts(check=...) must be True or False, got 1."),
     ],
 )
 def test_what_is_no_model(given: Any, check: Any, said: str) -> None:

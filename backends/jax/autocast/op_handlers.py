@@ -8,7 +8,7 @@ Numbers in the program, scalar arguments and masks take the dtype of what they m
 that is added to the result of a contraction is its bias, and takes the low dtype too.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from polymp.backends.jax.autocast.pass_switches import Pass
 from polymp.backends.jax.autocast.plan import Kind
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fixed, name_of
+from polymp.backends.jax.compat.programs import Equation
 from polymp.dtypes import widest
 from polymp.rules import decision_log
 from polymp.rules.policy import Decision
@@ -40,7 +41,7 @@ class _Way(NamedTuple):
     outs: list[Known]
 
 
-def convert(frame: Frame, eqn: Any, region: Region) -> Planned:
+def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A cast in the program."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     old, new, known = declared(atom), declared(var), frame.known(atom)
@@ -64,7 +65,7 @@ def convert(frame: Frame, eqn: Any, region: Region) -> Planned:
     return frame.step(eqn, [None], [new]), [Known(new, origin, number=number, weak=weak)]
 
 
-def name(frame: Frame, eqn: Any, region: Region) -> Planned:
+def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A name for a value, which may be one of our marks."""
     if eqn.params["name"] not in (UPPER, LOWER):
         return free(frame, eqn, region)
@@ -75,14 +76,14 @@ def name(frame: Frame, eqn: Any, region: Region) -> Planned:
     return frame.step(eqn, [dtype], [dtype], Kind.CAST), [Known(dtype)]
 
 
-def independent(frame: Frame, eqn: Any, _: Region) -> Planned:
+def independent(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """An op whose results have the dtypes of the operands in their places."""
     known = [frame.known(atom) for atom in eqn.invars][: len(eqn.outvars)]
     outs = [k._replace(number=None) for k in known]
     return frame.step(eqn, [None] * len(eqn.invars), [k.dtype for k in known]), outs
 
 
-def free(frame: Frame, eqn: Any, region: Region) -> Planned:
+def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """An op that computes in any dtype, as the policy says."""
     atoms = eqn.invars
     known = [frame.known(atom) for atom in atoms]
@@ -103,7 +104,7 @@ def free(frame: Frame, eqn: Any, region: Region) -> Planned:
     return frame.step(eqn, way.reads, way.writes, Kind.BIND, params, way.returns), way.outs
 
 
-def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) -> _Way | None:
+def _way(frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region) -> _Way | None:
     """How an op that is free in its dtype runs; None for as written."""
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, op, known, weak)
@@ -127,9 +128,7 @@ def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) ->
         reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
     returns = tuple(finals) if finals != writes else None
     origin, number = promotion.origin(eqn, op, known)
-    adds = op_of(op) == "add" and all(
-        k.product or k.origin is not Origin.COMPUTED for k in known
-    )
+    adds = op_of(op) == "add" and all(k.product or k.origin is not Origin.COMPUTED for k in known)
     # Spread over more elements, a product is no longer what a bias is added to.
     moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
@@ -144,7 +143,7 @@ def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) ->
     return _Way(reads, tuple(writes), returns, outs)
 
 
-def contraction(frame: Frame, eqn: Any, region: Region) -> Planned:
+def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A sum of products: one of ours, where it runs low."""
     known = [frame.known(atom) for atom in eqn.invars]
     weak = region.promotion == "weak"
@@ -178,7 +177,7 @@ def contraction(frame: Frame, eqn: Any, region: Region) -> Planned:
     return step, [Known(final, product=final in LOW)]
 
 
-def unknown(frame: Frame, eqn: Any, _: Region) -> Planned:
+def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """A primitive of which nothing is known: it runs as written, and so does a program inside."""
     name = eqn.primitive.name
     if name not in op_facts.OPAQUE and compat.has_program(eqn.params):
@@ -186,7 +185,7 @@ def unknown(frame: Frame, eqn: Any, _: Region) -> Planned:
     return frame.as_written(eqn)
 
 
-def _precision_is_default(precision: Any) -> bool:
+def _precision_is_default(precision: object) -> bool:
     """True unless this op, and not the configuration, asks for more than the default."""
     if precision is None or precision == compat.default_precision():
         return True

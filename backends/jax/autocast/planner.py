@@ -57,6 +57,9 @@ def planner(region: Region, kept: Kept | None = None) -> Planner:
     Args:
         region: that holds in the program.
         kept: plans of earlier calls. A record wants every decision made anew, and leaves them out.
+
+    Returns:
+        The planner.
     """
     FUNCTIONS.refresh()
     contraction_rules.register_rules()

@@ -155,7 +155,7 @@ def _transpose(
         return nones
     rest = [x for i, x in enumerate(operands) if i != moving]
     jaxpr = _transposed(of, params, run, moving, _low(aval, run), *map(_typeof(run), (ct, *rest)))
-    nones[moving] = _mold(jaxpr, (ct, *rest), run, aval.dtype.name)
+    nones[moving] = _with_contractions(jaxpr, (ct, *rest), run, aval.dtype.name)
     return nones
 
 
@@ -168,7 +168,7 @@ def _batch(
     out: str,
 ) -> tuple[jax.Array, int]:
     jaxpr = _batched(of, params, run, tuple(dims), *map(_typeof(run), operands))
-    return _mold(jaxpr, operands, run, out), 0
+    return _with_contractions(jaxpr, operands, run, out), 0
 
 
 def _remat(
@@ -265,7 +265,7 @@ def _batched(
     return jax.make_jaxpr(jax.vmap(program, dims))(*avals)
 
 
-def _mold(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax.Array:
+def _with_contractions(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax.Array:
     """Evaluate a program of one dtype with each contraction in it replaced by ours."""
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of contractions that were made the other way round
@@ -279,7 +279,7 @@ def _mold(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax
                 turned.add(eqn.outvars[0])
             return [contract(eqn.primitive, *values, params=params, run=run, out=out)]
         if name == "jit":
-            return [_mold(eqn.params["jaxpr"], values, run, out)]
+            return [_with_contractions(eqn.params["jaxpr"], values, run, out)]
         if name == "convert_element_type" or (name == "transpose" and eqn.invars[0] in turned):
             return values
         return compat.put(eqn.primitive, values, eqn.params)
@@ -322,6 +322,6 @@ ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
 compat.remat_rules[contraction_p] = _remat
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
-# JAX would keep what the rule makes of the first contraction, and copy it for its likes.
+# JAX would keep the program of the first contraction, and copy it for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
 compat.lower_in_place(_casts)

@@ -153,9 +153,10 @@ def _of_few_rows(
     run: str,
     out: str,
 ) -> jax.Array:
-    """The product where the copy that the general form makes of the other operand would show.
+    """The product of few rows, without the copy that the general form makes of the other operand.
 
-    XLA on CPU has the fast kernel for low operands from two rows on, so a single one gets company.
+    XLA on CPU has the fast kernel for low operands from two rows on, so a single row gets a row of
+    zeros beside it.
     The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
     of it becomes part of the product, for which there is a kernel either way.
     """

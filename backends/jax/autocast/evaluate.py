@@ -189,7 +189,7 @@ def closed(plan: Plan) -> ClosedProgram:
         def evaluate(*args: object) -> list[object]:
             return run(plan, args)
 
-        if decision_log.current() is not None:  # who looks wants to know whose function this is
+        if decision_log.current() is not None:  # a report names the function of a program
             evaluate = compat.traced_as(evaluate, plan.jaxpr)
         with source_info_util.reset_name_stack():
             plan.made["closed"] = jax.make_jaxpr(evaluate)(*avals)

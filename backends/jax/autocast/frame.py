@@ -44,7 +44,7 @@ _UNKNOWN = (
 _CALLS = 8
 
 
-class Kept:
+class PlanCache:
     """Plans of the programs inside an autocast function, from its latest calls.
 
     JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
@@ -69,7 +69,7 @@ class Planner:
     Args:
         one: plans the program of a frame.
         off: names of the passes that are switched off; see `passes`.
-        colours: True if some region promotes weakly, so that results are told weak from strong.
+        tracks_weak: True if some region promotes weakly, so that plans note which results are weak.
         kept: plans of earlier calls; None for none.
         settings: all that a plan depends on besides the arguments of `plan`.
     """
@@ -78,20 +78,20 @@ class Planner:
         self,
         one: "Callable[[Frame], Plan]",
         off: Set[str],
-        colours: bool,
-        kept: Kept | None,
+        tracks_weak: bool,
+        kept: PlanCache | None,
         settings: Hashable,
     ) -> None:
         self.one = one
         self.off = off
-        self.colours = colours
+        self.tracks_weak = tracks_weak
         self.kept = kept
-        self.settings = settings, off, colours
+        self.settings = settings, off, tracks_weak
         self.earlier = [] if kept is None else kept.of(self.settings)
         self.plans: dict[Hashable, Plan] = {}
         self.stacks = NameStacks()
         self.unknown: set[str] = set()
-        self.ways: dict[Hashable, Any] = {}
+        self.op_plans: dict[Hashable, Any] = {}
 
     def plan(
         self,
@@ -112,7 +112,7 @@ class Planner:
         return self.plans[key]
 
     def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[Known], region: Region) -> Plan:
-        """The plan of a closed jaxpr that nothing is around; the plans inside are kept."""
+        """The plan of the outermost program; the plans inside it are kept for later calls."""
         plan = self.one(Frame(self, jaxpr, tuple(known), region, None, False))
         if self.kept is not None:
             self.kept.add(self.settings, self.plans)

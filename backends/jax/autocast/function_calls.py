@@ -72,7 +72,7 @@ class _Ruled(NamedTuple):
     def goes_on(self, first: "_Ruled") -> bool:
         """True if this is of the same call as the first equation of a section.
 
-        A call in a loop has the same place each time; it begins anew where its first equation
+        A call in a loop has the same place each time; a new one begins where its first equation
         comes again.
         """
         return self[:3] == first[:3] and (self.inside is None or self.inside != first.inside)
@@ -144,7 +144,7 @@ def sections(frame: Frame) -> Sequence[Equation]:
         else:
             groups.append((key, [eqn]))
     made: list[Equation] = []
-    read = {id(v) for v in jaxpr.outvars}  # by what comes later, for we go backwards
+    read = {id(v) for v in jaxpr.outvars}  # by equations further down: the walk goes backwards
     for key, group in reversed(groups):
         written = [v for eqn in group for v in eqn.outvars]
         outvars = [v for v in written if id(v) in read]

@@ -2,7 +2,7 @@
 
     lower, fp32, ...   what the policy's row says
     no row             in the dtypes of the operands, the widest of those declared alike
-    as written         what no dtype of ours may enter: see `op_facts`
+    as written         ops that cannot run in another dtype: see `op_facts`
 
 Numbers in the program, scalar arguments and masks take the dtype of what they meet. A parameter
 that is added to the result of a contraction is its bias, and takes the low dtype too.
@@ -32,7 +32,7 @@ from polymp.rules.vocabulary import vocabulary
 UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
 
 
-class _Way(NamedTuple):
+class _OpPlan(NamedTuple):
     """How an op runs, whichever equation it is: the fields of its step."""
 
     reads: list[str | None]
@@ -61,7 +61,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     elif known.origin is Origin.GIVEN and not atom.aval.shape:
         origin = Origin.GIVEN
     number = known.number if new is not None and origin is Origin.LITERAL else None
-    weak = frame.planner.colours and new == "float32" and not fixed(atom) and old is None
+    weak = frame.planner.tracks_weak and new == "float32" and not fixed(atom) and old is None
     return frame.step(eqn, [None], [new]), [Known(new, origin, number=number, weak=weak)]
 
 
@@ -89,22 +89,24 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     known = [frame.known(atom) for atom in atoms]
     op = spelling(eqn)
     avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
-    # A region that was planned for stays in its plan, a type in its way.
+    # The plans keep regions and types alive, so that no other object gets their ids.
     signature = (op, id(region), *known, *map(id, avals))
-    ways = frame.planner.ways
-    # A program asks the same few questions over and over; a report wants every answer.
-    if signature not in ways or decision_log.current() is not None:
-        ways[signature] = avals, _way(frame, eqn, op, known, region)
-    _, way = ways[signature]
-    if way is None:
+    plans = frame.planner.op_plans
+    # Most equations repeat an earlier one; a report needs a decision for each.
+    if signature not in plans or decision_log.current() is not None:
+        plans[signature] = avals, _plan_of(frame, eqn, op, known, region)
+    _, plan = plans[signature]
+    if plan is None:
         return frame.as_written(eqn)
     params = eqn.params
     if "update_jaxpr" in params and params["update_jaxpr"] is not None:
         params = {**params, "update_jaxpr": None}  # made at emission, where JAX is called
-    return frame.step(eqn, way.reads, way.writes, Kind.BIND, params, way.returns), way.outs
+    return frame.step(eqn, plan.reads, plan.writes, Kind.BIND, params, plan.returns), plan.outs
 
 
-def _way(frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region) -> _Way | None:
+def _plan_of(
+    frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region
+) -> _OpPlan | None:
     """How an op that is free in its dtype runs; None for as written."""
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, op, known, weak)
@@ -133,18 +135,18 @@ def _way(frame: Frame, eqn: Equation, op: str, known: list[Known], region: Regio
     moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
     ruled = decision.rule in (Rule.FP32, Rule.FP32_KEEP)
-    stays = frame.planner.colours and not ruled and promotion.stays_weak(known)
+    stays = frame.planner.tracks_weak and not ruled and promotion.stays_weak(known)
     outs = [
         Known(f, origin, product and f in LOW, number, stays and f == "float32")
         if f
         else Known(None)
         for f in finals
     ]
-    return _Way(reads, tuple(writes), returns, outs)
+    return _OpPlan(reads, tuple(writes), returns, outs)
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """A sum of products: one of ours, where it runs low."""
+    """A sum of products: the primitive of polymp, where it runs low."""
     known = [frame.known(atom) for atom in eqn.invars]
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, eqn.primitive.name, known, weak)

@@ -2,8 +2,8 @@
 
 A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers them
 in the dtype they are stored in. Where contractions are all that reads the result, it is rounded in
-any case; rounded before, it is half the bytes and the same numbers. Its gradient goes back as it
-always does, in float32: nothing is rounded before devices add it up.
+any case; rounded before, it is half the bytes and the same numbers. Its gradient goes back in
+float32 as before: nothing is rounded before devices add it up.
 """
 
 from collections.abc import Callable, Sequence

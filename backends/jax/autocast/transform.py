@@ -23,7 +23,7 @@ from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.escapes import escaped
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
-from polymp.backends.jax.autocast.frame import Kept, given
+from polymp.backends.jax.autocast.frame import PlanCache, given
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Plan
 from polymp.backends.jax.autocast.planner import planner
@@ -84,10 +84,10 @@ def transformed(
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    kept = Kept()
+    kept = PlanCache()
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
-    unchecked = [region] if by_path else []  # whether its patterns match is said once
+    unchecked = [region] if by_path else []  # a warning of patterns that match nothing comes once
 
     @functools.wraps(fn)
     def call(*args: object, **kwargs: object) -> Any:
@@ -163,7 +163,7 @@ def trace(
     tree: PyTreeDef,
     statics: Sequence[object],
     arrays: Sequence[object],
-    kept: Kept | None = None,
+    kept: PlanCache | None = None,
 ) -> PlannedCall:
     """Trace and plan a function.
 

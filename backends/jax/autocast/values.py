@@ -45,7 +45,7 @@ class Known(NamedTuple):
         product: True for the low result of a contraction, to which a bias may be added.
         number: the literal's number, as long as every element is that number.
         weak: True for a float32 result that is float32 because its operands are, and none of them
-            was made float32 by a rule, a mark or a cast; see `Planner.colours`.
+            was made float32 by a rule, a mark or a cast; see `Planner.tracks_weak`.
     """
 
     dtype: str | None
@@ -62,7 +62,7 @@ class Known(NamedTuple):
 
 @cache
 def name_of(dtype: object) -> str | None:
-    """The dtype of a dtype, if autocast may touch it."""
+    """The name of a dtype, if autocast may touch it."""
     name = getattr(dtype, "name", None)
     return name if name in ELIGIBLE else None
 
@@ -73,7 +73,7 @@ def declared(atom: Atom) -> str | None:
 
 
 def fixed(atom: Atom) -> bool:
-    """True for an operand that no dtype of ours may join: float64, complex, float8."""
+    """True for an operand whose dtype autocast never changes: float64, complex, float8."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
 

@@ -52,8 +52,8 @@ from polymp.backends.jax.compat.source import without_scopes as without_scopes
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# How remat splits an equation; without a rule it would ask policies about our primitive, which none
-# of them knows. Since jax 0.2.
+# How remat splits an equation; without a rule it would ask policies about our primitive, which they
+# do not know. Since jax 0.2.
 remat_rules = _partial_eval.partial_eval_jaxpr_custom_rules
 
 
@@ -319,7 +319,7 @@ def traced_jaxpr(traced: Any) -> core.ClosedJaxpr:
 def asks_for_low(error: BaseException) -> bool:
     """True for an error of jax's wrappers of cuDNN's kernels, that the dtypes are no low ones.
 
-    `jax._src.cudnn` since 0.4.24. The error itself says nowhere who it is from.
+    `jax._src.cudnn` since 0.4.24. The error itself does not say where it is from.
     """
     at = error.__traceback__ if "fp16" in str(error) or "dtype" in str(error) else None
     while at is not None:

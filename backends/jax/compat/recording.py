@@ -27,7 +27,7 @@ def equation_context() -> JaxprEqnContext:
 
 
 class EquationSource:
-    """Where what is traced meanwhile comes from: tracebacks and name stacks of equations, in turn.
+    """The source of what is traced in a block: tracebacks and name stacks of equations, in turn.
 
     `source_info_util.user_context` without a context manager for each equation: of a large program,
     they were an eighth of the time. Since jax 0.4.

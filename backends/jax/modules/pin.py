@@ -85,7 +85,7 @@ def pin(params: object, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
         params = pins.to(params, "bfloat16")        # all but the normalisations
         pins.check(params)                          # an error if something else converted them
 
-    Storage only: in which dtype ops compute is the policy's business.
+    Pins are about storage alone: the policy decides in which dtype ops compute.
 
     Args:
         params: a pytree of arrays, or a flax nnx module. The path of a leaf is its keys, joined by

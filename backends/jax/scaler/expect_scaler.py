@@ -1,4 +1,4 @@
-"""`expect_scaler`: says whether gradients flow through float16 without having been scaled.
+"""`expect_scaler`: finds gradients that flow through float16 without having been scaled.
 
 A training step in, a bool out; nothing is run. The step is traced, and the equations that
 differentiation made are followed from the loss's own cotangent, 1, to the gradients. `scale`
@@ -23,7 +23,7 @@ from polymp.backends.jax.jaxprs import Inner, inside, interpreted
 from polymp.backends.jax.scaler.gradient_stats import on_host
 from polymp.errors import ScalerWarning, UnscaledError
 
-# A loss multiplied by such a constant is one that somebody scales by hand. The least power of two
+# A loss multiplied by such a constant is scaled by hand. The least power of two
 # that has been found useful: Micikevicius et al., arXiv:1710.03740, section 3.2.
 _LEAST_CONSTANT = 8.0
 
@@ -41,7 +41,7 @@ def expect_scaler(
     The step is traced and not run, so it costs no more than compiling it; a jitted one may have
     run before. Steps without gradients, and gradients in bfloat16 or float32, are fine.
 
-    Scaled is a gradient that depends on a loss multiplied by an enabled `GradScaler`, or by hand:
+    A gradient is scaled if it depends on a loss multiplied by an enabled `GradScaler`, or by hand:
     the loss as one number, times a number that the step was given (flax's DynamicScale and jmp's
     DynamicLossScale multiply by such a one) or times a constant power of two from 8 up. So a loss
     that is weighted by an argument passes. Cotangents that the step is given, such as those of

@@ -82,7 +82,7 @@ def scaled(
     inside = optax.with_extra_args_support(optimizer)
 
     def init(params: object) -> ScaledState:
-        # A copy, for the state may be donated, and the next run starts from the same scaler.
+        # A copy: the state may be donated, and the next run starts from the same scaler.
         first = GradScaler() if scaler is None else jax.tree.map(jnp.array, scaler)
         params = jax.tree.map(_widened, params) if first.enabled else params
         inner = inside.init(params)

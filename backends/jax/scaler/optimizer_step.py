@@ -5,10 +5,10 @@ Every helper skips in this one way: eager code by asking, traced code by `lax.co
 alone divides the gradients. A select over all leaves would keep the old state and the new one alive
 at once.
 
-But on GPUs: there XLA reads the predicate of a conditional on the host, which waits for the device
-in every step, while a select becomes part of the optimizer's own loops, which read the old state
-anyway. So there the step is always taken, with zeros for gradients if it is skipped, and the
-results are selected.
+GPUs are the exception: there XLA reads the predicate of a conditional on the host, which waits for
+the device in every step, while a select becomes part of the optimizer's own loops, which read the
+old state anyway. So there the step is always taken, with zeros for gradients if it is skipped, and
+the results are selected.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def multiplied(tree: T, scale: jax.Array) -> T:
 
 @regions.as_written()
 def settled(tree: T) -> T:
-    """The same floats, as numbers that XLA may not compute in two ways.
+    """Return the same floats, as numbers that XLA cannot compute in two ways.
 
     It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
     check would call a gradient finite that is Inf where it is used.
@@ -99,7 +99,7 @@ def shown(value: object) -> str:
 
 
 def _parts(x: ArrayLike) -> list[jax.Array]:
-    """X in at least float32; real and imaginary part apart, for Inf times a complex is NaN."""
+    """X in at least float32; as real and imaginary part, because Inf times a complex is NaN."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [x.real, x.imag]

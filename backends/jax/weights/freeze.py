@@ -19,7 +19,7 @@ from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.frame import Kept
+from polymp.backends.jax.autocast.frame import PlanCache
 from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
 from polymp.backends.jax.autocast.values import LOW
 from polymp.backends.jax.modules import nnx
@@ -190,7 +190,7 @@ class Frozen:
         tree: PyTreeDef,
         statics: tuple[object, ...],
         arrays: Sequence[object],
-        kept: Kept,
+        kept: PlanCache,
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)

@@ -6,7 +6,7 @@
 Every step stays the one that was planned. A low value goes where its float32 original went, as long
 as numbers are only moved, until it is read with a cast to its own dtype, which is then nothing to
 do. That the numbers are the same needs no comparison of two plans: rounding commutes with moving.
-Anything else that reads the value, reads it wide, and is told with the row that makes it so.
+Anything else reads the value in float32, and is reported with the row that makes it do so.
 
 Plans in, plans out; no array is made here.
 """
@@ -186,7 +186,7 @@ class _LowInputs:
             return self.inside(step, step.inside, lows)
         dtype = step.low if step.kind is Kind.CONTRACT else "float32"
         for low in lows:
-            if low is not None and not low.inputs <= self.wide.keys():  # the first read is told
+            if low is not None and not low.inputs <= self.wide.keys():  # the first read is reported
                 self.refuse(low, Wide(dtype, self.reader(step, dtype)))
         return step, none
 
@@ -280,7 +280,7 @@ class _LowInputs:
             winner = policy.at(region.scope).winner(op, region.dtype, spelled)
             row = str(Why(op or name, region.dtype, region.scope, winner, policy.name))
             if winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
-                row = "it runs as written, for that is what it asks for"
+                row = "it asks for float32 itself"
         return f"{name!r} reads it in {dtype}: {row} ({where})"
 
 

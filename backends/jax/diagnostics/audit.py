@@ -98,8 +98,8 @@ class Audited:
             TypeError: always.
         """
         raise TypeError(
-            "polymp.jax.audit is no block: call what it returns in place of the function, "
-            "audited = polymp.jax.audit(step), and read audited.audit."
+            "polymp.jax.audit is not a context manager. Call what it returns in place of the "
+            "function, audited = polymp.jax.audit(step), and read audited.audit."
         )
 
     def __exit__(self, *error: object) -> None:

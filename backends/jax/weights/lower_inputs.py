@@ -280,7 +280,7 @@ class _LowInputs:
             winner = policy.at(region.scope).winner(op, region.dtype, spelled)
             row = str(Why(op or name, region.dtype, region.scope, winner, policy.name))
             if winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
-                row = "it asks for float32 itself"
+                row = "it runs as written, as its own arguments ask"
         return f"{name!r} reads it in {dtype}: {row} ({where})"
 
 

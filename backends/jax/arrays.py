@@ -1,47 +1,50 @@
 """Tests of what counts as an array, and as one of floats, for traces, scalers and reports alike."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+T = TypeVar("T")
 
-def is_array(x: Any) -> bool:
+
+def is_array(x: object) -> TypeGuard[jax.Array]:
     """True for what is traced; everything else is passed as it is."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype == np.bool_ or bool(jnp.issubdtype(x.dtype, np.number))
     return isinstance(x, jax.Array)
 
 
-def is_typed(x: Any) -> bool:
+def is_typed(x: object) -> TypeGuard[jax.Array]:
     """True for an array, and for what stands for one where nothing is run."""
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: object) -> bool:
     """True for what has a float dtype: arrays, their types, and what stands for them."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, np.floating))
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: object) -> bool:
     """True for what has a float or complex dtype, and so may have a derivative."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
 
 
 def apart(
-    tree: Any, wanted: Callable[[Any], bool]
-) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    tree: T, wanted: Callable[[object], bool]
+) -> tuple[list[Any], Callable[[Iterable[object]], T]]:
     """Some leaves of a tree, and what makes the tree with others in their places."""
     leaves, structure = jax.tree.flatten(tree)
     places = list(map(wanted, leaves))
 
-    def together(others: Iterable[Any]) -> Any:
+    def together(others: Iterable[object]) -> T:
         left = iter(others)
         pairs = zip(leaves, places, strict=True)
-        return jax.tree.unflatten(structure, [next(left) if at else x for x, at in pairs])
+        whole: T = jax.tree.unflatten(structure, [next(left) if at else x for x, at in pairs])
+        return whole
 
     return [x for x, at in zip(leaves, places, strict=True) if at], together

@@ -9,12 +9,17 @@ Facts about JAX's primitives; nothing here knows of dtypes.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 from jax import lax
+from jax.core import ParamDict
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
+S = TypeVar("S")
+More = TypeVar("More")
 
 JITTED = frozenset({"jit", "pjit"})
 REMATTED = frozenset({"checkpoint", "remat", "remat2"})
@@ -37,7 +42,7 @@ class Inner(NamedTuple):
         gives: whether its outputs are results of the equation; not so of a loop's condition.
     """
 
-    closed: Any
+    closed: ClosedProgram
     takes: Sequence[int]
     fixed: int = 0
     carries: int = 0
@@ -59,7 +64,7 @@ class Inner(NamedTuple):
         return self.takes[self.fixed : self.fixed + self.carries]
 
 
-def inside(eqn: Any) -> list[Inner]:
+def inside(eqn: Equation) -> list[Inner]:
     """The programs in an equation; none for a primitive that holds none, or none of the user's."""
     name, params, every = eqn.primitive.name, eqn.params, range(len(eqn.invars))
     if name == "scan":
@@ -82,12 +87,15 @@ def inside(eqn: Any) -> list[Inner]:
 _KEYS = dict.fromkeys(CALLS, "jaxpr") | dict.fromkeys(RULED | {"closed_call"}, "call_jaxpr")
 
 
-def with_programs(eqn: Any, programs: Sequence[Any]) -> dict[str, Any]:
+def with_programs(eqn: Equation, programs: Sequence[ClosedProgram]) -> ParamDict:
     """The parameters of an equation that holds others in place of its programs.
 
     Args:
         eqn: a jit, scan, while or cond.
         programs: closed, in the order of `inside`.
+
+    Returns:
+        The parameters to replace, by name.
     """
     if eqn.primitive.name == "cond":
         return {"branches": tuple(programs)}
@@ -96,28 +104,36 @@ def with_programs(eqn: Any, programs: Sequence[Any]) -> dict[str, Any]:
 
 
 def interpreted(
-    closed: Any,
-    values: Sequence[Any],
-    equation: Callable[[int, Any, list[Any]], Sequence[Any]],
-    number: Callable[[Any], Any] = lambda x: x,
-    consts: Sequence[Any] | None = None,
-) -> list[Any]:
+    closed: ClosedProgram,
+    values: Sequence[T],
+    equation: Callable[[int, Equation, list[T]], Sequence[T]],
+    number: Callable[[Any], T] | None = None,
+    consts: Sequence[T] | None = None,
+) -> list[T]:
     """The results of a program, equation by equation.
 
     Args:
         closed: the program.
         values: of its inputs, of any kind.
         equation: makes the results of an equation, given its place, itself, and what it reads.
-        number: makes a value of a number in the program.
+        number: makes a value of a number in the program; None to take the number itself.
         consts: values of its constants; None to make them as numbers are.
+
+    Returns:
+        The values of its results.
     """
     jaxpr, own = compat.opened(closed)
     constvars, invars = compat.binders(closed)
-    env = dict(zip(constvars, map(number, own) if consts is None else consts, strict=True))
+    if consts is None:
+        consts = own if number is None else list(map(number, own))
+    env: dict[Atom, T] = dict(zip(constvars, consts, strict=True))
     env.update(zip(invars, values, strict=True))
 
-    def read(atom: Any) -> Any:
-        return number(atom.val) if type(atom) is Literal else env[atom]
+    def read(atom: Atom) -> T:
+        if type(atom) is not Literal:
+            return env[atom]
+        value: T = atom.val if number is None else number(atom.val)
+        return value
 
     for at, eqn in enumerate(jaxpr.eqns):
         outs = equation(at, eqn, [read(atom) for atom in eqn.invars])
@@ -126,11 +142,11 @@ def interpreted(
 
 
 def scanned(
-    eqn: Any,
-    turn: Callable[[Any, list[Any]], tuple[Any, Sequence[Any], Any]],
-    operands: Sequence[Any],
-    state: Any = None,
-) -> tuple[list[Any], Any]:
+    eqn: Equation,
+    turn: Callable[[S, list[jax.Array]], tuple[S, Sequence[jax.Array], More]],
+    operands: Sequence[jax.Array],
+    state: S,
+) -> tuple[list[jax.Array], More]:
     """A scan whose body is another one.
 
     Args:
@@ -146,7 +162,9 @@ def scanned(
     (body,) = inside(eqn)
     fixed, first, over = body.split(operands)
 
-    def run(before: Any, row: Any) -> Any:
+    def run(
+        before: tuple[S, list[jax.Array]], row: list[jax.Array]
+    ) -> tuple[tuple[S, list[jax.Array]], tuple[list[jax.Array], More]]:
         after, outs, more = turn(before[0], [*fixed, *before[1], *row])
         return (after, list(outs[: body.carries])), (list(outs[body.carries :]), more)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import is_array, is_float
 from polymp.backends.jax.autocast import regions
@@ -25,7 +26,7 @@ from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 PolicyLike = Any
 
@@ -37,7 +38,7 @@ PROMOTIONS = ("strong", "weak")
 def autocast(
     fn: F,
     *,
-    dtype: Any = ...,
+    dtype: DTypeLike = ...,
     policy: PolicyLike = ...,
     enabled: bool = ...,
     promotion: str = ...,
@@ -48,7 +49,7 @@ def autocast(
 def autocast(
     fn: None = None,
     *,
-    dtype: Any = ...,
+    dtype: DTypeLike = ...,
     policy: PolicyLike = ...,
     enabled: bool = ...,
     promotion: str = ...,
@@ -56,13 +57,13 @@ def autocast(
 
 
 def autocast(
-    fn: Any = None,
-    *others: Any,
-    dtype: Any = "bfloat16",
+    fn: Callable[..., object] | None = None,
+    *others: object,
+    dtype: DTypeLike = "bfloat16",
     policy: PolicyLike = None,
     enabled: bool = True,
     promotion: str = "strong",
-) -> Any:
+) -> "Callable[..., object] | Autocast":
     """Run a function's ops in the dtypes that suit them, or mark a region inside such a function.
 
         autocast(fn)               the transformed function; also as a decorator
@@ -75,7 +76,7 @@ def autocast(
     Args:
         fn: any function of arrays and other values; arrays are found in any pytree, and what is
             not an array is passed as it is. None for a region or a decorator.
-        others: none; what torch's spelling would put here is answered with a sentence.
+        others: none; torch's `autocast(device, dtype)` raises an error that says how to write it.
         dtype: the low dtype, bfloat16 or float16.
         policy: the table that decides: a policy, the name of one, a dict or a path; None for "amp".
         enabled: False runs the ops in the dtypes they are written in.
@@ -110,6 +111,9 @@ class Autocast:
 
     Attributes:
         region: what holds inside.
+
+    Args:
+        region: likewise.
     """
 
     def __init__(self, region: Region) -> None:
@@ -156,6 +160,9 @@ def upper(x: T) -> T:
 
     Args:
         x: a pytree; its float arrays are marked, and get no narrower than float32.
+
+    Returns:
+        The same values, in the same structure.
     """
     marked: T = jax.tree.map(functools.partial(_marked, name=UPPER), x)
     return marked
@@ -168,13 +175,16 @@ def lower(x: T) -> T:
 
     Args:
         x: a pytree; its float arrays are marked.
+
+    Returns:
+        The same values, in the same structure.
     """
     marked: T = jax.tree.map(functools.partial(_marked, name=LOWER), x)
     return marked
 
 
-def call_in(fn: F, dtype: Any) -> F:
-    """A function that runs as written on arguments that are cast to `dtype`.
+def call_in(fn: F, dtype: DTypeLike) -> F:
+    """Wrap a function so that it runs as written, on arguments that are cast to `dtype`.
 
     For code that looks at dtypes while it is traced, such as a kernel that wants float16: under
     autocast Python sees the dtypes as written. The casts are real ones, in a region or not.
@@ -193,13 +203,13 @@ def call_in(fn: F, dtype: Any) -> F:
         raise TypeError(f"call_in(fn, dtype) needs a function, got {fn!r}")
     to = _float_dtype(dtype)
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: object) -> object:
         if not is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in _CAST:
             return leaf
         return jax.numpy.asarray(leaf).astype(to)
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         args, kwargs = jax.tree.map(cast, (args, kwargs))
         with regions.as_written():
             return fn(*args, **kwargs)
@@ -210,13 +220,13 @@ def call_in(fn: F, dtype: Any) -> F:
 _CAST = frozenset({"float32", "bfloat16", "float16"})
 
 
-def _marked(leaf: Any, name: str) -> Any:
+def _marked(leaf: object, name: str) -> object:
     if is_array(leaf) and is_float(leaf):
         return checkpoint_name(jax.numpy.asarray(leaf), name)
     return leaf
 
 
-def _region(dtype: Any, policy: PolicyLike, enabled: bool, promotion: str) -> Region:
+def _region(dtype: DTypeLike, policy: PolicyLike, enabled: bool, promotion: str) -> Region:
     name = _float_dtype(dtype).name
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
@@ -234,7 +244,7 @@ def _region(dtype: Any, policy: PolicyLike, enabled: bool, promotion: str) -> Re
     return Region("jax", "any", bool(enabled), name, True, table, promotion=promotion)
 
 
-def _float_dtype(dtype: Any) -> Any:
+def _float_dtype(dtype: DTypeLike | None) -> np.dtype:
     try:
         found = None if dtype is None else jax.numpy.dtype(dtype)
     except TypeError:

@@ -18,20 +18,32 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.core import ParamDict, ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.contraction_forms import form_p
+from polymp.backends.jax.autocast.contraction_forms import Params, form_p
 from polymp.backends.jax.autocast.op_facts import CONTRACTIONS
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
 
 contraction_p = Primitive("polymp_contraction")
 
+# What remat asks of a rule: the forward and the backward equation, whether the result is unknown
+# and whether the backward pass has it, and the variables to save.
+_Halves = tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]
+
 
 def contract(
-    of: Any, lhs: Any, rhs: Any, *rest: Any, params: Mapping[str, Any], run: str, out: str
-) -> Any:
+    of: Primitive,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *rest: jax.Array,
+    params: Mapping[str, object],
+    run: str,
+    out: str,
+) -> jax.Array:
     """`of(lhs, rhs)` on low operands, added up in float32.
 
     Args:
@@ -42,18 +54,26 @@ def contract(
         params: of the primitive; `preferred_element_type` among them is ours to choose.
         run: low dtype of the operands.
         out: dtype of the result, `run` or "float32".
+
+    Returns:
+        The result, in dtype `out`.
     """
     operands = compat.varying_alike(lhs, rhs, *rest)
-    return contraction_p.bind(*operands, **contraction_params(of, params, run, out))
+    result: jax.Array = contraction_p.bind(*operands, **contraction_params(of, params, run, out))
+    return result
 
 
-def contraction_params(of: Any, params: Mapping[str, Any], run: str, out: str) -> dict[str, Any]:
+def contraction_params(
+    of: Primitive, params: Mapping[str, object], run: str, out: str
+) -> ParamDict:
     """The parameters of a contraction that stands for `of` with its own."""
     kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
     return {"of": of, "params": kept, "run": run, "out": out}
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: "mlir.ir.Value[Any]", **params: object
+) -> "Sequence[mlir.ir.Value[Any]]":
     """Lower a contraction; what it makes of its operands is what earlier contractions made of them.
 
     A parameter is cast in the forward pass and again in the backward pass. XLA would merge the two
@@ -63,14 +83,14 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     of the parameters of all layers.
     """
     before = compat.readers(operands)
-    outs = _lower_form(ctx, *operands, **params)
+    outs: Sequence[mlir.ir.Value[Any]] = _lower_form(ctx, *operands, **params)
     for op in compat.readers(operands):
         if op not in before:
             compat.merge_repeated(op)
     return outs
 
 
-def _casts(jaxpr: Any) -> bool:
+def _casts(jaxpr: ClosedProgram) -> bool:
     """True if a contraction in a program, or in a function jitted in it, casts an operand.
 
     The forward and the backward pass of a jitted function are two functions: to have their casts
@@ -86,23 +106,30 @@ def _casts(jaxpr: Any) -> bool:
 
 
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
-def _run(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
-    return contraction_p.bind(*operands, of=of, params=params, run=run, out=out)
+def _run(*operands: jax.Array, of: Primitive, params: Params, run: str, out: str) -> jax.Array:
+    result: jax.Array = contraction_p.bind(*operands, of=of, params=params, run=run, out=out)
+    return result
 
 
-def _eagerly(*operands: Any, **params: Any) -> Any:
+def _eagerly(*operands: jax.Array, **params: object) -> jax.Array:
     with jax.disable_jit(False):  # as for jax's own primitives: one kernel, not what it is made of
-        return _run(*operands, **params)
+        result: jax.Array = _run(*operands, **params)
+    return result
 
 
-def _abstract(*avals: Any, of: Any, params: Any, run: str, out: str) -> Any:
+def _abstract(
+    *avals: ShapedArray, of: Primitive, params: Params, run: str, out: str
+) -> ShapedArray:
     lhs, rhs, *rest = avals
     low = [aval.update(dtype=np.dtype(run), weak_type=False) for aval in (lhs, rhs)]
+    made: ShapedArray
     made, _ = of.abstract_eval(*low, *rest, **dict(params), preferred_element_type=np.dtype(out))
     return made
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[object], **params: object
+) -> tuple[jax.Array, object]:
     lhs, rhs, *rest = primals
     dl, dr = tangents[:2]
     bind = partial(contraction_p.bind, **params)
@@ -117,27 +144,39 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     return out, parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
 
 
-def _transpose(ct: Any, *operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+def _transpose(
+    ct: object, *operands: Any, of: Primitive, params: Params, run: str, out: str
+) -> list[object]:
     moving = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[moving].aval
-    nones: list[Any] = [None] * len(operands)
+    nones: list[object] = [None] * len(operands)
     if type(ct) is ad.Zero:
         nones[moving] = ad.Zero(aval)
         return nones
     rest = [x for i, x in enumerate(operands) if i != moving]
     jaxpr = _transposed(of, params, run, moving, _low(aval, run), *map(_typeof(run), (ct, *rest)))
-    nones[moving] = _mold(jaxpr, (ct, *rest), run, aval.dtype.name)
+    nones[moving] = _with_contractions(jaxpr, (ct, *rest), run, aval.dtype.name)
     return nones
 
 
 def _batch(
-    operands: Sequence[Any], dims: Sequence[Any], of: Any, params: Any, run: str, out: str
-) -> Any:
+    operands: Sequence[jax.Array],
+    dims: Sequence[object],
+    of: Primitive,
+    params: Params,
+    run: str,
+    out: str,
+) -> tuple[jax.Array, int]:
     jaxpr = _batched(of, params, run, tuple(dims), *map(_typeof(run), operands))
-    return _mold(jaxpr, operands, run, out), 0
+    return _with_contractions(jaxpr, operands, run, out), 0
 
 
-def _remat(saveable: Any, unknown: Sequence[bool], kept: Sequence[bool], eqn: Any) -> Any:
+def _remat(
+    saveable: Callable[..., compat.RematAnswer],
+    unknown: Sequence[bool],
+    kept: Sequence[bool],
+    eqn: JaxprEqn,
+) -> _Halves:
     """Ask a rematerialisation policy about the primitive that the contraction stands for.
 
     Args:
@@ -169,7 +208,7 @@ def _remat(saveable: Any, unknown: Sequence[bool], kept: Sequence[bool], eqn: An
     there, back = case
     (out,) = eqn.outvars
 
-    def offloaded(*operands: Any) -> Any:
+    def offloaded(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = contraction_p.bind(*operands, **params)
         return made, jax.device_put(made, there)
 
@@ -180,26 +219,33 @@ def _remat(saveable: Any, unknown: Sequence[bool], kept: Sequence[bool], eqn: An
     return forward, backward.replace(invars=[saved], outvars=[out]), [False], [True], [saved]
 
 
-def _low(aval: Any, run: str) -> Any:
+def _low(aval: Any, run: str) -> ShapedArray:
     if not jax.numpy.issubdtype(aval.dtype, np.floating):
-        return aval
-    return aval.update(dtype=np.dtype(run), weak_type=False)
+        return aval  # type: ignore[no-any-return]
+    low: ShapedArray = aval.update(dtype=np.dtype(run), weak_type=False)
+    return low
 
 
-def _typeof(run: str) -> Callable[[Any], Any]:
+def _typeof(run: str) -> Callable[[object], ShapedArray]:
     return lambda x: _low(jax.typeof(x), run)
 
 
 @lru_cache(maxsize=1024)
-def _transposed(of: Any, params: Any, run: str, moving: int, aval: Any, *avals: Any) -> Any:
+def _transposed(
+    of: Primitive, params: Params, run: str, moving: int, aval: ShapedArray, *avals: ShapedArray
+) -> ClosedProgram:
     """The transpose of the plain primitive: a program of the cotangent and the other operands."""
 
-    def program(ct: Any, *rest: Any) -> Any:
-        def linear(x: Any) -> Any:
+    def program(ct: jax.Array, *rest: jax.Array) -> jax.Array:
+        def linear(x: jax.Array) -> jax.Array:
             operands = list(rest)
             operands.insert(moving, x)
-            return of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
+            result: jax.Array = of.bind(
+                *operands, **dict(params), preferred_element_type=np.dtype(run)
+            )
+            return result
 
+        out: jax.Array
         (out,) = jax.linear_transpose(linear, aval)(ct)
         return out
 
@@ -207,21 +253,24 @@ def _transposed(of: Any, params: Any, run: str, moving: int, aval: Any, *avals: 
 
 
 @lru_cache(maxsize=1024)
-def _batched(of: Any, params: Any, run: str, dims: Any, *avals: Any) -> Any:
+def _batched(
+    of: Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
+) -> ClosedProgram:
     """The plain primitive over a batch, which comes out in front."""
 
-    def program(*operands: Any) -> Any:
-        return of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
+    def program(*operands: jax.Array) -> jax.Array:
+        result: jax.Array = of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
+        return result
 
     return jax.make_jaxpr(jax.vmap(program, dims))(*avals)
 
 
-def _mold(closed: Any, args: Sequence[Any], run: str, out: str) -> Any:
+def _with_contractions(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax.Array:
     """Evaluate a program of one dtype with each contraction in it replaced by ours."""
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of contractions that were made the other way round
 
-    def equation(at: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def equation(at: int, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
         name = eqn.primitive.name
         if name in CONTRACTIONS:
             params = eqn.params
@@ -230,7 +279,7 @@ def _mold(closed: Any, args: Sequence[Any], run: str, out: str) -> Any:
                 turned.add(eqn.outvars[0])
             return [contract(eqn.primitive, *values, params=params, run=run, out=out)]
         if name == "jit":
-            return [_mold(eqn.params["jaxpr"], values, run, out)]
+            return [_with_contractions(eqn.params["jaxpr"], values, run, out)]
         if name == "convert_element_type" or (name == "transpose" and eqn.invars[0] in turned):
             return values
         return compat.put(eqn.primitive, values, eqn.params)
@@ -239,7 +288,7 @@ def _mold(closed: Any, args: Sequence[Any], run: str, out: str) -> Any:
     return lax.convert_element_type(result, out)
 
 
-def _swapped(eqn: Any, after: Any) -> Any:
+def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
     """The parameters of a product whose operands change places, if only a transpose follows it.
 
     The transpose of a product is the product of its operands the other way round. XLA on CPU would
@@ -273,6 +322,6 @@ ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
 compat.remat_rules[contraction_p] = _remat
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
-# JAX would keep what the rule makes of the first contraction, and copy it for its likes.
+# JAX would keep the program of the first contraction, and copy it for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
 compat.lower_in_place(_casts)

@@ -9,33 +9,45 @@ from math import inf, prod
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 # What a contraction is lowered as: itself, in the platform's form.
 form_p = Primitive("polymp_contraction_form")
 
+# The parameters of the primitive that a contraction stands for, by name, sorted.
+Params = tuple[tuple[str, Any], ...]
 
-def result_as_asked(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+
+def result_as_asked(
+    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+) -> jax.Array:
     """Low operands, and the product's own result in the dtype asked for."""
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
 
 
-def convolutions_low(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+def convolutions_low(
+    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+) -> jax.Array:
     """As asked, but the result of a convolution is low, and cast afterwards."""
     accumulator = run if of.name == "conv_general_dilated" else out
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=accumulator)
 
 
-def float32_result(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+def float32_result(
+    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+) -> jax.Array:
     """Low operands and a float32 result, rounded afterwards."""
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator="float32")
 
 
-def _plain(*operands: Any, of: Any, params: Any, run: str, out: str, accumulator: str) -> Any:
+def _plain(
+    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str, accumulator: str
+) -> jax.Array:
     lhs, rhs, *rest = operands
     made = of.bind(
         lax.convert_element_type(lhs, run),
@@ -47,7 +59,9 @@ def _plain(*operands: Any, of: Any, params: Any, run: str, out: str, accumulator
     return lax.convert_element_type(made, out)
 
 
-def row_by_row(*operands: Any, of: Any, params: Any, run: str, out: str) -> Any:
+def row_by_row(
+    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+) -> jax.Array:
     """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32; products of low values are exact in it.
@@ -102,15 +116,24 @@ _FEW = 128
 _THIN = 8
 
 
-def _few_rows(lhs: Any, rhs: Any, *, dimension_numbers: Any, out_sharding: Any, **_: Any) -> bool:
+def _few_rows(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out_sharding: NamedSharding | None,
+    **_: object,
+) -> bool:
     """True for a matrix by few vectors, as in decoding."""
-    _, (batch, _) = dimension_numbers
+    batch = dimension_numbers[1][0]
     rows, columns = _free_sizes(lhs, rhs, dimension_numbers)
     asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
     return not batch and not asked and (rows <= _FEW or columns <= _THIN)
 
 
-def _free_sizes(lhs: Any, rhs: Any, dimension_numbers: Any) -> tuple[float, float]:
+def _free_sizes(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+) -> tuple[float, float]:
     """How many rows and columns; infinitely many where a size is a symbol, as in an export."""
     sizes = []
     for operand, contracted in zip((lhs, rhs), dimension_numbers[0], strict=True):
@@ -121,18 +144,19 @@ def _free_sizes(lhs: Any, rhs: Any, dimension_numbers: Any) -> tuple[float, floa
 
 
 def _of_few_rows(
-    lhs: Any,
-    rhs: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
     *,
-    dimension_numbers: Any,
-    precision: Any,
-    out_sharding: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike,
+    out_sharding: NamedSharding | None,
     run: str,
     out: str,
-) -> Any:
-    """The product where the copy that the general form makes of the other operand would show.
+) -> jax.Array:
+    """The product of few rows, without the copy that the general form makes of the other operand.
 
-    XLA on CPU has the fast kernel for low operands from two rows on, so a single one gets company.
+    XLA on CPU has the fast kernel for low operands from two rows on, so a single row gets a row of
+    zeros beside it.
     The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
     of it becomes part of the product, for which there is a kernel either way.
     """
@@ -185,7 +209,7 @@ def _of_few_rows(
 #             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
 # rocm        by reasoning, not measured: as cuda.
 # tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
-FORMS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "cpu": row_by_row,
         "cuda": convolutions_low,
@@ -195,7 +219,7 @@ FORMS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def lower_as(form: Callable[..., Any], platform: str | None = None) -> None:
+def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
     """Lower the contraction in a form from here on, on a platform or where none is named.
 
     Programs that are compiled stay as they are. For FORMS, and for measuring the forms.

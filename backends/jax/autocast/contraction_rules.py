@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
+import jax
+from jax.extend.core import Primitive
+
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p
-from polymp.backends.jax.autocast.contraction_forms import float32_result
+from polymp.backends.jax.autocast.contraction_forms import Params, float32_result
 
 
 def register_rules() -> None:
@@ -22,7 +25,9 @@ def register_rules() -> None:
             table.setdefault(contraction_p, rule)
 
 
-def _jet(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[Any, list[Any]]:
+def _jet(
+    primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: object
+) -> tuple[jax.Array, list[jax.Array]]:
     """Taylor coefficients of a bilinear op: each a sum of products of those of the operands."""
     ls, rs = ([x, *terms] for x, terms in zip(primals[:2], series[:2], strict=True))
     rest = primals[2:]
@@ -34,24 +39,24 @@ def _jet(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> tuple[
     return out, terms
 
 
-def _sparse(env: Any, *values: Any, **params: Any) -> Any:
+def _sparse(env: object, *values: object, **params: Any) -> object:
     """A product of sparse arrays: what the contraction is made of."""
     return compat.sparsified(partial(float32_result, **params), env, values)
 
 
-def _checked(error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
+def _checked(error: object, enabled: object, *values: object, **params: object) -> object:
     """A NaN that a product made is reported as one of jax's own products."""
     return compat.nan_checked(contraction_p, error, enabled, *values, **params)
 
 
-def _cost(context: Any, *values: Any, of: Any, params: Any, **_: Any) -> Any:
+def _cost(context: object, *values: object, of: Primitive, params: Params, **_: object) -> object:
     """Count the cost of jax's own product, at the types that go in and come out."""
     table = compat.rules_of("roofline")
     assert table is not None, "it asks"
     return table[of](context, *values, **dict(params))
 
 
-_RULES: Mapping[str, Callable[..., Any]] = {
+_RULES: Mapping[str, Callable[..., object]] = {
     "jet": _jet,
     "sparsify": _sparse,
     "checkify": _checked,

@@ -9,8 +9,7 @@ is then bound again with the rewritten body and everything else as it was. Consi
     jit, remat, shard_map   outputs have the dtypes they come out in
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
@@ -19,6 +18,7 @@ from polymp.backends.jax.autocast.evaluate import bind, closed, run
 from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.plan import Inside, Plan, Step
 from polymp.backends.jax.autocast.values import Known, Origin, fits
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import inside, with_programs
 from polymp.dtypes import widest
 from polymp.rules.region import Region
@@ -27,14 +27,14 @@ from polymp.rules.region import Region
 class _Rebound(Inside):
     """A primitive that holds closed programs: it gets the rewritten ones."""
 
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         return bind(step, values, **with_programs(step.eqn, list(map(closed, self.plans))))
 
 
 # jit and remat: a call, and one whose body is computed again
 
 
-def plan_jit(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_jit(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A jitted function."""
     program = eqn.params["jaxpr"]
     if not compat.only_arrays(program):
@@ -42,12 +42,14 @@ def plan_jit(frame: Frame, eqn: Any, region: Region) -> Planned:
     return _called(frame, eqn, program, region, _Rebound)
 
 
-def plan_remat(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_remat(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A function whose values are computed again for its derivative."""
     return _called(frame, eqn, compat.close(eqn.params["jaxpr"]), region, _Remat)
 
 
-def _called(frame: Frame, eqn: Any, program: Any, region: Region, kind: type[Inside]) -> Planned:
+def _called(
+    frame: Frame, eqn: Equation, program: ClosedProgram, region: Region, kind: type[Inside]
+) -> Planned:
     plan = frame.planner.plan(program, map(frame.known, eqn.invars), region)
     outs = list(plan.outs)
     reads, writes = [None] * len(eqn.invars), [k.dtype for k in outs]
@@ -55,7 +57,7 @@ def _called(frame: Frame, eqn: Any, program: Any, region: Region, kind: type[Ins
 
 
 class _Remat(Inside):
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         (plan,) = self.plans
         if plan.as_written:
             return bind(step, values)
@@ -66,7 +68,7 @@ class _Remat(Inside):
 # scan and while: loops
 
 
-def plan_loop(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A scan or a while loop."""
     body, *tests = programs = inside(eqn)
     if not all(compat.only_arrays(program.closed) for program in programs):
@@ -102,7 +104,7 @@ def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None
 # cond: branches
 
 
-def plan_cond(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_cond(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A choice between programs."""
     known = list(map(frame.known, eqn.invars))
     branches = [(branch.closed, branch.of(known), region) for branch in inside(eqn)]
@@ -129,7 +131,7 @@ def _meet(outs: Sequence[Known]) -> str | None:
 # shard_map: one program on many devices
 
 
-def plan_shard_map(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A program on many devices."""
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
@@ -140,12 +142,12 @@ def plan_shard_map(frame: Frame, eqn: Any, region: Region) -> Planned:
 
 
 class _Mapped(Inside):
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         (plan,) = self.plans
         params = step.params
         if plan.as_written:
             return bind(step, values)
-        mapped: Any = jax.shard_map(
+        mapped: Callable[..., Sequence[object]] = jax.shard_map(
             lambda *args: tuple(run(plan, args)),
             mesh=params["mesh"],
             in_specs=params["in_specs"],
@@ -153,11 +155,10 @@ class _Mapped(Inside):
             axis_names=params["newly_manual_axes"],
             check_vma=params["check_vma"],
         )
-        outs: Sequence[Any] = mapped(*values)
-        return outs
+        return mapped(*values)
 
 
-def _as_written(frame: Frame, eqn: Any) -> Planned:
+def _as_written(frame: Frame, eqn: Equation) -> Planned:
     """For a body that takes references or tokens, whose types no cast can follow."""
     frame.planner.warn(
         eqn.primitive.name,

@@ -5,13 +5,14 @@ The rule is never read off the equation. The equation is wrapped as a function a
 rule is planned when a derivative is first asked for, in the region of the call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
@@ -21,20 +22,23 @@ from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.values import Known
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.rules.region import Region
 
+T = TypeVar("T")
 
-def plan_jvp(frame: Frame, eqn: Any, region: Region) -> Planned:
+
+def plan_jvp(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """Plan a `jax.custom_jvp` function."""
     return _plan(frame, eqn, region, _Forward)
 
 
-def plan_vjp(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_vjp(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """Plan a `jax.custom_vjp` function."""
     return _plan(frame, eqn, region, _Reverse)
 
 
-def _plan(frame: Frame, eqn: Any, region: Region, rules: "type[_Rules]") -> Planned:
+def _plan(frame: Frame, eqn: Equation, region: Region, rules: "type[_Rules]") -> Planned:
     known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
     plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
     outs = [Known(k.dtype, product=k.product, weak=k.weak) for k in plan.outs]
@@ -51,7 +55,7 @@ class _Rules(Inside):
         plan: of the program that the equation calls.
     """
 
-    def __init__(self, frame: Frame, eqn: Any, plan: Plan) -> None:
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
         super().__init__((plan,))
         self.planner = frame.planner
         self.eqn = eqn
@@ -60,15 +64,15 @@ class _Rules(Inside):
         self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
         self.name = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
-        self.made: dict[Any, Any] = {}
-        self.planned_as: tuple[Any, Change] | None = None
+        self.made: dict[Hashable, Any] = {}
+        self.planned_as: tuple[Self, Change] | None = None
         self.lows: list[str | None] = []  # by input, the low dtype that it is stored in
 
     @property
     def plan(self) -> Plan:
         return self.plans[0]
 
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         if self.plan.as_written and not self.plan.region.enabled:
             return bind(step, values)
         return self.call(values)
@@ -83,20 +87,23 @@ class _Rules(Inside):
         rules.planned_as = self, change
         return rules
 
-    def original(self, *args: Any) -> Any:
+    def original(self, *args: jax.Array) -> Sequence[jax.Array]:
         """The equation as a function, at its declared dtypes."""
         primitive = self.eqn.primitive
-        return primitive.bind(*args, **primitive.get_bind_params(self.eqn.params))
+        outs: Sequence[jax.Array] = primitive.bind(
+            *args, **primitive.get_bind_params(self.eqn.params)
+        )
+        return outs
 
-    def trace(self, function: Callable[..., Any], *args: Any) -> Any:
+    def trace(self, function: Callable[..., object], *args: object) -> ClosedProgram:
         """The closed jaxpr of a rule, traced where the call was."""
         with regions.AMBIENT(self.plan.region):
             return jax.make_jaxpr(function)(*args)
 
-    def primal(self, *args: Any) -> tuple[Any, ...]:
+    def primal(self, *args: object) -> tuple[object, ...]:
         return tuple(run(self.plan, args))
 
-    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+    def call(self, values: Sequence[object]) -> Sequence[object]:
         raise NotImplementedError
 
 
@@ -113,7 +120,7 @@ class _Half(NamedTuple):
 
     plan: Plan
     moves: tuple[bool, ...] = ()
-    tree: Any = None
+    tree: PyTreeDef | None = None
     stored: Sequence[str | None] = ()
 
 
@@ -137,16 +144,18 @@ class _Forward(_Rules):
     choice.
     """
 
-    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+    def call(self, values: Sequence[object]) -> Sequence[object]:
         made = self.made
         if "function" not in made:  # one object, so that JAX's caches know it again
             primal = _named(self.primal, self.name, self.plan.jaxpr)
             made["function"] = function = jax.custom_jvp(primal)
             function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
-        outs: Sequence[Any] = made["function"](*values)
+        outs: Sequence[object] = made["function"](*values)
         return outs
 
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def rule(
+        self, primals: Sequence[object], tangents: Sequence[object]
+    ) -> tuple[tuple[object, ...], tuple[object, ...]]:
         moving = _moving(tangents, self.floats)
         half = self.planned(moving)
         given = _where(tangents, moving)
@@ -173,7 +182,9 @@ class _Forward(_Rules):
         avals = [var.aval for var in self.eqn.invars]
         moves: list[bool] = []
 
-        def pair(primals: list[Any], given: list[Any]) -> Any:
+        def pair(
+            primals: list[jax.Array], given: list[jax.Array]
+        ) -> tuple[Sequence[jax.Array], list[jax.Array | None]]:
             outs, tangents = compat.jvp(self.original, primals, _filled(given, moving))
             tangents = _where(tangents, self.float_outs)
             moves.extend(tangent is not None for tangent in tangents)
@@ -197,27 +208,27 @@ class _Reverse(_Rules):
     cotangent, and gets a plan for each such choice.
     """
 
-    def __init__(self, frame: Frame, eqn: Any, plan: Plan) -> None:
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
         super().__init__(frame, eqn, plan)
         self.num_consts = eqn.params.get("num_consts", 0)
 
-    def call(self, values: Sequence[Any]) -> Sequence[Any]:
+    def call(self, values: Sequence[object]) -> Sequence[object]:
         consts, args = values[: self.num_consts], values[self.num_consts :]
         made = self.made
         function = made.get("function") or self.function(consts)
         if not consts:
             made["function"] = function
-        outs: Sequence[Any] = function(*args)
+        outs: Sequence[object] = function(*args)
         return outs
 
-    def function(self, consts: Sequence[Any]) -> Any:
+    def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
         count = len(self.plan.outs)
         floats = tuple(self.floats[self.num_consts :])
 
-        def primal(*args: Any) -> tuple[Any, ...]:
+        def primal(*args: object) -> tuple[object, ...]:
             return self.primal(*consts, *args)
 
-        def forward(*args: Any) -> tuple[Any, Any]:
+        def forward(*args: Any) -> tuple[tuple[object, ...], _Residuals]:
             moving = floats
             if self.symbolic_zeros:
                 moving = tuple(a.perturbed and f for a, f in zip(args, floats, strict=True))
@@ -225,7 +236,7 @@ class _Reverse(_Rules):
             flat = run(self.forward(moving).plan, [*consts, *args])
             return tuple(flat[:count]), _Residuals(moving, flat[count:])
 
-        def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        def backward(saved: _Residuals, cotangents: Sequence[object]) -> tuple[object, ...]:
             coming = _moving(cotangents, self.float_outs)
             half = self.backward(saved.moving, coming)
             grads = iter(run(half.plan, [*saved.values, *_where(cotangents, coming)]))
@@ -252,12 +263,12 @@ class _Reverse(_Rules):
             plan, outs = change(half.plan, self.lows, saved, self.name)
             return half._replace(plan=plan, stored=outs[count:])
         skip = self.num_consts
-        trees: list[Any] = []
+        trees: list[PyTreeDef] = []
 
-        def forward(*args: Any) -> Any:
+        def forward(*args: jax.Array) -> tuple[Sequence[jax.Array], list[jax.Array]]:
             consts, args = args[:skip], args[skip:]
 
-            def of_moving(*values: Any) -> Any:
+            def of_moving(*values: jax.Array) -> Sequence[jax.Array]:
                 left = iter(values)
                 pairs = zip(args, moving, strict=True)
                 return self.original(*consts, *(next(left) if moves else a for a, moves in pairs))
@@ -289,7 +300,9 @@ class _Reverse(_Rules):
         results = [var.aval for var in self.eqn.outvars]
         moves: list[bool] = []
 
-        def backward(residuals: list[Any], cotangents: list[Any]) -> Any:
+        def backward(
+            residuals: list[jax.Array], cotangents: list[jax.Array]
+        ) -> list[jax.Array | None]:
             pull = jax.tree.unflatten(first.tree, residuals)
             grads = compat.pulled(pull, avals, results, _filled(cotangents, coming))
             moves.extend(grad is not None for grad in grads)
@@ -311,13 +324,13 @@ FUNCTIONS.border(_Rules.trace)
 @jax.tree_util.register_dataclass
 @dataclass
 class _Residuals:
-    """What the forward half hands to the backward half: arrays, and which arguments it is for."""
+    """The residuals that the forward half saves, and the arguments that they are for."""
 
     moving: tuple[bool, ...] = field(metadata={"static": True})
-    values: Sequence[Any]
+    values: Sequence[object]
 
 
-def _moving(tangents: Sequence[Any], floats: Sequence[bool]) -> tuple[bool, ...]:
+def _moving(tangents: Sequence[object], floats: Sequence[bool]) -> tuple[bool, ...]:
     """Which tangents, or cotangents, of floats are no symbolic zeros."""
     zero = jax.custom_derivatives.SymbolicZero
     return tuple(
@@ -326,20 +339,20 @@ def _moving(tangents: Sequence[Any], floats: Sequence[bool]) -> tuple[bool, ...]
     )
 
 
-def _where(values: Sequence[Any], keep: Sequence[bool]) -> list[Any]:
+def _where(values: Sequence[T], keep: Sequence[bool]) -> list[T]:
     return [value for value, kept in zip(values, keep, strict=True) if kept]
 
 
-def _filled(values: Sequence[Any], places: Sequence[bool]) -> list[Any]:
+def _filled(values: Sequence[T], places: Sequence[bool]) -> list[T | None]:
     """The values in their places, and None in the others."""
     left = iter(values)
     return [next(left) if place else None for place in places]
 
 
-def _named(function: Callable[..., Any], name: str, of: Any) -> Any:
+def _named(function: Callable[..., T], name: str, of: ClosedProgram) -> Callable[..., T]:
     """The function under a name, and traced as one that was written where a jaxpr's was."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> T:
         return function(*args)
 
     call.__name__ = call.__qualname__ = name

@@ -2,7 +2,7 @@
 
 What is older than the trace and refers to one of its values was given it by the function: a list of
 the user's, an object, the parameters that a library collects. What a function made in the trace has
-captured is no such thing: a cache may keep that function, and nobody looks into it.
+captured does not count: a cache may keep that function, but does not read what it captured.
 """
 
 import functools
@@ -10,7 +10,8 @@ import gc
 import weakref
 from collections import defaultdict
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
-from typing import Any
+
+from jax.core import Trace
 
 from polymp.backends.jax import compat
 
@@ -23,8 +24,8 @@ _CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, 
 _SOUGHT = 256
 
 
-def escaped(trace: weakref.ref[Any]) -> list[str]:
-    """Find values of an ended trace in older objects: their types, and where they were made.
+def escaped(trace: weakref.ref[Trace]) -> list[str]:
+    """Find values of an ended trace in older objects.
 
     To be called where Python's collector has been off since before the trace, and nothing was young
     then: what is young now was made by the trace. Nothing outlives most traces, and then there is
@@ -32,6 +33,9 @@ def escaped(trace: weakref.ref[Any]) -> list[str]:
 
     Args:
         trace: that has ended.
+
+    Returns:
+        For each value, its type and where it was made.
     """
     if trace() is None:
         return []
@@ -40,7 +44,7 @@ def escaped(trace: weakref.ref[Any]) -> list[str]:
     if not tracers:  # the jaxpr holds the trace, where a custom_vjp function is in it
         return []
     # By identity of what is held, the data that holds it.
-    holders: defaultdict[int, list[Any]] = defaultdict(list)
+    holders: defaultdict[int, list[object]] = defaultdict(list)
     known = {id(x) for x in young}
     operands = {id(compat.operands_of(tracer)) for tracer in tracers}
     for x in young:
@@ -49,9 +53,9 @@ def escaped(trace: weakref.ref[Any]) -> list[str]:
                 if id(held) in known:
                     holders[id(held)].append(x)
     carried: dict[int, set[int]] = {}  # by identity of a carrier, the numbers of its tracers
-    carriers: list[Any] = []
+    carriers: list[object] = []
     for number, tracer in enumerate(tracers):
-        left = [tracer]
+        left: list[object] = [tracer]
         while left:
             x = left.pop()
             if x is young or number in carried.setdefault(id(x), set()):

@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ParamDict
 from jax.extend import core, source_info_util
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal, Primitive
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
-from polymp.backends.jax.autocast.plan import Kind, Plan, Step
+from polymp.backends.jax.autocast.plan import Cast, Kind, Operand, Plan, Step
 from polymp.backends.jax.autocast.sharded_weights import rounded_first
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
 from polymp.rules import decision_log
 
 
@@ -41,32 +43,30 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+def run(plan: Plan, args: Sequence[object]) -> list[object]:
     """The outputs of a planned program, in the dtypes of `plan.outs`.
 
     Where a trace records what runs, equations are put into it as they are. Anywhere else, and for
     primitives that do something of their own when they are bound, they are bound.
     """
-    env: dict[Any, Any] = {}
-    casts: dict[tuple[Any, str], Any] = {}
+    env: dict[Atom, object] = {}
+    casts: dict[tuple[Atom, str], object] = {}
     constvars, invars = compat.binders(plan.jaxpr)
     env.update(zip(constvars, plan.consts, strict=True))
     env.update(zip(invars, args, strict=True))
     given = (*plan.consts, *args)
     recorder = compat.recorder(given)
-    bind, put, whole = compat.put, compat.put, _itself
+    bind, put = compat.put, compat.put
+    whole: Callable[[object], Any] = _itself
     simple = {Kind.BIND, Kind.CAST}  # what takes values that are recorded, and no more
     if recorder is not None:
         bind, put, whole = recorder.bind, recorder.put, recorder.tracer
         if recorder.meshless:
             simple.add(Kind.CONTRACT)
 
-    def read(operand: Any, put: Put) -> Any:
-        kind = type(operand)
-        if kind is Var:
-            return env[operand]
-        if kind is Literal:
-            return operand.val
+    def read(operand: Operand, put: Put) -> object:
+        if type(operand) is not Cast:
+            return operand.val if type(operand) is Literal else env[operand]
         atom, dtype, shared, value = operand
         if value is not None:
             return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
@@ -107,20 +107,20 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
     return [whole(read(o, put)) for o in plan.results]
 
 
-def _changes(eqn: Any) -> bool:
+def _changes(eqn: Equation) -> bool:
     """True for a cast in the program, from one dtype to another."""
     return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
 
 
-def _itself(x: Any) -> Any:
+def _itself(x: object) -> object:
     return x
 
 
 # How an equation comes about: from a primitive, values and parameters to results.
-Put = Callable[[Any, Sequence[Any], Any], Sequence[Any]]
+Put = Callable[[Primitive, Sequence[object], ParamDict], Sequence[object]]
 
 
-def cast(x: Any, dtype: str, put: Put = compat.put) -> Any:
+def cast(x: object, dtype: str, put: Put = compat.put) -> object:
     """The array in a dtype; the array itself if it has that already."""
     wanted = _DTYPES[dtype]
     if compat.aval_of(x).dtype == wanted:
@@ -132,7 +132,7 @@ def cast(x: Any, dtype: str, put: Put = compat.put) -> Any:
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
+def _step(step: Step, values: list[object], put: Put) -> Sequence[object]:
     eqn, kind = step.eqn, step.kind
     if kind is Kind.BIND:
         outs = put(eqn.primitive, values, _params(step))
@@ -159,7 +159,7 @@ def _step(step: Step, values: list[Any], put: Put) -> Sequence[Any]:
     ]
 
 
-def _params(step: Step) -> Any:
+def _params(step: Step) -> ParamDict:
     """The parameters of the equation's own primitive."""
     params = step.params
     if params is not step.eqn.params and params.get("update_jaxpr", 0) is None:
@@ -168,12 +168,12 @@ def _params(step: Step) -> Any:
     return params
 
 
-def bind(step: Step, values: Sequence[Any], **replaced: Any) -> Sequence[Any]:
+def bind(step: Step, values: Sequence[object], **replaced: object) -> Sequence[object]:
     """Bind the equation's own primitive, with some parameters replaced."""
     return compat.put(step.eqn.primitive, values, {**_params(step), **replaced})
 
 
-def closed(plan: Plan) -> Any:
+def closed(plan: Plan) -> ClosedProgram:
     """The rewritten program as a closed jaxpr; made once for a plan."""
     if plan.as_written and decision_log.current() is None:
         return plan.jaxpr
@@ -185,16 +185,20 @@ def closed(plan: Plan) -> Any:
             else var.aval
             for var, known in zip(invars, plan.known, strict=True)
         ]
-        evaluate: Any = lambda *args: run(plan, args)  # noqa: E731
-        if decision_log.current() is not None:  # who looks wants to know whose function this is
+
+        def evaluate(*args: object) -> list[object]:
+            return run(plan, args)
+
+        if decision_log.current() is not None:  # a report names the function of a program
             evaluate = compat.traced_as(evaluate, plan.jaxpr)
         with source_info_util.reset_name_stack():
             plan.made["closed"] = jax.make_jaxpr(evaluate)(*avals)
-    return plan.made["closed"]
+    found: ClosedProgram = plan.made["closed"]
+    return found
 
 
 @lru_cache(maxsize=256)
-def update_in(jaxpr: Any, dtype: str) -> Any:
+def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
     """The scalar program of a scatter, in another dtype."""
     evaluate = core.jaxpr_as_fun(compat.close(jaxpr))
     scalars = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for _ in jaxpr.invars]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
+from jax.core import ParamDict
 from jax.extend import core
 
 from polymp.backends.jax import compat
@@ -26,6 +27,7 @@ from polymp.backends.jax.autocast.values import (
     literal,
     number_of,
 )
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
 from polymp.rules.policy import Decision, Policy
@@ -42,7 +44,7 @@ _UNKNOWN = (
 _CALLS = 8
 
 
-class Kept:
+class PlanCache:
     """Plans of the programs inside an autocast function, from its latest calls.
 
     JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
@@ -50,13 +52,13 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._calls: deque[tuple[Hashable, dict[Any, Plan]]] = deque(maxlen=_CALLS)
+        self._calls: deque[tuple[Hashable, dict[Hashable, Plan]]] = deque(maxlen=_CALLS)
 
-    def of(self, settings: Hashable) -> list[dict[Any, Plan]]:
+    def of(self, settings: Hashable) -> list[dict[Hashable, Plan]]:
         """The plans that were made under the same settings, by call, the latest first."""
         return [plans for have, plans in reversed(tuple(self._calls)) if have == settings]
 
-    def add(self, settings: Hashable, plans: dict[Any, Plan]) -> None:
+    def add(self, settings: Hashable, plans: dict[Hashable, Plan]) -> None:
         """Keep the plans of a call; those of the oldest go."""
         self._calls.append((settings, plans))
 
@@ -67,7 +69,7 @@ class Planner:
     Args:
         one: plans the program of a frame.
         off: names of the passes that are switched off; see `passes`.
-        colours: True if some region promotes weakly, so that results are told weak from strong.
+        tracks_weak: True if some region promotes weakly, so that plans note which results are weak.
         kept: plans of earlier calls; None for none.
         settings: all that a plan depends on besides the arguments of `plan`.
     """
@@ -76,24 +78,24 @@ class Planner:
         self,
         one: "Callable[[Frame], Plan]",
         off: Set[str],
-        colours: bool,
-        kept: Kept | None,
+        tracks_weak: bool,
+        kept: PlanCache | None,
         settings: Hashable,
     ) -> None:
         self.one = one
         self.off = off
-        self.colours = colours
+        self.tracks_weak = tracks_weak
         self.kept = kept
-        self.settings = settings, off, colours
+        self.settings = settings, off, tracks_weak
         self.earlier = [] if kept is None else kept.of(self.settings)
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Hashable, Plan] = {}
         self.stacks = NameStacks()
         self.unknown: set[str] = set()
-        self.ways: dict[Any, Any] = {}
+        self.op_plans: dict[Hashable, Any] = {}
 
     def plan(
         self,
-        jaxpr: Any,
+        jaxpr: ClosedProgram,
         known: Iterable[Known],
         region: Region,
         results: Sequence[str | None] | None = None,
@@ -109,8 +111,8 @@ class Planner:
             )
         return self.plans[key]
 
-    def plan_whole(self, jaxpr: Any, known: Iterable[Known], region: Region) -> Plan:
-        """The plan of a closed jaxpr that nothing is around; the plans inside are kept."""
+    def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[Known], region: Region) -> Plan:
+        """The plan of the outermost program; the plans inside it are kept for later calls."""
         plan = self.one(Frame(self, jaxpr, tuple(known), region, None, False))
         if self.kept is not None:
             self.kept.add(self.settings, self.plans)
@@ -146,7 +148,7 @@ class Frame:
     def __init__(
         self,
         planner: Planner,
-        jaxpr: Any,
+        jaxpr: ClosedProgram,
         known: tuple[Known, ...],
         region: Region,
         results: Sequence[str | None] | None,
@@ -160,21 +162,21 @@ class Frame:
         self.wanted = results
         self.gradients = gradients
         constvars, invars = compat.binders(jaxpr)
-        self.env: dict[Any, Known] = {}
+        self.env: dict[Atom, Known] = {}
         self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         self.env.update(zip(invars, known, strict=True))
         self.steps: list[Step] = []
-        self.stack: Any = None
+        self.stack = compat.no_scopes()
         self.casts = results is not None
         self.shares = Pass.SHARING not in planner.off
 
-    def known(self, atom: Any) -> Known:
+    def known(self, atom: Atom) -> Known:
         """The dtype of an operand, where it comes from, and its number if it is one."""
         if isinstance(atom, core.Literal):
             return literal(declared(atom), number_of(atom.val))
         return self.env[atom]
 
-    def read(self, atom: Any, dtype: str | None) -> Operand:
+    def read(self, atom: Atom, dtype: str | None) -> Operand:
         """Read an operand in a dtype; None takes its actual one."""
         if dtype is None:
             return atom
@@ -194,11 +196,11 @@ class Frame:
 
     def step(
         self,
-        eqn: Any,
+        eqn: Equation,
         reads: Iterable[str | None],
         writes: Sequence[str | None],
         kind: Kind = Kind.BIND,
-        params: Any = None,
+        params: ParamDict | None = None,
         returns: tuple[str | None, ...] | None = None,
         low: str | None = None,
         inside: Inside | None = None,
@@ -211,16 +213,25 @@ class Frame:
         params = params or eqn.params
         return Step(eqn, kind, operands, params, tuple(writes), returns, self.stack, low, inside)
 
-    def as_written(self, eqn: Any) -> "Planned":
+    def as_written(self, eqn: Equation) -> "Planned":
         """The step of an equation that runs in the dtypes that it is written in."""
         writes = [declared(v) for v in eqn.outvars]
         return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
 
     def decision(self, op: str, dtypes: tuple[str, ...], region: Region, spelled: str) -> Decision:
-        """The decision of a region's policy for an op with operands in some dtypes.
+        """Ask a region's policy for its decision about an op.
+
+        Args:
+            op: its name in the vocabulary; "" if it has none.
+            dtypes: of the operands that decide.
+            region: that the op is in.
+            spelled: the primitive, as the vocabulary spells it; "" for a function.
+
+        Returns:
+            The decision.
 
         Raises:
-            ForbiddenOpError: it forbids the op.
+            ForbiddenOpError: the policy forbids the op.
         """
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
@@ -237,16 +248,16 @@ class Frame:
 
 
 Planned = tuple[Step, list[Known]]
-Handler = Callable[[Frame, Any, Region], Planned]
+Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a section
 
 
-def given(var: Any) -> Known:
+def given(var: Atom) -> Known:
     """Describe an argument or constant; a scalar of Python's is a number."""
     weak = not var.aval.shape and getattr(var.aval, "weak_type", False)
     return Known(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
 
 
-def _constant(var: Any, value: Any) -> Known:
+def _constant(var: Atom, value: object) -> Known:
     """Describe a constant; a scalar that is there already is a number."""
     if var.aval.shape or declared(var) is None or isinstance(value, jax.core.Tracer):
         return given(var)

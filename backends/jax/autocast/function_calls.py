@@ -8,10 +8,11 @@ row says how it runs. Inside it nothing else is asked: what is computed there ha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
-from jax.extend.core import Literal
+from jax.core import ParamDict
+from jax.extend.core import DebugInfo, Effects, Literal, Primitive
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
@@ -21,6 +22,7 @@ from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
+from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
@@ -33,7 +35,7 @@ def is_registered(name: str) -> bool:
     return op is not None and bool(op.rule)
 
 
-def plan_registered(frame: Frame, eqn: Any, region: Region) -> Planned:
+def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A user's primitive: its own shape rule says what comes out of cast operands."""
     known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
     hard = tuple(k.dtype for k in known if k.dtype)
@@ -63,23 +65,17 @@ class _Ruled(NamedTuple):
     """
 
     op: str
-    call: Any
-    region: Any
-    inside: Any
+    call: object
+    region: Region
+    inside: object
 
     def goes_on(self, first: "_Ruled") -> bool:
         """True if this is of the same call as the first equation of a section.
 
-        A call in a loop has the same place each time; it begins anew where its first equation
+        A call in a loop has the same place each time; a new one begins where its first equation
         comes again.
         """
         return self[:3] == first[:3] and (self.inside is None or self.inside != first.inside)
-
-
-class _Primitive(NamedTuple):
-    """The stand-in for a primitive in a section."""
-
-    name: str
 
 
 SECTION = "polymp_section"
@@ -95,47 +91,60 @@ class Section:
         eqns: the equations.
         invars: what they read from outside; variables only.
         outvars: what of theirs is read outside.
+
+    Args:
+        ruled: the mark that the equations have in common.
+        eqns: the equations.
+        invars: what they read from outside.
+        outvars: what of theirs is read outside.
     """
 
-    primitive = _Primitive(SECTION)
-    constvars: Sequence[Any] = ()
-    consts: Sequence[Any] = ()
+    primitive = Primitive(SECTION)
+    constvars: Sequence[Atom] = ()
+    consts: Sequence[object] = ()
 
-    def __init__(self, ruled: _Ruled, eqns: Sequence[Any], invars: Any, outvars: Any) -> None:
+    def __init__(
+        self,
+        ruled: _Ruled,
+        eqns: Sequence[Equation],
+        invars: Sequence[Atom],
+        outvars: Sequence[Atom],
+    ) -> None:
         self.op = ruled.op
         self.region = ruled.region
         self.eqns = eqns
         self.invars = invars
         self.outvars = outvars
-        self.params: dict[str, Any] = {}
+        self.params: ParamDict = {}
         self.source_info = eqns[0].source_info
         self.ctx = eqns[0].ctx
+        self.effects: Effects = frozenset().union(*(eqn.effects for eqn in eqns))
 
     @property
     def jaxpr(self) -> "Section":
         return self
 
     @property
-    def debug_info(self) -> Any:
+    def debug_info(self) -> DebugInfo:
         raise AttributeError("a section was traced from no function of its own")
 
 
-def sections(frame: Frame) -> Sequence[Any]:
+def sections(frame: Frame) -> Sequence[Equation]:
     """The equations of a frame's program, those of one call as a section."""
     jaxpr = frame.jaxpr
     eqns = jaxpr.eqns
     keys = [_ruled(frame, eqn) for eqn in eqns]
     if not any(keys):
         return list(eqns)
-    groups: list[tuple[_Ruled | None, list[Any]]] = []
+    groups: list[tuple[_Ruled | None, list[Equation]]] = []
     for eqn, key in zip(eqns, keys, strict=True):
         first = groups[-1][0] if groups else None
         if key is not None and first is not None and key.goes_on(first):
             groups[-1][1].append(eqn)
         else:
             groups.append((key, [eqn]))
-    made: list[Any] = []
-    read = {id(v) for v in jaxpr.outvars}  # by what comes later, for we go backwards
+    made: list[Equation] = []
+    read = {id(v) for v in jaxpr.outvars}  # by equations further down: the walk goes backwards
     for key, group in reversed(groups):
         written = [v for eqn in group for v in eqn.outvars]
         outvars = [v for v in written if id(v) in read]
@@ -155,8 +164,8 @@ def sections(frame: Frame) -> Sequence[Any]:
     return made[::-1]
 
 
-def _ruled(frame: Frame, eqn: Any) -> _Ruled | None:
-    """The section that an equation belongs to: the outermost function that a row speaks of."""
+def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
+    """The section that an equation belongs to: the outermost function with a row."""
     if frame.region.policy is AS_CALLED:
         return None
     words, region = vocabulary(), None
@@ -234,7 +243,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
         )
         outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
     keep = decision.rule is Rule.FP32_KEEP
-    if keep and decision.out in LOW and not any(eqn.effects for eqn in section.eqns):
+    if keep and decision.out in LOW and not section.effects:
         finals = tuple(k.dtype for k in outs)
         kept = _Again((plan,), tuple(reads), returns)
         return frame.step(section, [None] * len(reads), finals, inside=kept), outs
@@ -254,7 +263,7 @@ class _Inlined(Inside):
     reads: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
 
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         return run(self.plans[0], values)
 
     def passed_on(self) -> Sequence[int]:
@@ -272,12 +281,12 @@ class _Again(_Inlined):
     For backward it is computed again, as a fused kernel would.
     """
 
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
-        def section(*values: Any) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
+        def section(*values: object) -> Sequence[object]:
             pairs = zip(values, self.reads, strict=True)
             outs = run(self.plans[0], [cast(v, f) if f else v for v, f in pairs])
             finals = self.returns or [None] * len(outs)
             return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
 
-        outs: Sequence[Any] = jax.checkpoint(section)(*values)
+        outs: Sequence[object] = jax.checkpoint(section)(*values)
         return outs

@@ -11,13 +11,15 @@ the place of its function. Nothing is patched, and a function need not leave a c
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from types import CodeType
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.extend import core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import JITTED, RULED, inside
 from polymp.errors import PolicyError
 from polymp.rules.op_registration import checked
@@ -26,7 +28,7 @@ from polymp.rules.vocabulary import CUSTOM, vocabulary
 T = TypeVar("T")
 
 
-def spelling(eqn: Any) -> str:
+def spelling(eqn: Equation) -> str:
     """The equation's primitive as the vocabulary spells it."""
     name: str = eqn.primitive.name
     variant = _VARIANTS.get(name)
@@ -39,20 +41,20 @@ def op_of(spelled: str) -> str:
     return words.of_jax(spelled) or words.of_jax(spelled.partition(":")[0])
 
 
-def _product(eqn: Any) -> str:
+def _product(eqn: Equation) -> str:
     (_, (batch, _)) = eqn.params["dimension_numbers"]
     if batch or max(len(v.aval.shape) for v in eqn.invars) < 2:
         return ""
     return ":unbatched"
 
 
-def _convolution(eqn: Any) -> str:
+def _convolution(eqn: Equation) -> str:
     params = eqn.params
     transposed = any(d != 1 for d in params["lhs_dilation"])
     return f":{'transpose' if transposed else ''}{len(params['window_strides'])}d"
 
 
-_VARIANTS: dict[str, Callable[[Any], str]] = {
+_VARIANTS: dict[str, Callable[[Equation], str]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "integer_pow": lambda eqn: ":negative" if eqn.params["y"] < 0 else "",
@@ -70,8 +72,8 @@ class Found(NamedTuple):
     """
 
     op: str
-    call: Any
-    inside: Any
+    call: object
+    inside: object
 
 
 class Functions:
@@ -87,10 +89,14 @@ class Functions:
         self.places: dict[tuple[str | None, int | None, str], str] = {}
         self._borders: set[int] = set()
         self._looked: set[str] = set()
-        self._codes: list[Any] = []  # so that no other object takes their identities
+        self._codes: list[CodeType | None] = []  # so that no other object takes their identities
 
-    def add(self, function: Any, op: str) -> None:
+    def add(self, function: object, op: str) -> None:
         """Know a function as an op.
+
+        Args:
+            function: of jax, of a library, or of the user.
+            op: its name in the vocabulary.
 
         Raises:
             TypeError: it has no Python code.
@@ -118,7 +124,7 @@ class Functions:
                 self._looked.add(dotted)
                 self.add(function, op)
 
-    def of(self, eqn: Any) -> Iterable[Found]:
+    def of(self, eqn: Equation) -> Iterable[Found]:
         """The known functions around an equation, from the outermost inwards."""
         frames = compat.frames(eqn.source_info.traceback)
         outside = self.ops.keys().isdisjoint(map(id, frames.codes))
@@ -126,7 +132,7 @@ class Functions:
             return ()
         return self._around(eqn, frames)
 
-    def _around(self, eqn: Any, frames: compat.Frames) -> Iterator[Found]:
+    def _around(self, eqn: Equation, frames: compat.Frames) -> Iterator[Found]:
         if not self.ops.keys().isdisjoint(ids := list(map(id, frames.codes))):
             end = next((at for at, one in enumerate(ids) if one in self._borders), len(ids))
             for at in range(end - 1, -1, -1):
@@ -139,7 +145,7 @@ class Functions:
             if op := self.places.get(compat.traced_from(closed)):
                 yield Found(op, id(eqn), None)
 
-    def border(self, function: Any) -> None:
+    def border(self, function: object) -> None:
         """Frames outside of this function do not count: they called the region, not an op."""
         code = code_of(function)
         if id(code) not in self._borders:
@@ -147,7 +153,7 @@ class Functions:
             self._borders.add(id(code))
 
 
-def _called(eqn: Any) -> list[Any]:
+def _called(eqn: Equation) -> list[ClosedProgram]:
     """The jaxpr of a call that keeps its function's name, if the equation is one."""
     return [one.closed for one in inside(eqn)] if eqn.primitive.name in _NAMED else []
 
@@ -159,7 +165,7 @@ _NAMED = JITTED | RULED
 _WRAPPED = ("__wrapped__", "fun", "func", "__func__")
 
 
-def code_of(function: Any) -> Any:
+def code_of(function: object) -> CodeType | None:
     """The code of a function under all that may be wrapped round it, or None."""
     while True:
         inside = (getattr(function, name, None) for name in _WRAPPED)
@@ -169,7 +175,7 @@ def code_of(function: Any) -> Any:
         function = inner
 
 
-def resolved(dotted: str) -> Any:
+def resolved(dotted: str) -> object:
     """The function of a dotted name, by way of modules that are loaded; None if they are not."""
     parts = dotted.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -184,8 +190,15 @@ def resolved(dotted: str) -> Any:
 FUNCTIONS = Functions()
 
 
-def spelled(given: Any, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What was given to be registered, as primitives and functions of an `Op`.
+def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Spell an object that a user registers as the vocabulary does.
+
+    Args:
+        given: a primitive or a function.
+        where: the call, for messages.
+
+    Returns:
+        The primitives and the functions of an `Op`: one of them has one name, the other none.
 
     Raises:
         PolicyError: a primitive or function of jax's own.
@@ -217,7 +230,7 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
 
     Args:
         name: for policies.
-        rule: what it does where a policy does not speak of it; see `polymp.register_op`.
+        rule: the one that it follows where a policy has no row for it; see `polymp.register_op`.
         kind: its class.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What JAX's primitives can do with float dtypes: facts about JAX, no rules.
+"""Facts about JAX's primitives: with which float dtypes they can do what. No rules.
 
 A primitive that no set here names runs in the dtypes that the program was written in. That is
 always right, at worst slower: linear algebra, Fourier transforms, bit casts, callbacks, kernels.

@@ -2,13 +2,13 @@
 
     lower, fp32, ...   what the policy's row says
     no row             in the dtypes of the operands, the widest of those declared alike
-    as written         what no dtype of ours may enter: see `op_facts`
+    as written         ops that cannot run in another dtype: see `op_facts`
 
 Numbers in the program, scalar arguments and masks take the dtype of what they meet. A parameter
 that is added to the result of a contraction is its bias, and takes the low dtype too.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from polymp.backends.jax.autocast.pass_switches import Pass
 from polymp.backends.jax.autocast.plan import Kind
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fixed, name_of
+from polymp.backends.jax.compat.programs import Equation
 from polymp.dtypes import widest
 from polymp.rules import decision_log
 from polymp.rules.policy import Decision
@@ -31,7 +32,7 @@ from polymp.rules.vocabulary import vocabulary
 UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
 
 
-class _Way(NamedTuple):
+class _OpPlan(NamedTuple):
     """How an op runs, whichever equation it is: the fields of its step."""
 
     reads: list[str | None]
@@ -40,7 +41,7 @@ class _Way(NamedTuple):
     outs: list[Known]
 
 
-def convert(frame: Frame, eqn: Any, region: Region) -> Planned:
+def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A cast in the program."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     old, new, known = declared(atom), declared(var), frame.known(atom)
@@ -60,11 +61,11 @@ def convert(frame: Frame, eqn: Any, region: Region) -> Planned:
     elif known.origin is Origin.GIVEN and not atom.aval.shape:
         origin = Origin.GIVEN
     number = known.number if new is not None and origin is Origin.LITERAL else None
-    weak = frame.planner.colours and new == "float32" and not fixed(atom) and old is None
+    weak = frame.planner.tracks_weak and new == "float32" and not fixed(atom) and old is None
     return frame.step(eqn, [None], [new]), [Known(new, origin, number=number, weak=weak)]
 
 
-def name(frame: Frame, eqn: Any, region: Region) -> Planned:
+def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A name for a value, which may be one of our marks."""
     if eqn.params["name"] not in (UPPER, LOWER):
         return free(frame, eqn, region)
@@ -75,35 +76,37 @@ def name(frame: Frame, eqn: Any, region: Region) -> Planned:
     return frame.step(eqn, [dtype], [dtype], Kind.CAST), [Known(dtype)]
 
 
-def independent(frame: Frame, eqn: Any, _: Region) -> Planned:
+def independent(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """An op whose results have the dtypes of the operands in their places."""
     known = [frame.known(atom) for atom in eqn.invars][: len(eqn.outvars)]
     outs = [k._replace(number=None) for k in known]
     return frame.step(eqn, [None] * len(eqn.invars), [k.dtype for k in known]), outs
 
 
-def free(frame: Frame, eqn: Any, region: Region) -> Planned:
+def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """An op that computes in any dtype, as the policy says."""
     atoms = eqn.invars
     known = [frame.known(atom) for atom in atoms]
     op = spelling(eqn)
     avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
-    # A region that was planned for stays in its plan, a type in its way.
+    # The plans keep regions and types alive, so that no other object gets their ids.
     signature = (op, id(region), *known, *map(id, avals))
-    ways = frame.planner.ways
-    # A program asks the same few questions over and over; a report wants every answer.
-    if signature not in ways or decision_log.current() is not None:
-        ways[signature] = avals, _way(frame, eqn, op, known, region)
-    _, way = ways[signature]
-    if way is None:
+    plans = frame.planner.op_plans
+    # Most equations repeat an earlier one; a report needs a decision for each.
+    if signature not in plans or decision_log.current() is not None:
+        plans[signature] = avals, _plan_of(frame, eqn, op, known, region)
+    _, plan = plans[signature]
+    if plan is None:
         return frame.as_written(eqn)
     params = eqn.params
     if "update_jaxpr" in params and params["update_jaxpr"] is not None:
         params = {**params, "update_jaxpr": None}  # made at emission, where JAX is called
-    return frame.step(eqn, way.reads, way.writes, Kind.BIND, params, way.returns), way.outs
+    return frame.step(eqn, plan.reads, plan.writes, Kind.BIND, params, plan.returns), plan.outs
 
 
-def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) -> _Way | None:
+def _plan_of(
+    frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region
+) -> _OpPlan | None:
     """How an op that is free in its dtype runs; None for as written."""
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, op, known, weak)
@@ -132,18 +135,18 @@ def _way(frame: Frame, eqn: Any, op: str, known: list[Known], region: Region) ->
     moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
     ruled = decision.rule in (Rule.FP32, Rule.FP32_KEEP)
-    stays = frame.planner.colours and not ruled and promotion.stays_weak(known)
+    stays = frame.planner.tracks_weak and not ruled and promotion.stays_weak(known)
     outs = [
         Known(f, origin, product and f in LOW, number, stays and f == "float32")
         if f
         else Known(None)
         for f in finals
     ]
-    return _Way(reads, tuple(writes), returns, outs)
+    return _OpPlan(reads, tuple(writes), returns, outs)
 
 
-def contraction(frame: Frame, eqn: Any, region: Region) -> Planned:
-    """A sum of products: one of ours, where it runs low."""
+def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
+    """A sum of products: the primitive of polymp, where it runs low."""
     known = [frame.known(atom) for atom in eqn.invars]
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, eqn.primitive.name, known, weak)
@@ -176,7 +179,7 @@ def contraction(frame: Frame, eqn: Any, region: Region) -> Planned:
     return step, [Known(final, product=final in LOW)]
 
 
-def unknown(frame: Frame, eqn: Any, _: Region) -> Planned:
+def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """A primitive of which nothing is known: it runs as written, and so does a program inside."""
     name = eqn.primitive.name
     if name not in op_facts.OPAQUE and compat.has_program(eqn.params):
@@ -184,7 +187,7 @@ def unknown(frame: Frame, eqn: Any, _: Region) -> Planned:
     return frame.as_written(eqn)
 
 
-def _precision_is_default(precision: Any) -> bool:
+def _precision_is_default(precision: object) -> bool:
     """True unless this op, and not the configuration, asks for more than the default."""
     if precision is None or precision == compat.default_precision():
         return True

@@ -11,9 +11,10 @@ The first two are parts of `op_handlers` and `frame`, the other two are in `pass
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
 
 import jax
+
+from polymp.backends.jax import compat
 
 
 class Pass(StrEnum):
@@ -26,13 +27,12 @@ class Pass(StrEnum):
 
 
 # The passes that are switched off. Part of the key of every trace, as `regions.AMBIENT` is.
-_OFF: Any = jax.make_user_context(frozenset())
+_OFF: compat.Context[frozenset[str]] = jax.make_user_context(frozenset())
 
 
 def off() -> frozenset[str]:
     """The names of the passes that are switched off here."""
-    found: frozenset[str] = _OFF.value
-    return found
+    return _OFF.value
 
 
 @contextmanager

@@ -7,7 +7,7 @@ They are one walk from the last step to the first, and none where the plan holds
 """
 
 from math import prod
-from typing import Any
+from typing import TypeGuard
 
 import jax
 from jax.extend import core
@@ -17,8 +17,9 @@ from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.frame import Frame
 from polymp.backends.jax.autocast.pass_switches import Pass
-from polymp.backends.jax.autocast.plan import Cast, Kind, Step
+from polymp.backends.jax.autocast.plan import Cast, Kind, Operand, Step
 from polymp.backends.jax.autocast.values import LOW, Origin, declared, fits
+from polymp.backends.jax.compat.programs import Atom, Equation
 
 # What is computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = op_facts.ELEMENTWISE | {
@@ -85,17 +86,23 @@ class _Walk:
         dtypes: in which dtype the steps seen so far read a variable; `_MIXED` for several.
         cast: variables and dtypes that those steps share a cast to.
         moved: True if some value has another dtype than it was planned in.
+
+    Args:
+        frame: of the program.
+        up: whether to pull casts up.
+        down: whether to pull casts down.
     """
 
     def __init__(self, frame: Frame, up: bool, down: bool) -> None:
         self.frame = frame
         self.up, self.down = up, down
-        self.dtypes: dict[Any, str | None] = {}
-        self.cast: set[tuple[Any, str]] = set()
+        self.dtypes: dict[Atom, str | None] = {}
+        self.cast: set[tuple[Atom, str]] = set()
         self.moved = False
-        self._makers: dict[Any, Any] | None = None
-        self._sources: dict[Any, Any] = {}  # what a variable is a layout of
-        self._layouts: dict[tuple[Any, str], set[Any]] | None = None  # of a source, cast to a dtype
+        self._makers: dict[Atom, Equation] | None = None
+        self._sources: dict[Atom, Atom] = {}  # what a variable is a layout of
+        # By a source and a dtype, the layouts of it that are cast.
+        self._layouts: dict[tuple[Atom, str], set[Atom]] | None = None
         constvars, _ = compat.binders(frame.closed)
         self._inert = {  # of float variables; a constant that is there has no gradient
             var: not isinstance(value, jax.core.Tracer)
@@ -119,9 +126,8 @@ class _Walk:
                     elif want in LOW and self.down and self.narrows(step, want):
                         step = steps[at] = self.recast(step, want)
             for operand in step.operands:
-                kind = type(operand)
-                if kind is not Cast:
-                    if kind is not core.Literal:
+                if type(operand) is not Cast:
+                    if type(operand) is not core.Literal:
                         self.reads(operand, env[operand].dtype)
                 elif operand.value is None:
                     self.reads(operand.atom, operand.dtype)
@@ -142,7 +148,7 @@ class _Walk:
                 want = None  # what hands on a low value rounds it, as its caller's plan says
             self.reads(atom, want if want and have else have)
 
-    def reads(self, var: Any, dtype: str | None) -> None:
+    def reads(self, var: Atom, dtype: str | None) -> None:
         dtypes = self.dtypes
         if dtypes.setdefault(var, dtype) != dtype:
             dtypes[var] = _MIXED
@@ -209,7 +215,7 @@ class _Walk:
             return True
         return self.meets(var, low)
 
-    def meets(self, var: Any, low: str) -> bool:
+    def meets(self, var: Atom, low: str) -> bool:
         """True if what a variable is a layout of is cast in some other layout too."""
         if self._layouts is None:
             self._sources, self._layouts = {}, {}
@@ -224,7 +230,7 @@ class _Walk:
         source = self._sources.get(var, var)
         return len(self._layouts.get((source, low), ())) > 1
 
-    def inert(self, atom: Any) -> bool:
+    def inert(self, atom: Atom) -> bool:
         """True for what has no gradient: integers, bools, numbers and constants made it."""
         found = self._inert
         todo = [atom]
@@ -242,13 +248,13 @@ class _Walk:
             todo.pop()
         return self._known_inert(atom)
 
-    def _is_open(self, atom: Any) -> bool:
+    def _is_open(self, atom: Atom) -> bool:
         return type(atom) is not core.Literal and atom not in self._inert and is_inexact(atom.aval)
 
-    def _known_inert(self, atom: Any) -> bool:
+    def _known_inert(self, atom: Atom) -> bool:
         return type(atom) is core.Literal or not is_inexact(atom.aval) or self._inert[atom]
 
-    def _maker(self, var: Any) -> Any:
+    def _maker(self, var: Atom) -> Equation | None:
         """The equation that makes a variable; None for an input or a constant."""
         if self._makers is None:
             self._makers = {v: step.eqn for step in self.frame.steps for v in step.eqn.outvars}
@@ -260,12 +266,11 @@ class _Walk:
         operands = [o.atom if self._is_idle(o) else o for o in step.operands]
         return step._replace(operands=operands)
 
-    def _is_idle(self, operand: Any) -> bool:
+    def _is_idle(self, operand: Operand) -> TypeGuard[Cast]:
         """True for a cast of what has that dtype already."""
         if type(operand) is not Cast or type(operand.atom) is core.Literal:
             return False
-        dtype: str | None = self.frame.env[operand.atom].dtype
-        return dtype == operand.dtype
+        return self.frame.env[operand.atom].dtype == operand.dtype
 
 
 def _only_moves(step: Step) -> bool:
@@ -279,5 +284,5 @@ def _only_moves(step: Step) -> bool:
     )
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return prod(atom.aval.shape)

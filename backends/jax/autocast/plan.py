@@ -4,18 +4,22 @@ A `Plan` has one `Step` for each equation of a traced program; emission then fol
 equation becomes a step is `planner`'s part. No array is made here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, final
 
+import numpy as np
+from jax.core import ParamDict
 from jax.extend.core import Literal
 
 from polymp.backends.jax.autocast.values import Known
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, NameStack
 from polymp.rules.region import Region
 
 
+@final
 class Cast(NamedTuple):
     """An operand that is read in another dtype than its own.
 
@@ -27,14 +31,14 @@ class Cast(NamedTuple):
         value: the number, in that dtype, that every element is.
     """
 
-    atom: Any
+    atom: Atom
     dtype: str
     shared: bool = True
-    value: Any = None
+    value: "np.number[Any] | None" = None
 
 
 # A variable or literal, read as it is, or a cast of one.
-Operand = Any
+Operand = Atom | Cast
 
 
 class Kind(StrEnum):
@@ -69,13 +73,13 @@ class Step(NamedTuple):
         inside: of INSIDE, the programs inside.
     """
 
-    eqn: Any
+    eqn: Equation
     kind: Kind
     operands: Sequence[Operand]
-    params: Any
+    params: ParamDict
     writes: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
-    stack: Any
+    stack: NameStack
     low: str | None = None
     inside: "Inside | None" = None
 
@@ -98,7 +102,7 @@ class Inside:
 
     plans: "tuple[Plan, ...]"
 
-    def emit(self, step: Step, values: Sequence[Any]) -> Sequence[Any]:
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         """The results of the step for the values of its operands."""
         raise NotImplementedError
 
@@ -113,6 +117,9 @@ class Inside:
             plans: for those operands.
             lows: by operand of the step, the low dtype that it comes in, or None.
             change: makes other plans, which are made later, fit low inputs.
+
+        Returns:
+            An object of the same class.
         """
         return replace(self, plans=plans)
 
@@ -133,19 +140,19 @@ class Plan:
         made: what emission keeps for this plan, such as its rewritten jaxpr.
     """
 
-    jaxpr: Any
-    consts: Sequence[Any]
+    jaxpr: ClosedProgram
+    consts: Sequence[object]
     known: tuple[Known, ...]
     region: Region
     steps: list[Step]
     results: tuple[Operand, ...]
     outs: tuple[Known, ...]
     as_written: bool
-    made: dict[Any, Any] = field(default_factory=dict)
+    made: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
-    def drops(self) -> list[list[Any]]:
-        """For each step, the variables that nobody reads after it."""
+    def drops(self) -> list[list[Atom]]:
+        """For each step, the variables that no later one reads."""
         results = self.jaxpr.jaxpr.outvars
         kept = {atom for atom in results if not isinstance(atom, Literal)}
         drops = []

@@ -20,7 +20,7 @@ from polymp.backends.jax.autocast import (
     regions,
     sharded_weights,
 )
-from polymp.backends.jax.autocast.frame import Frame, Handler, Kept, Planner
+from polymp.backends.jax.autocast.frame import Frame, Handler, PlanCache, Planner
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Cast, Kind, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
@@ -51,21 +51,24 @@ TABLE: Mapping[str, Handler] = {
 _HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.SECTION}
 
 
-def planner(region: Region, kept: Kept | None = None) -> Planner:
+def planner(region: Region, kept: PlanCache | None = None) -> Planner:
     """The planner of a program in a region.
 
     Args:
         region: that holds in the program.
         kept: plans of earlier calls. A record wants every decision made anew, and leaves them out.
+
+    Returns:
+        The planner.
     """
     FUNCTIONS.refresh()
     contraction_rules.register_rules()
-    colours = region.promotion == "weak" or regions.any_weak()
+    tracks_weak = region.promotion == "weak" or regions.any_weak()
     if decision_log.current() is not None:
         kept = None
     # What else plans depend on: jax's configuration, and the ops that are known by now.
     settings = compat.trace_context(), len(vocabulary().registered), len(FUNCTIONS.ops)
-    return Planner(_planned, pass_switches.off(), colours, kept, settings)
+    return Planner(_planned, pass_switches.off(), tracks_weak, kept, settings)
 
 
 def _planned(frame: Frame) -> Plan:

@@ -1,4 +1,4 @@
-"""What operands of different dtypes do to each other: who decides, and who follows.
+"""Operands of different dtypes in one op: which decide its dtype, and which follow.
 
     numbers, masks           follow
     scalar arguments         follow arrays
@@ -9,16 +9,16 @@ Everything else decides, and the widest dtype wins. Nothing here makes a step.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.known_functions import op_of
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fits, fixed
+from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.rules.vocabulary import vocabulary
 
 
-def deciding(eqn: Any, op: str, known: Sequence[Known], weak: bool) -> tuple[str, ...]:
+def deciding(eqn: Equation, op: str, known: Sequence[Known], weak: bool) -> tuple[str, ...]:
     """The dtypes that decide: those of the operands that do not follow the others.
 
     Args:
@@ -37,7 +37,7 @@ def deciding(eqn: Any, op: str, known: Sequence[Known], weak: bool) -> tuple[str
     return tuple(hard or [k.dtype for k in known if k.dtype])
 
 
-def alike(eqn: Any, op: str, known: Sequence[Known], weak: bool, fold: bool) -> dict[str, str]:
+def alike(eqn: Equation, op: str, known: Sequence[Known], weak: bool, fold: bool) -> dict[str, str]:
     """Operands declared alike stay alike: for each declared dtype, the widest actual one.
 
     Args:
@@ -46,6 +46,9 @@ def alike(eqn: Any, op: str, known: Sequence[Known], weak: bool, fold: bool) -> 
         known: of its operands.
         weak: True in a region that promotes weakly.
         fold: True if a bias takes the dtype of what it is added to.
+
+    Returns:
+        By declared dtype, the actual one.
     """
     atoms = eqn.invars
     groups: dict[str, str] = {}
@@ -67,7 +70,7 @@ def alike(eqn: Any, op: str, known: Sequence[Known], weak: bool, fold: bool) -> 
     return groups
 
 
-def origin(eqn: Any, op: str, known: Iterable[Known]) -> tuple[Origin, Any]:
+def origin(eqn: Equation, op: str, known: Iterable[Known]) -> tuple[Origin, float | None]:
     """Where a result comes from, and the number that each of its elements is, if it is one."""
     floats = [k for k in known if k.dtype]
     if op in op_facts.LAYOUT:
@@ -82,7 +85,7 @@ def origin(eqn: Any, op: str, known: Iterable[Known]) -> tuple[Origin, Any]:
     return Origin.COMPUTED, None
 
 
-def meets_scalar(eqn: Any, known: Sequence[Known]) -> bool:
+def meets_scalar(eqn: Equation, known: Sequence[Known]) -> bool:
     """True if a float32 scalar of unknown size takes the low dtype of an array."""
     return any(
         k.dtype == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
@@ -99,13 +102,13 @@ def _untainted(known: Known) -> bool:
     return known.weak or known.origin is not Origin.COMPUTED
 
 
-def _follows(known: Known, atom: Any, eqn: Any, op: str, weak: bool) -> bool:
+def _follows(known: Known, atom: Atom, eqn: Equation, op: str, weak: bool) -> bool:
     if weak and known.dtype == "float32" and _untainted(known):
         return True
     return _soft(known, atom, eqn, op)
 
 
-def _soft(known: Known, atom: Any, eqn: Any, op: str) -> bool:
+def _soft(known: Known, atom: Atom, eqn: Equation, op: str) -> bool:
     """True if the operand takes the dtype of the others, as Python's numbers do in torch."""
     match known.origin:
         case Origin.MASK:

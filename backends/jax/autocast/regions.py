@@ -12,18 +12,19 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import jax
+from jax.core import Trace
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.compat.programs import NameStack
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
-AMBIENT: Any = jax.make_user_context(None)
+AMBIENT: compat.Context[Region | None] = jax.make_user_context(None)
 
 # The number of the explanation that is being made. What is traced for one serves no other.
-EXPLAINED: Any = jax.make_user_context(None)
+EXPLAINED: compat.Context[int | None] = jax.make_user_context(None)
 
 # Inside a function that a row names, nothing else is asked.
 AS_CALLED = Policy("the rule of the call", ())
@@ -61,7 +62,7 @@ _MARKS = _Marks()
 
 
 def is_inside() -> bool:
-    """True where an autocast function is traced, be its region enabled or not."""
+    """True where an autocast function is traced, whether its region is enabled or not."""
     return AMBIENT.value is not None
 
 
@@ -113,7 +114,7 @@ class _Latest(threading.local):
 
     def __init__(self) -> None:
         self.dtype: str | None = None
-        self.traces: list[weakref.ref[Any]] = []  # that it was made under
+        self.traces: list[weakref.ref[Trace]] = []  # that it was made under
 
 
 _LATEST = _Latest()
@@ -135,14 +136,14 @@ def latest_low() -> str | None:
     """
     ambient = AMBIENT.value
     if ambient is not None and ambient.enabled:
-        return str(ambient.dtype)
+        return ambient.dtype
     traces = compat.traces()
     if traces and any(trace() is traces[0] for trace in _LATEST.traces):
         return _LATEST.dtype
     return None
 
 
-def innermost(stack: Any) -> Region | None:
+def innermost(stack: NameStack) -> Region | None:
     """The region of an equation: that of the last mark on its name stack; None without a mark."""
     marks = [name for name in _MARK.findall(str(stack)) if is_mark(name)]
     return _MARKS.regions[marks[-1]] if marks else None
@@ -158,14 +159,18 @@ def is_mark(name: str) -> bool:
     return name in _MARKS.regions
 
 
+# A name stack, the region of its last mark, the stack without marks, and its path of modules.
+_Read = tuple[NameStack, Region | None, NameStack, str]
+
+
 class NameStacks:
     """Reads the name stacks of equations, each once."""
 
     def __init__(self) -> None:
-        self._read: dict[int, tuple[Any, Region | None, Any, str]] = {}
+        self._read: dict[int, _Read] = {}
         self._scoped: dict[tuple[Region, str], Region] = {}
 
-    def place(self, stack: Any, outer: Region) -> tuple[Region, Any]:
+    def place(self, stack: NameStack, outer: Region) -> tuple[Region, NameStack]:
         """The region of a name stack inside a region, and the stack without our marks."""
         _, marked, plain, path = self._read.get(id(stack)) or self._looked_at(stack)
         if outer.policy is AS_CALLED:  # the op around it decides for all inside
@@ -178,11 +183,11 @@ class NameStacks:
             self._scoped[region, scope] = replace(region, scope=scope)
         return self._scoped[region, scope], plain
 
-    def path(self, stack: Any) -> str:
+    def path(self, stack: NameStack) -> str:
         """The scopes of a name stack as a path of modules."""
         return (self._read.get(id(stack)) or self._looked_at(stack))[3]
 
-    def _looked_at(self, stack: Any) -> tuple[Any, Region | None, Any, str]:
+    def _looked_at(self, stack: NameStack) -> _Read:
         marked = innermost(stack)
         plain = stack if marked is None else compat.without_scopes(stack, is_mark)
         scopes = (name for name in compat.scope_names(plain) if name != SCALED)

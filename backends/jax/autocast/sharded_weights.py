@@ -2,12 +2,11 @@
 
 A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers them
 in the dtype they are stored in. Where contractions are all that reads the result, it is rounded in
-any case; rounded before, it is half the bytes and the same numbers. Its gradient goes back as it
-always does, in float32: nothing is rounded before devices add it up.
+any case; rounded before, it is half the bytes and the same numbers. Its gradient goes back in
+float32 as before: nothing is rounded before devices add it up.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend.core import Literal
@@ -17,6 +16,7 @@ from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.frame import Frame
 from polymp.backends.jax.autocast.plan import Cast, Kind, Step
 from polymp.backends.jax.autocast.values import LOW
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram
 from polymp.backends.jax.jaxprs import CALLS
 
 # Send the elements of one array to other devices, and change none of them.
@@ -42,11 +42,11 @@ def round_before(frame: Frame) -> None:
                 steps[at] = step._replace(kind=Kind.ROUND, low=low)
 
 
-def _reads(jaxpr: Any, steps: Sequence[Step]) -> dict[Any, set[str]]:
+def _reads(jaxpr: ClosedProgram, steps: Sequence[Step]) -> dict[Atom, set[str]]:
     """By variable of a planned program, the dtypes in which it is read in the end."""
-    reads: dict[Any, set[str]] = {}
+    reads: dict[Atom, set[str]] = {}
 
-    def note(atom: Any, dtypes: set[str]) -> None:
+    def note(atom: Atom, dtypes: set[str]) -> None:
         if not isinstance(atom, Literal):
             reads.setdefault(atom, set()).update(dtypes)
 
@@ -64,7 +64,7 @@ def _reads(jaxpr: Any, steps: Sequence[Step]) -> dict[Any, set[str]]:
 _MOVES = op_facts.LAYOUT | TRAVELS
 
 
-def _dtypes(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
+def _dtypes(step: Step, reads: dict[Atom, set[str]]) -> Sequence[set[str]]:
     """By operand of a step, the dtypes in which it, or what reads its result, reads it."""
     name, dtypes = step.eqn.primitive.name, {_WIDE}
     if name in CALLS and step.inside is not None:
@@ -79,7 +79,12 @@ def _dtypes(step: Step, reads: dict[Any, set[str]]) -> Sequence[set[str]]:
     return [dtypes] * len(step.operands)
 
 
-def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Sequence[Any]:
+def rounded_first(
+    step: Step,
+    values: Sequence[object],
+    bind: Callable[[Step, Sequence[object]], Sequence[object]],
+    cast: Callable[[object, str], object],
+) -> Sequence[object]:
     """The result of a step, whose operand is rounded first; its derivative is that of the step.
 
     Args:
@@ -87,19 +92,24 @@ def rounded_first(step: Step, values: Sequence[Any], bind: Any, cast: Any) -> Se
         values: of its operand.
         bind: makes the results of the step's primitive.
         cast: makes an array in another dtype.
+
+    Returns:
+        The results of the step.
     """
     low, (out,) = step.low, step.writes
+    assert low is not None
+    assert out is not None
 
-    def moved(x: Any) -> Any:
+    def moved(x: object) -> object:
         (result,) = bind(step, [x])
         return result
 
     @jax.custom_jvp
-    def rounded(x: Any) -> Any:
+    def rounded(x: object) -> object:
         return cast(moved(cast(x, low)), out)
 
     @rounded.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: Sequence[object], tangents: Sequence[object]) -> tuple[object, object]:
         return rounded(*primals), moved(*tangents)
 
     return [rounded(*values)]

@@ -10,18 +10,20 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Trace
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.escapes import escaped
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
-from polymp.backends.jax.autocast.frame import Kept, given
+from polymp.backends.jax.autocast.frame import PlanCache, given
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Plan
 from polymp.backends.jax.autocast.planner import planner
@@ -37,12 +39,12 @@ class PlannedCall(NamedTuple):
     """A function as traced and planned for arguments of some types."""
 
     plan: Plan
-    tree: Any
-    statics: list[Any]
+    tree: PyTreeDef
+    statics: Sequence[object]
 
 
 class Made(NamedTuple):
-    """What an autocast function is made of; the function's attribute `polymp`.
+    """The parts of an autocast function; its attribute `polymp`.
 
     Attributes:
         call: the function; another one, where a wrapper has taken over the attribute.
@@ -50,20 +52,26 @@ class Made(NamedTuple):
         region: that holds in it.
     """
 
-    call: Callable[..., Any]
-    fn: Callable[..., Any]
+    call: Callable[..., object]
+    fn: Callable[..., object]
     region: Region
 
 
 def transformed(
-    fn: Callable[..., Any], region: Region, traced: "Callable[..., PlannedCall] | None" = None
-) -> Callable[..., Any]:
-    """An autocast function.
+    fn: Callable[..., object], region: Region, traced: "Callable[..., PlannedCall] | None" = None
+) -> Callable[..., object]:
+    """Make an autocast function.
 
     Args:
         fn: to transform.
         region: that holds in it.
         traced: traces and plans in place of `trace`, with its arguments.
+
+    Returns:
+        A function with the signature of `fn`.
+
+    Raises:
+        TypeError: `fn` is not callable, or its body runs after the call.
     """
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
@@ -76,13 +84,13 @@ def transformed(
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    kept = Kept()
+    kept = PlanCache()
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
-    unchecked = [region] if by_path else []  # whether its patterns match is said once
+    unchecked = [region] if by_path else []  # a warning of patterns that match nothing comes once
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if regions.AMBIENT.value is not None:  # the autocast around this one does the work
             with regions.entered(region):
                 return fn(*args, **kwargs)
@@ -96,7 +104,9 @@ def transformed(
         regions.note_call(region)
         return out
 
-    def through(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def through(
+        fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
@@ -148,12 +158,12 @@ _CUDNN = (
 
 
 def trace(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     region: Region,
-    tree: Any,
-    statics: Any,
-    arrays: list[Any],
-    kept: Kept | None = None,
+    tree: PyTreeDef,
+    statics: Sequence[object],
+    arrays: Sequence[object],
+    kept: PlanCache | None = None,
 ) -> PlannedCall:
     """Trace and plan a function.
 
@@ -165,13 +175,16 @@ def trace(
         arrays: or what has their types.
         kept: plans of earlier calls, to which those of this one are added.
 
+    Returns:
+        The traced and planned function.
+
     Raises:
         EscapedValueError: the function stored values of its trace elsewhere.
     """
-    found: list[Any] = []
-    running: list[weakref.ref[Any]] = []
+    found: list[tuple[PyTreeDef, Sequence[object]]] = []
+    running: list[weakref.ref[Trace]] = []
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: object) -> list[object]:
         running.append(weakref.ref(compat.traces()[0]))
         left = iter(arrays)
         leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
@@ -179,7 +192,7 @@ def trace(
         with regions.AMBIENT(region):
             out = fn(*args, **kwargs)
         leaves, out_tree = jax.tree.flatten(out)
-        found.extend((out_tree, [ARRAY if is_array(leaf) else leaf for leaf in leaves]))
+        found.append((out_tree, [ARRAY if is_array(leaf) else leaf for leaf in leaves]))
         return [leaf for leaf in leaves if is_array(leaf)]
 
     FUNCTIONS.border(flat)
@@ -198,5 +211,4 @@ def trace(
             raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
         invars = compat.binders(jaxpr)[1]
         plan = planner(region, kept).plan_whole(jaxpr, map(given, invars), region)
-    out_tree, statics_out = found
-    return PlannedCall(plan, out_tree, statics_out)
+    return PlannedCall(plan, *found[0])

@@ -1,11 +1,11 @@
 """Rules by module path whose pattern matches nothing in a program: a warning that helps."""
 
 import warnings
-from typing import Any
 
 from jax.extend import core
 
 from polymp.backends.jax.autocast.regions import NameStacks
+from polymp.backends.jax.compat.programs import ClosedProgram, OpenProgram
 from polymp.backends.jax.modules.scoped import called_paths
 from polymp.code_origin import outside
 from polymp.errors import PolicyWarning
@@ -14,7 +14,7 @@ from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 
-def warn_of_unmatched(closed: Any, region: Region, fn: Any) -> None:
+def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None:
     """Warn of patterns that match no module path: neither of an op nor in a model that was named.
 
     Args:
@@ -26,17 +26,17 @@ def warn_of_unmatched(closed: Any, region: Region, fn: Any) -> None:
     paths = {"", *called_paths()}
     policies = [region.policy]
 
-    def walk(jaxpr: Any, outer: str) -> None:
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    def walk(jaxpr: OpenProgram, outer: str) -> None:
+        for eqn in jaxpr.eqns:
             stack = eqn.source_info.name_stack
             inside, _ = stacks.place(stack, region)
             policies.append(inside.policy)
             path = ".".join(filter(None, (outer, stacks.path(stack))))
             paths.add(path)
             for inner in core.jaxprs_in_params(eqn.params):
-                walk(inner, path)
+                walk(getattr(inner, "jaxpr", inner), path)
 
-    walk(closed, "")
+    walk(closed.jaxpr, "")
     for policy in filter(None, dict.fromkeys(policies)):
         matched = {p for p in policy.scopes if any(scopes.depth(p, path) for path in paths)}
         if unmatched := [p for p in policy.scopes if p not in matched]:

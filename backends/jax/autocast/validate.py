@@ -1,4 +1,4 @@
-"""What a policy may ask of jax: rows that it cannot follow are found before anything is traced."""
+"""Checks of a policy for jax: rows that jax cannot follow are found before anything is traced."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +14,9 @@ from polymp.rules.vocabulary import Op, nearest, vocabulary
 
 def check(policy: Policy) -> None:
     """Refuse a policy with a row that jax cannot follow.
+
+    Args:
+        policy: to look at.
 
     Raises:
         PolicyError: for the first such row.

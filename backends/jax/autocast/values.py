@@ -1,4 +1,4 @@
-"""What is known of a value before it exists, and of the numbers that a program holds.
+"""Facts about values before they exist, and about the numbers that a program holds.
 
 A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one, that
 the plan gives it. Nothing here makes an array or knows an equation.
@@ -6,11 +6,12 @@ the plan gives it. Nothing here makes an array or knows an equation.
 
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import jax
 import numpy as np
 
+from polymp.backends.jax.compat.programs import Atom
 from polymp.dtypes import FORMATS
 
 # What autocast may touch. float64 and anything else keeps its declared dtype.
@@ -36,7 +37,7 @@ class Origin(Enum):
 
 
 class Known(NamedTuple):
-    """What is known of a value before it exists.
+    """Facts about a value before it exists.
 
     Attributes:
         dtype: its actual dtype; None for what autocast leaves alone.
@@ -44,13 +45,13 @@ class Known(NamedTuple):
         product: True for the low result of a contraction, to which a bias may be added.
         number: the literal's number, as long as every element is that number.
         weak: True for a float32 result that is float32 because its operands are, and none of them
-            was made float32 by a rule, a mark or a cast; see `Planner.colours`.
+            was made float32 by a rule, a mark or a cast; see `Planner.tracks_weak`.
     """
 
     dtype: str | None
     origin: Origin = Origin.COMPUTED
     product: bool = False
-    number: Any = None
+    number: float | None = None
     weak: bool = False
 
     @property
@@ -60,24 +61,24 @@ class Known(NamedTuple):
 
 
 @cache
-def name_of(dtype: Any) -> str | None:
-    """The dtype of a dtype, if autocast may touch it."""
+def name_of(dtype: object) -> str | None:
+    """The name of a dtype, if autocast may touch it."""
     name = getattr(dtype, "name", None)
     return name if name in ELIGIBLE else None
 
 
-def declared(atom: Any) -> str | None:
+def declared(atom: Atom) -> str | None:
     """The declared dtype of a variable or literal, if autocast may touch it."""
     return name_of(getattr(atom.aval, "dtype", None))
 
 
-def fixed(atom: Any) -> bool:
-    """True for an operand that no dtype of ours may join: float64, complex, float8."""
+def fixed(atom: Atom) -> bool:
+    """True for an operand whose dtype autocast never changes: float64, complex, float8."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
 
 
-def fits(number: Any, dtype: str) -> bool:
+def fits(number: float, dtype: str) -> bool:
     """True if a literal keeps its size in the dtype: no overflow, no loss below normal numbers."""
     size = abs(float(number))
     target = FORMATS[dtype]
@@ -95,14 +96,15 @@ def number_of(value: Any) -> float | None:
 
 @cache
 def literal(dtype: str | None, number: float | None) -> Known:
-    """What is known of a number in the program."""
+    """The facts about a number in the program."""
     return Known(dtype, Origin.LITERAL, number=number)
 
 
-def in_dtype(value: Any, dtype: str) -> Any:
+def in_dtype(value: SupportsFloat, dtype: str) -> "np.number[Any]":
     """A literal in a dtype; a finite one stays finite."""
     number = float(value)
     largest = FORMATS[dtype].max
     if np.isfinite(number):
         number = min(max(number, -largest), largest)
-    return np.asarray(number, np.dtype(dtype))[()]
+    scalar: np.number[Any] = np.asarray(number, np.dtype(dtype)).flat[0]
+    return scalar

@@ -5,9 +5,10 @@ Each name says why it is needed and since when it has been there;
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -15,12 +16,17 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax.core import AbstractValue, ParamDict
 from jax.extend import core
 from jax.interpreters import ad
 
 from polymp.backends.jax.compat.mlir import lower_in_place as lower_in_place
 from polymp.backends.jax.compat.mlir import merge_repeated as merge_repeated
 from polymp.backends.jax.compat.mlir import readers as readers
+from polymp.backends.jax.compat.programs import Atom as Atom
+from polymp.backends.jax.compat.programs import ClosedProgram as ClosedProgram
+from polymp.backends.jax.compat.programs import Equation as Equation
+from polymp.backends.jax.compat.programs import OpenProgram as OpenProgram
 from polymp.backends.jax.compat.recording import EquationSource as EquationSource
 from polymp.backends.jax.compat.recording import Recorded as Recorded
 from polymp.backends.jax.compat.recording import Recorder as Recorder
@@ -43,13 +49,30 @@ from polymp.backends.jax.compat.source import where_written as where_written
 from polymp.backends.jax.compat.source import with_scope as with_scope
 from polymp.backends.jax.compat.source import without_scopes as without_scopes
 
-# How remat splits an equation; without a rule it would ask policies about our primitive, which none
-# of them knows. Since jax 0.2.
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# How remat splits an equation; without a rule it would ask policies about our primitive, which they
+# do not know. Since jax 0.2.
 remat_rules = _partial_eval.partial_eval_jaxpr_custom_rules
 
 
-def remat_case(answer: Any) -> Any:
-    """What a rematerialisation policy wants: "save", "recompute", or (there, back) to offload.
+class Context(Protocol[T]):
+    """A setting that is part of the key of every trace, as `jax.make_user_context` makes it."""
+
+    @property
+    def value(self) -> T: ...
+    def __call__(self, value: T) -> AbstractContextManager[object]: ...
+
+
+# What a rematerialisation policy may answer.
+RematAnswer = _partial_eval.RematCases_
+
+
+def remat_case(
+    answer: RematAnswer,
+) -> Literal["save", "recompute"] | tuple[_core.MemorySpace, _core.MemorySpace]:
+    """The answer of a rematerialisation policy: "save", "recompute", or (there, back) to offload.
 
     There and back are memory spaces. Since jax 0.4.
     """
@@ -59,7 +82,7 @@ def remat_case(answer: Any) -> Any:
     return "save" if isinstance(case, _partial_eval.SaveableType) else "recompute"
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: object) -> frozenset[str]:
     """The manual axes over which the devices of a shard_map may hold different x. Since jax 0.10.
 
     Empty outside of a shard_map, and in one with check_vma=False. `jax.typeof` is public, the
@@ -69,25 +92,28 @@ def varying_axes(x: Any) -> frozenset[str]:
     return axes
 
 
-def varying_alike(*operands: Any) -> Sequence[Any]:
+def varying_alike(*operands: T) -> Sequence[T]:
     """The operands, each varying over the manual axes that any of them varies over.
 
     What functions of `jax.lax` do before they bind a primitive. Since jax 0.10.
     """
-    operands_alike: Sequence[Any] = _core.auto_insert_reshard(*operands)
+    operands_alike: Sequence[T] = _core.auto_insert_reshard(*operands)
     return operands_alike
 
 
-def trace_context() -> Any:
+def trace_context() -> Hashable:
     """Everything of jax's configuration that a trace depends on, as a key. Since jax 0.4.
 
     The key that jit adds to the types of the arguments; there is no public one.
     """
-    return _config.trace_context()
+    key: Hashable = _config.trace_context()
+    return key
 
 
-def default_precision() -> Any:
-    """What `jax.default_matmul_precision` was set to, as an equation would hold it. Since 0.2."""
+def default_precision() -> (
+    jax.lax.DotAlgorithmPreset | tuple[jax.lax.Precision, jax.lax.Precision] | None
+):
+    """The setting of `jax.default_matmul_precision`, as an equation would hold it. Since 0.2."""
     name = _config.default_matmul_precision.value
     if name is None:
         return None
@@ -107,22 +133,23 @@ _RULES = {
 }
 
 
-def rules_of(name: str) -> Any:
-    """The rules of a transformation, by primitive; None if nobody has loaded it. Since jax 0.4."""
+def rules_of(name: str) -> dict[core.Primitive, Callable[..., object]] | None:
+    """The rules of a transformation, by primitive; None if it is not loaded. Since jax 0.4."""
     module, table = _RULES[name]
     return getattr(sys.modules.get(module), table, None)
 
 
-def sparsified(fn: Callable[..., Any], env: Any, values: Sequence[Any]) -> Any:
+def sparsified(fn: Callable[..., object], env: Any, values: Sequence[object]) -> Sequence[object]:
     """A function of one result, as a rule of sparsify: its values in and out. Since jax 0.4."""
     from jax.experimental import sparse
     from jax.experimental.sparse import transform
 
     arrays = transform.spvalues_to_arrays(env, tuple(values))
-    return transform.arrays_to_spvalues(env, [sparse.sparsify(fn)(*arrays)])
+    made: Sequence[object] = transform.arrays_to_spvalues(env, [sparse.sparsify(fn)(*arrays)])
+    return made
 
 
-def nan_checked(primitive: Any, *given: Any, **params: Any) -> Any:
+def nan_checked(primitive: core.Primitive, *given: object, **params: object) -> object:
     """The rule of checkify that reports a NaN in what a primitive returns. Since jax 0.4."""
     from jax._src import checkify
 
@@ -130,8 +157,8 @@ def nan_checked(primitive: Any, *given: Any, **params: Any) -> Any:
 
 
 def jvp(
-    fn: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Sequence[Any], list[Any]]:
+    fn: Callable[..., object], primals: Sequence[object], tangents: Sequence[jax.Array | None]
+) -> tuple[Sequence[jax.Array], list[jax.Array | None]]:
     """Results and their tangents; None for a tangent that is a symbolic zero, there and here.
 
     `jax.jvp` makes arrays of zeros of them, and a rule that refuses a tangent then refuses it.
@@ -146,8 +173,11 @@ def jvp(
 
 
 def pulled(
-    pull: Any, args: Sequence[Any], results: Sequence[Any], cotangents: Sequence[Any]
-) -> list[Any]:
+    pull: Any,
+    args: Sequence[AbstractValue],
+    results: Sequence[AbstractValue],
+    cotangents: Sequence[jax.Array | None],
+) -> list[jax.Array | None]:
     """Call a function of `jax.vjp`; None stands for a symbolic zero, there and in its argument.
 
     Args:
@@ -155,6 +185,9 @@ def pulled(
         args: types of what is differentiated.
         results: types of the results.
         cotangents: of the results.
+
+    Returns:
+        The gradients.
 
     Since jax 0.8.
     """
@@ -168,44 +201,46 @@ def pulled(
     return [None if type(grad) is ad.Zero else grad for grad in grads]
 
 
-def symbolic_zero(primal: Any) -> Any:
+def symbolic_zero(primal: object) -> jax.custom_derivatives.SymbolicZero:
     """The tangent of a value that does not move, as a rule may return it. Since jax 0.4."""
     return jax.custom_derivatives.SymbolicZero(jax.typeof(primal).to_tangent_aval())
 
 
-def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
+def opened(closed: ClosedProgram) -> tuple[OpenProgram, Sequence[Any]]:
     """The jaxpr and the constants of a closed jaxpr. Since jax 0.11 the two kinds are one class."""
     return closed.jaxpr, closed.consts
 
 
-def close(jaxpr: Any) -> Any:
+def close(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
     """A jaxpr without constants, as a closed one: the same each time. Since jax 0.4."""
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else _partial_eval.close_jaxpr(jaxpr)
 
 
-def binders(closed: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+def binders(closed: ClosedProgram) -> tuple[Sequence[Atom], Sequence[Atom]]:
     """The variables of the constants and those of the arguments of a closed jaxpr."""
     jaxpr, consts = opened(closed)
     invars = getattr(jaxpr, "all_invars", None) or [*jaxpr.constvars, *jaxpr.invars]  # 0.11: one
     return invars[: len(consts)], invars[len(consts) :]
 
 
-def lifted(closed: Any) -> tuple[Any, Sequence[Any]]:
+def lifted(closed: ClosedProgram) -> tuple[OpenProgram, Sequence[Any]]:
     """The open jaxpr that takes the constants as leading arguments, and the constants."""
     jaxpr, consts = opened(closed)
     if not consts:
         return jaxpr, ()
     constvars, invars = binders(closed)
+    whole: Any = jaxpr
 
-    def evaluate(*args: Any) -> Any:
-        again = core.ClosedJaxpr(jaxpr, list(args[: len(consts)]))
-        return core.jaxpr_as_fun(again)(*args[len(consts) :])
+    def evaluate(*args: jax.Array) -> Sequence[jax.Array]:
+        again = core.ClosedJaxpr(whole, list(args[: len(consts)]))
+        outs: Sequence[jax.Array] = core.jaxpr_as_fun(again)(*args[len(consts) :])
+        return outs
 
     traced = jax.make_jaxpr(evaluate)(*(var.aval for var in (*constvars, *invars)))
     return opened(traced)[0], consts
 
 
-def scan_sizes(params: Any) -> tuple[int, int]:
+def scan_sizes(params: ParamDict) -> tuple[int, int]:
     """How many constants and how many carries a scan has. Since jax 0.11 held by a flat tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -213,20 +248,20 @@ def scan_sizes(params: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def only_arrays(closed: Any) -> bool:
+def only_arrays(closed: ClosedProgram) -> bool:
     """True if a jaxpr takes and returns arrays alone: no references, tokens or boxes."""
     jaxpr, _ = opened(closed)
     return all(type(v.aval) is _core.ShapedArray for v in (*binders(closed)[1], *jaxpr.outvars))
 
 
-def has_program(params: Any) -> bool:
+def has_program(params: ParamDict) -> bool:
     """True if an equation's parameters hold a jaxpr or a function."""
     if any(True for _ in core.jaxprs_in_params(params)):
         return True
     return any(callable(value) and hasattr(value, "call_wrapped") for value in params.values())
 
 
-def dtypes_out(eqn: Any, dtypes: Sequence[str | None]) -> tuple[str | None, ...]:
+def dtypes_out(eqn: Equation, dtypes: Sequence[str | None]) -> tuple[str | None, ...]:
     """The dtypes of an equation's results if its operands had these; None: as declared.
 
     Asks the primitive's own shape rule, `abstract_eval`. Since jax 0.4.
@@ -240,25 +275,25 @@ def dtypes_out(eqn: Any, dtypes: Sequence[str | None]) -> tuple[str | None, ...]
     return tuple(aval.dtype.name if hasattr(aval, "dtype") else None for aval in outs)
 
 
-def function_name(closed: Any) -> str:
+def function_name(closed: ClosedProgram) -> str:
     """The name of the function that a jaxpr was traced from. Since jax 0.4."""
     name: str = opened(closed)[0].debug_info.func_name
     return name
 
 
-def traced_from(closed: Any) -> tuple[str | None, int | None, str]:
+def traced_from(closed: ClosedProgram) -> tuple[str | None, int | None, str]:
     """File, first line and name of the function that a jaxpr was traced from. Since jax 0.5."""
     info = opened(closed)[0].debug_info
     return info.func_filename, info.func_lineno, info.func_name
 
 
-def traced_as(fn: Any, closed: Any) -> Any:
+def traced_as(fn: Callable[P, T], closed: ClosedProgram) -> Callable[P, T]:
     """A function that does the same; what is traced from it says it is of the function of a jaxpr.
 
     A jaxpr's debug information comes of the code object of a function. Since jax 0.5.
     """
     filename, line, name = traced_from(closed)
-    if filename is None:
+    if filename is None or not isinstance(fn, FunctionType):
         return fn
     code = fn.__code__.replace(co_filename=filename, co_firstlineno=line or 1, co_name=name)
     return FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
@@ -272,18 +307,19 @@ def is_ready(x: Any) -> bool:
     return bool(x.is_ready())
 
 
-def traced_jaxpr(traced: Any) -> Any:
+def traced_jaxpr(traced: Any) -> core.ClosedJaxpr:
     """The closed jaxpr of what `trace` of a jitted function returns.
 
     That of `flax.nnx.jit` holds jax's own. Since flax 0.12.
     """
-    return getattr(traced, "traced", traced).jaxpr
+    jaxpr: core.ClosedJaxpr = getattr(traced, "traced", traced).jaxpr
+    return jaxpr
 
 
 def asks_for_low(error: BaseException) -> bool:
     """True for an error of jax's wrappers of cuDNN's kernels, that the dtypes are no low ones.
 
-    `jax._src.cudnn` since 0.4.24. The error itself says nowhere who it is from.
+    `jax._src.cudnn` since 0.4.24. The error itself does not say where it is from.
     """
     at = error.__traceback__ if "fp16" in str(error) or "dtype" in str(error) else None
     while at is not None:

@@ -1,6 +1,6 @@
 """Programs as MLIR, while they are lowered."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax._src import named_sharding as _named_sharding
@@ -10,7 +10,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 
-def readers(values: Iterable[Any]) -> list[Any]:
+def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
     """The ops of an MLIR program that read some of its values. Since jax 0.5.
 
     `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
@@ -18,7 +18,7 @@ def readers(values: Iterable[Any]) -> list[Any]:
     return [use.owner.operation for value in values for use in value.uses]
 
 
-def merge_repeated(op: Any) -> None:
+def merge_repeated(op: mlir.ir.Operation) -> None:
     """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
 
     So are the ops that read its result, as long as they have one operand and one result each. The
@@ -36,8 +36,8 @@ def merge_repeated(op: Any) -> None:
             op.erase()
 
 
-def _is_earlier_twin(one: Any, other: Any) -> bool:
-    def computed(op: Any) -> Any:
+def _is_earlier_twin(one: mlir.ir.Operation, other: mlir.ir.Operation) -> bool:
+    def computed(op: mlir.ir.Operation) -> tuple[object, ...]:
         types = [value.type for value in op.results]
         return op.name, types, {name: op.attributes[name] for name in op.attributes}
 
@@ -46,7 +46,7 @@ def _is_earlier_twin(one: Any, other: Any) -> bool:
     return bool(computed(one) == computed(other))
 
 
-def lower_in_place(belongs: Callable[[Any], bool]) -> None:
+def lower_in_place(belongs: Callable[[core.ClosedJaxpr], bool]) -> None:
     """Lower some jitted functions into the program that calls them, in place of a call.
 
     On several devices alone, and none that asks for shardings or layouts of its own, or has
@@ -56,14 +56,19 @@ def lower_in_place(belongs: Callable[[Any], bool]) -> None:
         belongs: says so of a function, given its closed jaxpr.
     """
 
-    def rule(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    def rule(
+        ctx: mlir.LoweringRuleContext, *args: "mlir.ir.Value[Any]", **params: Any
+    ) -> "Sequence[mlir.ir.Value[Any]]":
         jaxpr = params["jaxpr"]
         asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
         several = _devices(ctx.module_context.axis_context) > 1
         if not several or asked or jaxpr.effects or not belongs(jaxpr):
-            return _pjit._pjit_lowering(ctx, *args, **params)
+            own: Sequence[mlir.ir.Value[Any]] = _pjit._pjit_lowering(ctx, *args, **params)
+            return own
         stack = ctx.name_stack.extend(f"jit({params['name']})")
-        return mlir.lower_fun(core.jaxpr_as_fun(jaxpr))(ctx.replace(name_stack=stack), *args)
+        lower = mlir.lower_fun(core.jaxpr_as_fun(jaxpr))
+        outs: Sequence[mlir.ir.Value[Any]] = lower(ctx.replace(name_stack=stack), *args)
+        return outs
 
     mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
 
@@ -71,7 +76,7 @@ def lower_in_place(belongs: Callable[[Any], bool]) -> None:
 _ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
 
 
-def _devices(context: Any) -> int:
+def _devices(context: object) -> int:
     """How many devices a program is for, that is lowered in a context."""
     if isinstance(context, _sharding.ShardingContext):
         return context.num_devices

@@ -12,10 +12,13 @@ from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax.core import ParamDict
 from jax.extend import core
 
+from polymp.backends.jax.compat.programs import Atom, JaxprEqnContext, NameStack, SourceInfo
 
-def equation_context() -> Any:
+
+def equation_context() -> JaxprEqnContext:
     """The context that an equation traced here would hold; one object for one context. Since 0.4.
 
     An equation's own context need not be entered where it is the current one.
@@ -24,7 +27,7 @@ def equation_context() -> Any:
 
 
 class EquationSource:
-    """Where what is traced meanwhile comes from: tracebacks and name stacks of equations, in turn.
+    """The source of what is traced in a block: tracebacks and name stacks of equations, in turn.
 
     `source_info_util.user_context` without a context manager for each equation: of a large program,
     they were an eighth of the time. Since jax 0.4.
@@ -35,10 +38,10 @@ class EquationSource:
 
     def __enter__(self) -> "EquationSource":
         self._before = self._here.context
-        self._traceback: Any = None
+        self._traceback: object = None
         return self
 
-    def at(self, info: Any, stack: Any) -> None:
+    def at(self, info: SourceInfo, stack: NameStack) -> None:
         """From here on: the traceback of an equation's source information, and a name stack."""
         self._traceback = info.traceback
         if info.name_stack is not stack or info.traceback is None:
@@ -72,17 +75,23 @@ class Recorder:
 
     Attributes:
         meshless: True if no mesh holds here, so that no value varies over manual axes.
+
+    Args:
+        trace: that records.
+        meshless: see above.
     """
 
-    def __init__(self, trace: Any, meshless: bool) -> None:
+    def __init__(self, trace: _partial_eval.DynamicJaxprTrace, meshless: bool) -> None:
         self.meshless = meshless
         self._trace = trace
-        self._frame = trace.frame
+        self._frame: Any = trace.frame
         self._context = equation_context()
         self._here = _source_info._source_info_context
-        self._tracers: dict[Any, Any] = {}
+        self._tracers: dict[Atom, jax.Array] = {}
 
-    def put(self, primitive: Any, values: Sequence[Any], params: Any) -> Sequence[Any]:
+    def put(
+        self, primitive: core.Primitive, values: Sequence[Any], params: ParamDict
+    ) -> Sequence[Any]:
         """The results of a primitive, at the current source information.
 
         Values and results are `Recorded`, or what `bind` takes and returns.
@@ -126,12 +135,14 @@ class Recorder:
             return [trace.var_to_tracer(var, source) for var in variables]
         return (eqn,)
 
-    def bind(self, primitive: Any, values: Sequence[Any], params: Any) -> Sequence[Any]:
+    def bind(
+        self, primitive: core.Primitive, values: Sequence[Any], params: ParamDict
+    ) -> Sequence[Any]:
         """The same, by way of `bind`."""
         return put(primitive, [self.tracer(x) for x in values], params)
 
-    def tracer(self, x: Any) -> Any:
-        """What is known to `bind` and everybody else as the value."""
+    def tracer(self, x: object) -> Any:
+        """The tracer of a recorded value; any other value as it is."""
         if type(x) is not Recorded:
             return x
         (var,) = x.outvars
@@ -140,18 +151,18 @@ class Recorder:
         return self._tracers[var]
 
 
-def put(primitive: Any, values: Sequence[Any], params: Any) -> Sequence[Any]:
+def put(primitive: core.Primitive, values: Sequence[object], params: ParamDict) -> Sequence[Any]:
     """The results of a primitive, by way of `bind`."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return out if primitive.multiple_results else (out,)
 
 
-def aval_of(x: Any) -> Any:
+def aval_of(x: object) -> Any:
     """The type of a value, recorded or not."""
     return x.outvars[0].aval if type(x) is Recorded else jax.typeof(x)
 
 
-def recorder(values: Sequence[Any]) -> Recorder | None:
+def recorder(values: Sequence[object]) -> Recorder | None:
     """For the program that is being traced, of which these values will be part.
 
     None where `bind` decides what becomes of an equation: where nothing is traced, under a
@@ -169,7 +180,7 @@ def recorder(values: Sequence[Any]) -> Recorder | None:
 
 
 @cache
-def is_plain(primitive: Any) -> bool:
+def is_plain(primitive: core.Primitive) -> bool:
     """True if `bind` of a primitive, under a trace that records, does nothing of its own.
 
     Told by the attributes of `Primitive` that others override, and by jax's rules for recording.

@@ -1,39 +1,43 @@
 """Where equations and values come from: name stacks, tracebacks, and the traces around."""
 
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
+from jax.core import Trace, Tracer
+
+from polymp.backends.jax.compat.programs import Equation, NameStack
 
 
-def without_scopes(stack: Any, drop: Callable[[str], bool]) -> Any:
+def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
     """A name stack without the scopes whose names are to be dropped. Since jax 0.4."""
     kept = [part for part in stack.stack if not (hasattr(part, "name") and drop(part.name))]
     return type(stack)(tuple(kept))
 
 
-def no_scopes() -> Any:
+def no_scopes() -> NameStack:
     """The empty name stack. Since jax 0.4."""
     return _source_info.NameStack()
 
 
-def scope_names(stack: Any) -> list[str]:
+def scope_names(stack: NameStack) -> list[str]:
     """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
     return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
 
 
-def with_scope(stack: Any, name: str) -> Any:
+def with_scope(stack: NameStack, name: str) -> NameStack:
     """A name stack with one scope more, inside the others. Since jax 0.4."""
     return stack.extend(name)
 
 
-def transforms(stack: Any) -> frozenset[str]:
+def transforms(stack: NameStack) -> frozenset[str]:
     """Names of the transforms in a name stack: "jvp", "transpose", "vmap". Since jax 0.4."""
     return frozenset(p.name for p in stack.stack if type(p).__name__ == "Transform")
 
 
-def in_backward(stack: Any) -> bool:
+def in_backward(stack: NameStack) -> bool:
     """True for the name stack of an equation that a transposition made. Since jax 0.4."""
     return "transpose" in transforms(stack)
 
@@ -46,7 +50,7 @@ class Frames(NamedTuple):
         places: where in it the frame was: offsets of instructions.
     """
 
-    codes: Sequence[Any]
+    codes: Sequence[CodeType]
     places: Sequence[int]
 
 
@@ -55,12 +59,12 @@ def frames(traceback: Any) -> Frames:
     return Frames((), ()) if traceback is None else Frames(*traceback.raw_frames())
 
 
-def where_written(eqn: Any) -> str:
+def where_written(eqn: Equation) -> str:
     """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
     return _source_info.summarize(eqn.source_info)
 
 
-def traces() -> list[Any]:
+def traces() -> list[Trace]:
     """The traces that Python runs under, innermost first, without the last: that of no trace.
 
     Empty in code that is not traced. Since jax 0.4.36.
@@ -73,18 +77,19 @@ def traces() -> list[Any]:
     return found
 
 
-def tracers_of(trace: Any, among: Sequence[Any]) -> list[Any]:
+def tracers_of(trace: Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
     """Those of some objects that are values of a trace. Since jax 0.4.36."""
     return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
 
 
-def operands_of(tracer: Any) -> Any:
+def operands_of(tracer: "Tracer[Any]") -> object:
     """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
     eqn = getattr(tracer, "parent", None)
     return None if eqn is None else eqn.in_tracers
 
 
-def where_made(tracer: Any) -> str:
+def where_made(tracer: "Tracer[Any]") -> str:
     """Type of a traced value, and where it was computed. Since jax 0.4.36."""
-    shown, place = tracer.aval.str_short(), _source_info.summarize(tracer._line_info)
+    shown, info = tracer.aval.str_short(), tracer._line_info
+    place = _source_info.summarize(info) if info is not None else ""
     return f"{shown} from {place}" if place else str(shown)

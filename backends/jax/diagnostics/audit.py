@@ -19,6 +19,7 @@ import numpy as np
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
+from polymp.backends.jax.diagnostics.events import Event
 from polymp.backends.jax.diagnostics.locate import blamed, fault
 from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, inputs, measured, names
 from polymp.backends.jax.diagnostics.measures import Facts
@@ -30,23 +31,36 @@ from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
 
+# A call, the facts of its run, and the scale of its gradients.
+_Measurement = tuple[MeasuredCall, object, "jax.Array | float"]
+
 
 class Audited:
     """A function that is measured whenever it is called; see `audit`.
 
     Attributes:
         fn: the function.
+
+    Args:
+        fn: the function.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self._programs: dict[Hashable, MeasuredCall] = {}
-        self._measured: list[tuple[MeasuredCall, Any, Any]] = []  # with facts and scale
+        self._measured: list[_Measurement] = []
         self._read: tuple[int, Audit] | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` returns for these arguments, which are measured before it runs.
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Measure a call, then make it.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+
+        Returns:
+            What `fn` returns.
 
         Raises:
             TypeError: an argument is traced: an audit is of values.
@@ -72,7 +86,7 @@ class Audited:
 
     @property
     def audit(self) -> Audit:
-        """What was measured so far. Waits for the device."""
+        """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
             self._read = len(self._measured), _read(self._measured)
         return self._read[1]
@@ -84,8 +98,8 @@ class Audited:
             TypeError: always.
         """
         raise TypeError(
-            "polymp.jax.audit is no block: call what it returns in place of the function, "
-            "audited = polymp.jax.audit(step), and read audited.audit."
+            "polymp.jax.audit is not a context manager. Call what it returns in place of the "
+            "function, audited = polymp.jax.audit(step), and read audited.audit."
         )
 
     def __exit__(self, *error: object) -> None:
@@ -95,8 +109,8 @@ class Audited:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
 
-def audit(fn: Callable[..., Any]) -> Audited:
-    """A function that does what `fn` does, and measures its numbers at every call.
+def audit(fn: Callable[..., object]) -> Audited:
+    """Wrap a function so that its numbers are measured at every call.
 
         audited = polymp.jax.audit(train_step)          # jitted or not; with its jax.grad inside
         for x in batches:
@@ -132,7 +146,7 @@ def audit(fn: Callable[..., Any]) -> Audited:
 class _Same(NamedTuple):
     """An object that cannot be hashed, and is only equal to itself."""
 
-    it: Any
+    it: object
 
     def __hash__(self) -> int:
         return id(self.it)
@@ -141,8 +155,8 @@ class _Same(NamedTuple):
         return isinstance(other, _Same) and self.it is other.it
 
 
-def _kind(leaf: Any) -> Any:
-    """What stands for an argument that is no array: 1, 1.0, True, 0.0 and -0.0 are not the same."""
+def _kind(leaf: object) -> Hashable:
+    """A key for an argument that is no array: 1, 1.0, True, 0.0 and -0.0 have different ones."""
     try:
         hash(leaf)
     except TypeError:
@@ -150,21 +164,22 @@ def _kind(leaf: Any) -> Any:
     return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
 
-def _scale_of(tree: Any) -> Any:
+def _scale_of(tree: object) -> jax.Array | float:
     """The scale of the first scaler among the arguments; 1 if there is none."""
     for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, GradScaler)):
         if isinstance(leaf, GradScaler) and leaf.enabled:
-            return leaf.state.scale
+            scale: jax.Array = leaf.state.scale
+            return scale
     return 1.0
 
 
 # Reading what was measured
 
 
-def _read(measured: Sequence[tuple[MeasuredCall, Any, Any]]) -> Audit:
+def _read(measured: Sequence[_Measurement]) -> Audit:
     audit = Audit()
     audit.steps = len(measured)
-    results: dict[Any, list[Measured]] = {}
+    results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
     for program, facts, scale in measured:
         facts, peaks = jax.device_get(facts)
@@ -191,7 +206,7 @@ def _together(many: Sequence[Measured]) -> Measured:
 def _results(
     program: MeasuredCall, facts: Sequence[Facts], scale: float
 ) -> Iterator[tuple[Measured, int]]:
-    """What the calls of a program made, each with the number of its event."""
+    """The measured results of a program's calls, each with the number of its event."""
     for number, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
         if event.group is None or not _ran(fact):
             continue
@@ -210,7 +225,7 @@ def _ran(fact: Facts) -> bool:
     return bool(np.any((fact.peak >= 0) | np.isnan(fact.peak)))
 
 
-def _magnitudes(event: Any, fact: Facts) -> Magnitudes:
+def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
     sample = fact.sample.reshape(-1)
     bins = np.bincount(sample, minlength=BINS + 1)[:BINS]
     peaks = fact.peak.reshape(-1)
@@ -235,7 +250,7 @@ def _magnitudes(event: Any, fact: Facts) -> Magnitudes:
 
 
 def _handed(program: MeasuredCall) -> dict[int, list[str]]:
-    """What the backward pass hands to the rest of a program, by event, with names."""
+    """The gradients that the backward pass hands to the rest of a program: names, by event."""
     twin = program.twin
     found: dict[int, list[str]] = {}
     for value, name in zip(twin.results, program.traced.results, strict=True):
@@ -254,16 +269,17 @@ def _handed(program: MeasuredCall) -> dict[int, list[str]]:
 
 
 def _shared(names: Sequence[str]) -> str:
-    """What names have in common: "p['norm']" of its scale and its bias."""
+    """The common beginning of names: "p['norm']" of its scale and its bias."""
     same = 0
     while all(name[: same + 1] == names[0][: same + 1] for name in names) and same < len(names[0]):
         same += 1
     return names[0][:same].rstrip("['.") if len(names) > 1 else names[0]
 
 
-def _by_call(program: MeasuredCall) -> dict[Any, list[str]]:
+def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[str]]:
     """Names of the parameters that the forward of each call reads, by its name and their shapes."""
-    twin, found = program.twin, dict[Any, list[str]]()
+    twin = program.twin
+    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shapes, words = [tuple(v.aval.shape) for v in inputs(program)], names(program)
     for event in twin.events:
         if event.site.scope.direction == FORWARD and event.site.scope.call:

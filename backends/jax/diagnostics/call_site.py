@@ -4,17 +4,19 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import NamedTuple
 
 from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.compat.programs import ClosedProgram, NameStack
 from polymp.backends.jax.scaler import grad_scaler, optax_wrapper, optimizer_step, scale_update
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 
 
 class Scope(NamedTuple):
-    """What the name stack of an equation says, and those of the equations around it.
+    """The scopes of an equation: from its name stack, and those of the equations around it.
 
     Attributes:
         names: of the scopes, outermost first, our own left out.
@@ -36,9 +38,9 @@ class Scopes:
     """Reads name stacks, each once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Scope, Any], Scope] = {}
+        self._known: dict[tuple[Scope, NameStack], Scope] = {}
 
-    def inside(self, outer: Scope, stack: Any) -> Scope:
+    def inside(self, outer: Scope, stack: NameStack) -> Scope:
         """The scope of an equation in a program inside an equation of the scope `outer`."""
         found = self._known.get((outer, stack))
         if found is None:
@@ -46,7 +48,7 @@ class Scopes:
         return found
 
 
-def _inside(outer: Scope, stack: Any) -> Scope:
+def _inside(outer: Scope, stack: NameStack) -> Scope:
     names, call, direction = list(outer.names), outer.call, outer.direction
     for name in compat.scope_names(stack):
         if name.startswith(regions.CALL):
@@ -65,7 +67,7 @@ _PATH = re.compile(r"[\w./\[\]-]+")
 
 
 @cache
-def source(traceback: Any) -> str:
+def source(traceback: object) -> str:
     """File and line of the innermost code that is not a library's: "train.py:12"; "" if none."""
     for code, offset in zip(*compat.frames(traceback), strict=True):
         if not code_origin.is_library(code.co_filename, *_LIBRARIES):
@@ -74,14 +76,14 @@ def source(traceback: Any) -> str:
 
 
 @cache
-def _line(code: Any, offset: int) -> int:
+def _line(code: CodeType, offset: int) -> int:
     for start, end, line in code.co_lines():
         if start <= offset < end and line is not None:
-            return int(line)
-    return int(code.co_firstlineno)
+            return line
+    return code.co_firstlineno
 
 
-def is_library(closed: Any) -> bool:
+def is_library(closed: ClosedProgram) -> bool:
     """True if a jaxpr was traced from a function of a library, and not by a rewrite of ours."""
     filename, _, _ = compat.traced_from(closed)
     if filename is None or code_origin.is_ours(filename):
@@ -90,7 +92,7 @@ def is_library(closed: Any) -> bool:
 
 
 @cache
-def is_update(traceback: Any) -> bool:
+def is_update(traceback: object) -> bool:
     """True for what an optimizer of optax, or a loss scaler, does."""
     return any(_updates(code.co_filename) for code in compat.frames(traceback).codes)
 

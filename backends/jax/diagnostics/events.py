@@ -1,15 +1,16 @@
 """Measured equations, and where the values that they read come from."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from polymp.backends.jax.diagnostics.sites import Site
 
 
 class Event(NamedTuple):
-    """What is known of a measured equation before it runs.
+    """Facts about a measured equation before it runs.
 
     Attributes:
         site: the equation, where it stands.
@@ -44,8 +45,12 @@ class Origin(NamedTuple):
     def of_all(cls, many: "Iterable[Origin]") -> "Origin":
         """Where what is made of several values comes from."""
         events, outside, given, carried = zip(*many, strict=True)
-        none: frozenset[Any] = frozenset()
-        return cls(none.union(*events), none.union(*outside), any(given), none.union(*carried))
+        return cls(
+            frozenset().union(*events),
+            frozenset().union(*outside),
+            any(given),
+            frozenset().union(*carried),
+        )
 
 
 NOWHERE = Origin()
@@ -54,16 +59,16 @@ NOWHERE = Origin()
 class Tracked(NamedTuple):
     """A value of the twin, and where it comes from."""
 
-    value: Any
+    value: jax.Array
     origin: Origin
 
 
-def tracked(values: Iterable[Any], origins: Iterable[Origin]) -> list[Tracked]:
+def tracked(values: Iterable[jax.Array], origins: Iterable[Origin]) -> list[Tracked]:
     """Values with where they come from."""
     return list(map(Tracked, values, origins))
 
 
-def values_of(many: Iterable[Tracked]) -> list[Any]:
+def values_of(many: Iterable[Tracked]) -> list[jax.Array]:
     """The values alone."""
     return [x.value for x in many]
 
@@ -73,7 +78,7 @@ def origins_of(many: Iterable[Tracked]) -> list[Origin]:
     return [x.origin for x in many]
 
 
-def of_number(x: Any) -> Tracked:
+def of_number(x: jax.Array) -> Tracked:
     """A number of the program."""
     number = np.asarray(x)
     infinite = number.dtype.kind == "f" and not np.isfinite(number).all()

@@ -5,7 +5,9 @@ decided it.
 """
 
 import reprlib
-from typing import Any
+from collections.abc import Callable
+
+from jax.typing import DTypeLike
 
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.diagnostics.program_calls import with_sites
@@ -15,9 +17,13 @@ from polymp.diagnostics.report import Report
 
 
 def explain(
-    fn: Any, *args: Any, dtype: Any = None, policy: PolicyLike = None, **kwargs: Any
+    fn: Callable[..., object],
+    *args: object,
+    dtype: DTypeLike | None = None,
+    policy: PolicyLike = None,
+    **kwargs: object,
 ) -> Report:
-    """What runs in which dtype, and why: a report with a row for each op call site.
+    """Report which op runs in which dtype, and why: a row for each op call site.
 
         report = explain(loss, params, x, dtype="bfloat16")
         report = explain(train_step, params, opt_state, x)     # the regions are the program's own

@@ -1,10 +1,11 @@
 """FLOPs of products and convolutions, from their shapes; a multiply-add is two."""
 
 from math import prod
-from typing import Any
+
+from polymp.backends.jax.compat.programs import Equation
 
 
-def flops(eqn: Any) -> int:
+def flops(eqn: Equation) -> int:
     """FLOPs of an equation; 0 of any but a product or a convolution."""
     name, params = eqn.primitive.name, eqn.params
     if name == "polymp_contraction":

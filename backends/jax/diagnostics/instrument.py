@@ -13,7 +13,6 @@ out what was measured inside.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax import lax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.diagnostics.events import (
@@ -41,6 +41,8 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[Sequence[Tracked], list[Facts]]
+# What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
+_Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
 
 class Twin:
@@ -60,9 +62,9 @@ class Twin:
 
     def __init__(
         self,
-        closed: Any,
-        groups: Mapping[tuple[Any, int], int],
-        sites: Mapping[tuple[Any, int], Site],
+        closed: ClosedProgram,
+        groups: Mapping[tuple[tuple[int, ...], int], int],
+        sites: Mapping[tuple[tuple[int, ...], int], Site],
         ask: int | None = None,
     ) -> None:
         self.closed = closed
@@ -75,7 +77,7 @@ class Twin:
         self._loops: list[tuple[tuple[int, ...], bool]] = []
         self._carried: dict[int, frozenset[tuple[tuple[int, ...], int]]] = {}  # read by an event
 
-    def run(self, arrays: Sequence[Any]) -> tuple[list[Facts], list[Any]]:
+    def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         self.events, self.handed, self._loops = [], set(), []
         outside = (*arrays, *compat.opened(self.closed)[1])
@@ -88,7 +90,7 @@ class Twin:
 
     def _program(
         self,
-        closed: Any,
+        closed: ClosedProgram,
         given: Sequence[Tracked],
         place: tuple[int, ...],
         consts: Sequence[Tracked] | None = None,
@@ -98,7 +100,7 @@ class Twin:
         if consts is None:
             consts = [Tracked(x, NOWHERE) for x in compat.opened(closed)[1]]
 
-        def equation(at: int, eqn: Any, read: list[Tracked]) -> Sequence[Tracked]:
+        def equation(at: int, eqn: Equation, read: list[Tracked]) -> Sequence[Tracked]:
             with eqn.ctx.manager:
                 outs, found = self._equation(eqn, read, place, at)
             facts.extend(found)
@@ -106,7 +108,9 @@ class Twin:
 
         return interpreted(closed, given, equation, of_number, consts), facts
 
-    def _equation(self, eqn: Any, read: list[Tracked], parent: tuple[int, ...], at: int) -> _Made:
+    def _equation(
+        self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
+    ) -> _Made:
         programs = [] if eqn.primitive.name in _WHOLE else inside(eqn)
         place = (*parent, at)
         if not programs:
@@ -120,7 +124,7 @@ class Twin:
                 return self._cond(programs, read, place)
         return self._program(programs[0].closed, read, (*place, 0))
 
-    def _leaf(self, eqn: Any, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
+    def _leaf(self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
         args = values_of(read)
         outs = compat.put(eqn.primitive, args, eqn.params)
         through = Origin.of_all([NOWHERE, *origins_of(read)])
@@ -162,18 +166,20 @@ class Twin:
 
     # Control
 
-    def _scan(self, eqn: Any, body: Inner, read: list[Tracked], place: tuple[int, ...]) -> _Made:
+    def _scan(
+        self, eqn: Equation, body: Inner, read: list[Tracked], place: tuple[int, ...]
+    ) -> _Made:
         came: list[Origin] = []
         first, origins = len(self.events), _carrying(body, read, place)
 
-        def turn(_: Any, values: list[Any]) -> Any:
+        def turn(_: None, values: list[jax.Array]) -> tuple[None, list[jax.Array], list[Facts]]:
             del self.events[first:]  # jax may trace it again
             with self._loop(place, False):
                 outs, facts = self._program(body.closed, tracked(values, origins), (*place, 0))
             came[:] = origins_of(outs)
             return None, values_of(outs), facts
 
-        outs, facts = scanned(eqn, turn, values_of(read))
+        outs, facts = scanned(eqn, turn, values_of(read), None)
         if eqn.params["reverse"]:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
         self._again(first, place, came[: body.carries])
@@ -205,7 +211,7 @@ class Twin:
         came: list[Origin] = []
         first, origins = len(self.events), _carrying(body, read, place)
 
-        def round_(state: Any) -> tuple[list[Any], list[Facts]]:
+        def round_(state: Sequence[jax.Array]) -> tuple[list[jax.Array], list[Facts]]:
             del self.events[first:]  # jax may trace it again
             given = tracked([*fixed, *state], origins)
             with self._loop(place, True):
@@ -216,13 +222,13 @@ class Twin:
 
         shapes = jax.eval_shape(round_, start)[1]
 
-        def body_of(state: Any) -> Any:
-            state, before, number = state
+        def body_of(carried: _Carried) -> _Carried:
+            state, before, number = carried
             state, facts = round_(state)
             after = [measures.after(*both, number) for both in zip(before, facts, strict=True)]
             return state, after, number + 1
 
-        def test(state: Any) -> Any:
+        def test(state: _Carried) -> jax.Array:
             kept = len(self.events)
             now = tracked(state[0], origins_of(body.split(read)[1]))
             (going,), _ = self._program(condition.closed, [*tested, *now], (*place, 1))
@@ -242,7 +248,7 @@ class Twin:
         first = len(self.events)
         came: list[list[Origin]] = []
 
-        def made(number: int, values: Sequence[Any]) -> _Made:
+        def made(number: int, values: Sequence[jax.Array]) -> _Made:
             return self._program(
                 branches[number].closed, tracked(values, origins), (*place, number)
             )
@@ -250,7 +256,7 @@ class Twin:
         def shape_of(number: int) -> tuple[list[Facts], list[Event]]:
             """The facts of a branch, by their shapes, and its events."""
 
-            def shape(values: Any) -> Any:
+            def shape(values: Sequence[jax.Array]) -> list[Facts]:
                 outs, facts = made(number, values)
                 came.append(origins_of(outs))
                 return facts
@@ -260,8 +266,8 @@ class Twin:
 
         shapes, spans = zip(*map(shape_of, range(len(branches))), strict=True)
 
-        def branch_of(number: int) -> Callable[..., Any]:
-            def run(*values: Any) -> Any:
+        def branch_of(number: int) -> Callable[..., object]:
+            def run(*values: jax.Array) -> tuple[list[jax.Array], list[Facts]]:
                 self.events[first:] = chain.from_iterable(spans[:number])
                 outs, facts = made(number, values)
                 parts = [list(map(measures.absent, found)) for found in shapes]
@@ -291,5 +297,5 @@ _ALONE = CONTRACTIONS | {"convert_element_type", "polymp_contraction"}
 _WHOLE = frozenset({"shard_map", "polymp_contraction"})
 
 
-def _is_layout(eqn: Any) -> bool:
+def _is_layout(eqn: Equation) -> bool:
     return eqn.primitive.name in LAYOUT

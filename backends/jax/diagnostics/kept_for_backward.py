@@ -1,37 +1,36 @@
 """How many bytes of float32 values a program keeps from its forward for its backward equations."""
 
-from typing import Any
-
 import numpy as np
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.call_record import FORWARD
 from polymp.dtypes import FORMATS
 
 
-def float_dtype(v: Any) -> str:
+def float_dtype(v: Atom) -> str:
     """The dtype of a variable; "" if it holds no floats."""
     name = getattr(getattr(v.aval, "dtype", None), "name", "")
     return name if name in FORMATS else ""
 
 
-def bytes_of(v: Any) -> int:
+def bytes_of(v: Atom) -> int:
     """The bytes of a variable's values."""
     return int(np.prod(v.aval.shape)) * int(v.aval.dtype.itemsize)
 
 
-def kept_bytes(closed: Any) -> dict[tuple[Any, Any], int]:
+def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]:
     """Bytes of the float32 values that forward equations make and others read, by place and name.
 
-    A place is that of the program that a variable is in, as `Site.parent`. What a call or a loop
-    returns is put down to the equation in it that makes it.
+    A place is that of the program that a variable is in, as `Site.parent`. A value that a call
+    or a loop returns counts for the equation in it that makes it.
     """
-    kept: dict[tuple[Any, Any], int] = {}
+    kept: dict[tuple[tuple[int, ...], Atom], int] = {}
     scopes = Scopes()
 
-    def put_down(program: Any, variable: Any, size: int, place: tuple[int, ...]) -> None:
+    def put_down(program: OpenProgram, variable: Atom, size: int, place: tuple[int, ...]) -> None:
         for at, eqn in enumerate(program.eqns):
             if variable not in eqn.outvars:
                 continue
@@ -51,9 +50,9 @@ def kept_bytes(closed: Any) -> dict[tuple[Any, Any], int]:
             kept[place, variable] = size
             return
 
-    def look(program: Any, outer: Scope, place: tuple[int, ...]) -> None:
-        made: set[Any] = set()
-        read: dict[Any, None] = {}
+    def look(program: OpenProgram, outer: Scope, place: tuple[int, ...]) -> None:
+        made: set[Atom] = set()
+        read: dict[Atom, None] = {}
         for at, eqn in enumerate(program.eqns):
             scope = scopes.inside(outer, eqn.source_info.name_stack)
             if scope.direction == FORWARD:

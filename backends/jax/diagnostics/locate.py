@@ -23,17 +23,17 @@ from polymp.backends.jax.diagnostics.measured_call import (
 )
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import DIVIDING, Node, blame
+from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
 
 
-def locate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Fault | None:
-    """The op at which a call's numbers broke: where the first value that is not finite came from.
+def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault | None:
+    """Find the op that made the first value of a call that is not finite.
 
         if not jnp.isfinite(loss):
             print(polymp.jax.locate(train_step, params, opt_state, batch))
 
-    Runs a twin of the call's program, and follows what is not finite at its end, be it a result, or
-    a gradient that a scaler finds and skips, back to the op that made it: because its dtype's
+    Runs a twin of the call's program, and follows what is not finite at its end (a result, or a
+    gradient that a scaler finds and skips) back to the op that made it: because its dtype's
     range was too small, because a value before it became zero in its dtype, because an argument
     was not finite, or because the operation itself has no finite result there. The fault names the
     row of the policy that decided, and what the op was given. Infinities that a program means and
@@ -95,7 +95,9 @@ def _bad(event: Event, fact: Facts) -> _Bad:
     return min(found, key=lambda bad: bad.first, default=_Bad())
 
 
-def blamed(program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[Any]) -> Any:
+def blamed(
+    program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array]
+) -> Blame | None:
     """The event that `blame` finds in the facts of a run; None if all is finite."""
     named = names(program)
     spoiled = {at: named[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
@@ -133,10 +135,10 @@ def blamed(program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[Any]) 
 
 def fault(
     program: MeasuredCall,
-    found: Any,
-    operands: Any,
+    found: Blame,
+    operands: np.ndarray[Any, Any] | None,
     facts: Sequence[Facts],
-    peaks: Sequence[Any] = (),
+    peaks: Sequence[jax.Array] = (),
 ) -> Fault:
     """The fault that was found, with what the op was given as far as that was measured."""
     event, first = program.twin.events[found.node], program.twin.events[found.first]
@@ -166,9 +168,12 @@ def fault(
 
 
 def _operands(
-    program: MeasuredCall, event: Any, given: Any, peaks: Sequence[Any]
+    program: MeasuredCall,
+    event: Event,
+    given: np.ndarray[Any, Any] | None,
+    peaks: Sequence[jax.Array],
 ) -> Iterator[Operand]:
-    """What an equation was given; where it was not measured, the largest magnitudes alone."""
+    """The operands of an equation; where they were not measured, their largest magnitudes alone."""
     named = dict(zip(inputs(program), names(program), strict=True))
     at = 0
     for v in event.site.eqn.invars:

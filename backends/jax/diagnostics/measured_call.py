@@ -1,11 +1,12 @@
 """A call with a twin that measures it: the traced program, its calls, and what is compiled."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.compat.programs import Atom
 from polymp.backends.jax.diagnostics.call_site import is_update, source
 from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measures import is_measured
@@ -28,17 +29,19 @@ class MeasuredCall(NamedTuple):
 
     traced: Traced
     calls: list[Call]
-    of_event: dict[tuple[Any, int], int]
+    of_event: dict[tuple[tuple[int, ...], int], int]
     twin: Twin
-    run: Callable[..., Any]
+    run: Callable[..., object]
 
 
-def measured(fn: Callable[..., Any], args: Any, kwargs: Any) -> MeasuredCall:
+def measured(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet."""
     found = traced(fn, args, kwargs)
     calls: list[Call] = []
-    of_event: dict[tuple[Any, int], int] = {}
-    ends: dict[tuple[Any, int], int] = {}
+    of_event: dict[tuple[tuple[int, ...], int], int] = {}
+    ends: dict[tuple[tuple[int, ...], int], int] = {}
     for call, sites in with_sites(found.closed, found.record):
         of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
@@ -52,7 +55,7 @@ def measured(fn: Callable[..., Any], args: Any, kwargs: Any) -> MeasuredCall:
 
 
 def _updates(site: Site) -> bool:
-    """True for what an optimizer or a loss scaler does, be it in a branch of theirs."""
+    """True for what an optimizer or a loss scaler does, also in a branch of theirs."""
     return is_update(site.written) or is_update(site.eqn.source_info.traceback)
 
 
@@ -75,14 +78,14 @@ def call_of(program: MeasuredCall, site: Site) -> Call | None:
     )
 
 
-def inputs(program: MeasuredCall) -> Sequence[Any]:
+def inputs(program: MeasuredCall) -> Sequence[Atom]:
     """The variables of a program's inputs, and after them those of its constants."""
     constvars, invars = compat.binders(program.traced.closed)
     return *invars, *constvars
 
 
 def names(program: MeasuredCall) -> list[str]:
-    """What the caller would call the inputs, and words for the constants."""
+    """Names of the inputs, as the caller would write them, and words for the constants."""
     constvars, _ = compat.binders(program.traced.closed)
     captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
     return [*program.traced.names, *captured]

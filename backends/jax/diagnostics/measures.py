@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,6 +16,7 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.op_facts import FREE
+from polymp.backends.jax.compat.programs import Equation
 from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS
 
@@ -26,7 +28,7 @@ ABSENT = BINS
 
 
 class Facts(NamedTuple):
-    """What was measured of an event, as arrays; with one axis more inside of a `scan`.
+    """Measurements of an event, as arrays; with one axis more inside of a `scan`.
 
     Attributes:
         peak: float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64
@@ -39,11 +41,11 @@ class Facts(NamedTuple):
             finite.
     """
 
-    peak: Any
-    lost: Any
-    sample: Any
-    operands: Any
-    when: Any
+    peak: jax.Array
+    lost: jax.Array
+    sample: jax.Array
+    operands: jax.Array
+    when: jax.Array
 
 
 def is_measured(x: Any) -> bool:
@@ -52,27 +54,27 @@ def is_measured(x: Any) -> bool:
     return dtype is not None and dtype.name in FORMATS and math.prod(np.shape(x)) > 0
 
 
-def peak(*arrays: Any) -> Any:
+def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
     peaks = [jnp.max(jnp.abs(x)) for x in arrays]
     peaks = [x if x.dtype == np.float64 else x.astype(jnp.float32) for x in peaks]
     return functools.reduce(jnp.maximum, peaks)
 
 
-def few(x: Any) -> Any:
+def few(x: jax.Array) -> jax.Array:
     """A sample of an array's values, in one row."""
     flat = jnp.ravel(x)
     return flat if flat.size <= SAMPLE else flat[:: -(-flat.size // SAMPLE)]
 
 
-def sample(x: Any) -> Any:
+def sample(x: jax.Array) -> jax.Array:
     """The bins of a sample of an array's values; int32."""
     bits = lax.bitcast_convert_type(few(x).astype(jnp.float32), jnp.int32)
     return lax.shift_right_logical(bits, np.int32(SHIFT)) & (BINS - 1)
 
 
-def lost(eqn: Any, args: list[Any], outs: Sequence[Any]) -> Any:
-    """What float16 lost, by the same equation on the same operands in float32."""
+def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
+    """The loss in float16, by the same equation on the same operands in float32."""
     wide = in_float32(eqn, args)
     if wide is None:
         return jnp.zeros(0, jnp.float32)
@@ -82,13 +84,13 @@ def lost(eqn: Any, args: list[Any], outs: Sequence[Any]) -> Any:
     return jnp.stack([peak(wide), burst, vanished])
 
 
-def operands(eqn: Any, args: list[Any]) -> Any:
-    """What was given to an equation, numbers of the program aside; float32 [k, 5]."""
+def operands(eqn: Equation, args: list[jax.Array]) -> jax.Array:
+    """Measurements of an equation's operands, numbers of the program aside; float32 [k, 5]."""
     read = [x for v, x in zip(eqn.invars, args, strict=True) if not hasattr(v, "val")]
     return jnp.stack([_operand(x) for x in read if is_measured(x)])
 
 
-def _operand(x: Any) -> Any:
+def _operand(x: jax.Array) -> jax.Array:
     """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
     size = jnp.abs(jnp.ravel(x).astype(jnp.float32))
     finite = jnp.isfinite(size)
@@ -100,7 +102,7 @@ def _operand(x: Any) -> Any:
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
 
-def in_float32(eqn: Any, args: list[Any]) -> Any:
+def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
     """The first result of an equation whose float16 is float32; None if it has no such form."""
     wide = [_wider(x) for x in args]
     if eqn.primitive.name == "convert_element_type":
@@ -110,18 +112,19 @@ def in_float32(eqn: Any, args: list[Any]) -> Any:
     params = {key: _wider_param(value) for key, value in eqn.params.items()}
     if params.get("update_jaxpr") is not None:
         params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
-    return compat.put(eqn.primitive, wide, params)[0]
+    made: jax.Array = compat.put(eqn.primitive, wide, params)[0]
+    return made
 
 
 _WIDENS = FREE | {"polymp_contraction"}
 
 
-def _wider(x: Any) -> Any:
+def _wider(x: jax.Array) -> jax.Array:
     half = getattr(x, "dtype", None) == np.float16
     return jnp.asarray(x).astype(jnp.float32) if half else x
 
 
-def _wider_param(value: Any) -> Any:
+def _wider_param(value: object) -> object:
     if isinstance(value, str):
         return "float32" if value == "float16" else value
     if isinstance(value, np.dtype) and value == np.float16:
@@ -129,12 +132,12 @@ def _wider_param(value: Any) -> Any:
     return value
 
 
-def outer(when: Any) -> Any:
+def outer(when: jax.Array) -> jax.Array:
     """The rounds of the loops around an event, with the first round of one more."""
     return jnp.concatenate([jnp.zeros((*when.shape[:-1], 1), jnp.int32), when], -1)
 
 
-def after(before: Facts, now: Facts, number: Any) -> Facts:
+def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
     """The facts of all rounds of a loop so far; the sample is that of the last.
 
     What was lost is that of the rounds up to the first whose result is not finite; the operands

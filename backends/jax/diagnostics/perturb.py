@@ -13,23 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.diagnostics.program_calls import with_sites
+from polymp.backends.jax.diagnostics.sites import Site
 from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
 from polymp.diagnostics import trees
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.rounding import EXACT, Run, Step, movement
 from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
 # A probe runs a few times: compiling is most of its time. A newer XLA has no second option.
-_QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+_QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):
     _QUICK["xla_cpu_use_fusion_emitters"] = False
 
@@ -50,6 +54,12 @@ _CHOOSES = (
 )
 
 
+# By path, the arrays of a tree.
+_Arrays = dict[str, jax.Array]
+# Of an equation: the place of the program it is in, and its identity.
+_Address = tuple[tuple[int, ...], int]
+
+
 class Program:
     """A function at arguments, traced once.
 
@@ -65,12 +75,12 @@ class Program:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         dtype: str | None,
         policy: PolicyLike,
-        cotangent: Callable[[str, tuple[int, ...]], Any] | None,
+        cotangent: Callable[[str, tuple[int, ...]], ArrayLike] | None,
     ) -> None:
         tree = tuple(args), dict(kwargs)
         self._given = {path: jnp.asarray(x) for path, x in trees.arrays(tree).items()}
@@ -79,8 +89,8 @@ class Program:
         transformed = fn if dtype is None else autocast(fn, dtype=dtype, policy=policy)
         self._paths: list[str] = []
 
-        def program(arrays: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-            def called(own: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        def program(arrays: _Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
+            def called(own: _Arrays) -> tuple[_Arrays, _Arrays]:
                 whole = {path: own.get(path, x) for path, x in arrays.items()}
                 args, kwargs = trees.rebuilt(tree, iter(whole.values()))
                 results = trees.results(transformed(*args, **kwargs), "jax")
@@ -88,7 +98,7 @@ class Program:
                 return low, {path: x for path, x in results.items() if path not in low}
 
             own = {path: arrays[path] for path in self._graded}
-            gradients: dict[str, Any] = {}
+            gradients: _Arrays = {}
             if own:
                 low, pullback, others = jax.vjp(called, own, has_aux=True)
                 seeds = {
@@ -104,7 +114,7 @@ class Program:
 
         self.closed, self.record, *_ = traced(program, (self._given,), {})
         self._flat = jax.tree.leaves(self._given)
-        self._moved: Any = None
+        self._moved: Callable[..., list[jax.Array]] | None = None
 
     def run(self) -> Run:
         """The results, and the calls without their values."""
@@ -116,7 +126,7 @@ class Program:
         """So many runs in which every op is moved."""
         if self._moved is None:
 
-            def moved(seed: Any, alike: Any, *flat: Any) -> list[Any]:
+            def moved(seed: jax.Array, alike: jax.Array, *flat: jax.Array) -> list[jax.Array]:
                 return _Evaluation(seed, alike).program(self.closed, flat)
 
             self._moved = jax.jit(moved, compiler_options=_QUICK)
@@ -127,7 +137,7 @@ class Program:
         """The results, and the calls with their values, those in loops aside."""
         wanted = [[_address(s) for s in sites] for _, sites in self._sites()]
 
-        def keeping(*flat: Any) -> tuple[list[Any], list[list[Any]]]:
+        def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
             walk = _Evaluation(None, False)
             outs = walk.program(self.closed, flat)
             return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
@@ -138,10 +148,10 @@ class Program:
         steps = (Step(call, tuple(map(_array, v))) for call, v in pairs)
         return self._run(outs, tuple(steps))
 
-    def _sites(self) -> Any:
+    def _sites(self) -> list[tuple[Call, list[Site]]]:
         return list(with_sites(self.closed, self.record))
 
-    def _run(self, outs: Sequence[Any], steps: tuple[Step, ...]) -> Run:
+    def _run(self, outs: Sequence[jax.Array], steps: tuple[Step, ...]) -> Run:
         results = dict(zip(self._paths, outs, strict=False))
         gradients = dict(zip(self._graded, outs[len(self._paths) :], strict=True))
         return Run(
@@ -152,7 +162,7 @@ class Program:
         )
 
 
-def _address(site: Any) -> tuple[Any, ...]:
+def _address(site: Site) -> _Address:
     return site.parent, id(site.eqn)
 
 
@@ -161,23 +171,31 @@ class _Evaluation:
 
     Attributes:
         made: the float results of the equations that are in no loop, by place.
+
+    Args:
+        seed: of the movements, uint32 []; None to move nothing.
+        alike: bool []; whether all values of a result move alike.
     """
 
-    def __init__(self, seed: Any, alike: Any) -> None:
-        self.seed = seed
+    def __init__(self, seed: jax.Array | None, alike: ArrayLike) -> None:
+        self.seed: Any = seed
         self.alike = alike
-        self.made: dict[Any, list[Any]] = {}
+        self.made: dict[_Address, list[jax.Array]] = {}
         self._moves = 0
 
-    def program(self, closed: Any, args: Sequence[Any], parent: Any = ()) -> list[Any]:
+    def program(
+        self, closed: ClosedProgram, args: Sequence[jax.Array], parent: tuple[int, ...] = ()
+    ) -> list[jax.Array]:
         """The results of a closed jaxpr."""
 
-        def equation(at: int, eqn: Any, values: list[Any]) -> Sequence[Any]:
+        def equation(at: int, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
             return self._equation(eqn, values, parent, at)
 
         return interpreted(closed, args, equation)
 
-    def _equation(self, eqn: Any, values: list[Any], parent: Any, at: int) -> Sequence[Any]:
+    def _equation(
+        self, eqn: Equation, values: list[jax.Array], parent: tuple[int, ...], at: int
+    ) -> Sequence[jax.Array]:
         name = eqn.primitive.name
         if name == "scan" and self.seed is not None:
             return self._scan(eqn, values)
@@ -190,19 +208,21 @@ class _Evaluation:
         self.made[parent, id(eqn)] = [x for x in outs if is_float(x)]
         return outs
 
-    def _scan(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
+    def _scan(self, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
         """A scan whose body is moved, in another way each time."""
         (body,) = inside(eqn)
 
-        def turn(number: Any, row: list[Any]) -> Any:
+        def turn(
+            number: jax.Array, row: list[jax.Array]
+        ) -> tuple[jax.Array, list[jax.Array], None]:
             inner = _Evaluation(self.seed * np.uint32(7919) + number, self.alike)
             return number + np.uint32(1), inner.program(body.closed, row), None
 
         self._moves += 1
-        outs, _ = scanned(eqn, turn, values, np.uint32(self._moves * 104729))
+        outs, _ = scanned(eqn, turn, values, jnp.uint32(self._moves * 104729))
         return outs
 
-    def _moved(self, eqn: Any, values: list[Any], x: Any) -> Any:
+    def _moved(self, eqn: Equation, values: list[jax.Array], x: jax.Array) -> jax.Array:
         """One result, moved by its rounding."""
         name = eqn.primitive.name
         if not is_float(x) or x.size == 0 or (name in _CHOOSES):
@@ -235,7 +255,7 @@ class _Evaluation:
             magnitude = _magnitude(compat.put(eqn.primitive, bare, eqn.params)[0])
         return self._by(x, by + within * magnitude)
 
-    def _by(self, x: Any, by: Any) -> Any:
+    def _by(self, x: jax.Array, by: jax.Array) -> jax.Array:
         self._moves += 1
         first = np.uint32(self._moves * 2654435 + 1)
         at = jnp.where(self.alike, np.uint32(0), lax.iota(np.uint32, x.size)) + first
@@ -246,10 +266,10 @@ class _Evaluation:
         return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
 
 
-def _magnitude(x: Any) -> Any:
+def _magnitude(x: jax.Array) -> jax.Array:
     return jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))
 
 
-def _array(x: Any) -> Any:
+def _array(x: jax.Array) -> "np.ndarray[Any, Any]":
     made = np.asarray(x)
     return made.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else made

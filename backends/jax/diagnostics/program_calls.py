@@ -5,12 +5,12 @@ traced program and its record -> equations, each with the name of its call -> ca
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from polymp.backends.jax.autocast.known_functions import spelling
 from polymp.backends.jax.autocast.op_facts import LAYOUT
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.call_site import Scope, source
 from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.diagnostics.kept_for_backward import bytes_of, float_dtype, kept_bytes
@@ -20,7 +20,7 @@ from polymp.diagnostics.call_record import Call
 from polymp.dtypes import widest
 
 
-def with_sites(closed: Any, record: Record) -> Iterator[tuple[Call, list[Site]]]:
+def with_sites(closed: ClosedProgram, record: Record) -> Iterator[tuple[Call, list[Site]]]:
     """The calls of a program, in its order, each with its equations."""
     groups: list[list[Site]] = []
     known: dict[tuple[str, str], list[list[Site]]] = {}
@@ -57,7 +57,7 @@ def _call(
     followed: Followed | None,
     direction: str,
     saved: tuple[tuple[str, int], ...],
-    kept: dict[tuple[Any, Any], int],
+    kept: dict[tuple[tuple[int, ...], Atom], int],
 ) -> Call:
     first = sites[0]
     made = {id(v) for site in sites for v in site.eqn.outvars}
@@ -66,7 +66,7 @@ def _call(
              if site.parent == outside and _is_cast(site.eqn)]  # fmt: skip
     casts = cast_bytes = work = 0
     hoisted = 0
-    inputs: dict[Any, str] = {}
+    inputs: dict[Atom, str] = {}
     run: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     spelled = ""
@@ -134,17 +134,17 @@ def _module(sites: Sequence[Site]) -> str:
     return Scope(tuple(names[0] for names in same)).module
 
 
-def _dtypes(variables: Sequence[Any]) -> tuple[str, ...]:
+def _dtypes(variables: Sequence[Atom]) -> tuple[str, ...]:
     return tuple(filter(None, map(float_dtype, variables)))
 
 
-def _run(eqn: Any) -> tuple[str, ...]:
+def _run(eqn: Equation) -> tuple[str, ...]:
     if eqn.primitive.name == "polymp_contraction":
         return (eqn.params["run"],)
     return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
 
 
-def _is_cast(eqn: Any) -> bool:
+def _is_cast(eqn: Equation) -> bool:
     """True for a cast from one float dtype to another."""
     if eqn.primitive.name != "convert_element_type":
         return False
@@ -156,7 +156,7 @@ def _is_cast(eqn: Any) -> bool:
 _SILENT = LAYOUT | {"name", "stop_gradient", "pvary", "optimization_barrier", "iota", "copy"}
 
 
-def _counts(eqn: Any) -> bool:
+def _counts(eqn: Equation) -> bool:
     """True for an equation that computes with floats, or casts them."""
     if _is_cast(eqn):
         return True

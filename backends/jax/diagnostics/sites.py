@@ -1,9 +1,10 @@
 """The equations of a program, each where it stands: its scopes, its loops, what it is inside of."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes, is_library
 from polymp.backends.jax.jaxprs import inside
 
@@ -20,37 +21,37 @@ class Site(NamedTuple):
         written: traceback of the equation, or of the call of the library's function it is in.
     """
 
-    eqn: Any
+    eqn: Equation
     scope: Scope
     times: int
-    fixed: frozenset[Any]
+    fixed: frozenset[Atom]
     parent: tuple[int, ...]
-    written: Any
+    written: object
 
 
-def equations(closed: Any) -> Iterator[Site]:
+# What a site says of the program that an equation is in: all its fields but the equation.
+_Around = tuple[Scope, int, frozenset[Atom], tuple[int, ...], object]
+
+
+def equations(closed: ClosedProgram) -> Iterator[Site]:
     """The equations of a program and of those inside it, calls and loops taken apart."""
     scopes = Scopes()
 
-    def walk(jaxpr: Any, outer: Site) -> Iterator[Site]:
+    def walk(jaxpr: OpenProgram, outer: _Around) -> Iterator[Site]:
         for at, eqn in enumerate(jaxpr.eqns):
+            around, times, fixed, parent, written = outer
             info = eqn.source_info
-            site = outer._replace(
-                eqn=eqn,
-                scope=scopes.inside(outer.scope, info.name_stack),
-                written=outer.written or info.traceback,
-            )
+            scope = scopes.inside(around, info.name_stack)
+            site = Site(eqn, scope, times, fixed, parent, written or info.traceback)
             programs = inside(eqn)
             if not programs:
                 yield site
-            for which, (closed, _, fixed, _, times, _) in enumerate(programs):
-                same = frozenset(compat.binders(closed)[1][:fixed])
+            for which, (closed, _, count, _, turns, _) in enumerate(programs):
+                same = frozenset(compat.binders(closed)[1][:count])
                 # A library's function is traced once, for the first of the lines that call it.
-                outside = site.written if outer.written or is_library(closed) else None
-                inner = Site(
-                    eqn, site.scope, site.times * times, same, (*site.parent, at, which), outside
-                )
+                outside = site.written if written or is_library(closed) else None
+                inner = scope, times * turns, same, (*parent, at, which), outside
                 yield from walk(compat.opened(closed)[0], inner)
 
     jaxpr, _ = compat.opened(closed)
-    yield from walk(jaxpr, Site(None, Scope(), 1, frozenset(), (), None))
+    yield from walk(jaxpr, (Scope(), 1, frozenset(), (), None))

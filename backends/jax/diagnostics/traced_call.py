@@ -6,7 +6,7 @@ and rematerialisation.
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,8 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.autocast.plan import Step
+from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
 from polymp.rules import decision_log
 
@@ -23,7 +25,7 @@ class Followed(NamedTuple):
     """A call that a plan knows.
 
     Attributes:
-        entry: what was decided; None if no row spoke of it.
+        entry: what was decided; None if there is no row for it.
         low: the region's dtype, "" outside of enabled regions.
         op: name of the op.
         spelling: jax's name of it.
@@ -50,7 +52,7 @@ class Record(decision_log.Recorder):
         super().note(entry)
         self._latest = entry
 
-    def follow(self, what: Any, low: str, policy: str = "") -> str:
+    def follow(self, what: Step, low: str, policy: str = "") -> str:
         entry, self._latest = self._latest, None
         self.policy = self.policy or policy
         name = f"{regions.CALL}{len(self.calls)}"
@@ -62,7 +64,7 @@ class Record(decision_log.Recorder):
         self.calls[name] = Followed(entry, low, op, f"jax:{spelled}", {})
         return name
 
-    def spared(self, what: Any, why: str) -> None:
+    def spared(self, what: Step, why: str) -> None:
         for name in compat.scope_names(what.stack):
             if name in self.calls:
                 saved = self.calls[name].saved
@@ -89,14 +91,16 @@ class Traced(NamedTuple):
         results: names of what it returns.
     """
 
-    closed: Any
+    closed: ClosedProgram
     record: Record
-    arrays: list[Any]
+    arrays: list[jax.Array]
     names: list[str]
     results: list[str]
 
 
-def called(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any, Any]:
+def called(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[Callable[..., object], tuple[object, ...], Mapping[str, object]]:
     """A call as one of a function of arrays: modules among the arguments are taken apart."""
     function, given = nnx.owned(fn, args)
     if not nnx.among((given, kwargs)):
@@ -105,7 +109,9 @@ def called(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[...
     return function, args, {}
 
 
-def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+def traced(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Traced:
     """The program of a call, and what was decided in it."""
     function, args, kwargs = called(fn, args, kwargs)
     paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
@@ -114,7 +120,7 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     names = [_path(path, words) for path in paths]
     results: list[str] = []
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
         args, kwargs = together(arrays)
         outs = jax.tree_util.tree_leaves_with_path(function(*args, **kwargs))
         found = [(path, x) for path, x in outs if is_array(x)]
@@ -126,7 +132,7 @@ def traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 
-def parameters(fn: Any, modules: bool) -> list[str]:
+def parameters(fn: Callable[..., object], modules: bool) -> list[str]:
     """Names of a function's parameters; empty if they are not known, or modules are taken apart."""
     if modules:
         return []
@@ -136,8 +142,8 @@ def parameters(fn: Any, modules: bool) -> list[str]:
         return []
 
 
-def _path(path: Any, parameters: Sequence[str]) -> str:
-    """What a caller would write for an argument: "params['w']"."""
+def _path(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
+    """The expression by which a caller would write an argument: "params['w']"."""
     (part, which), rest = (path[0].idx, path[1]), path[2:]
     if part == 1:
         name = which.key

@@ -7,23 +7,26 @@ in its own dtype. Flax is imported only where the caller's arguments came from i
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.modules.scoped import scoped
 
 
-def among(args: Any) -> bool:
+def among(args: object) -> bool:
     """True if an nnx module, or anything else that keeps nnx state, is among the arguments."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(is_node, jax.tree.leaves(args, is_leaf=is_leaf)))
 
 
-def owned(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Any]:
+def owned(
+    fn: Callable[..., object], args: tuple[object, ...]
+) -> tuple[Callable[..., object], tuple[object, ...]]:
     """A module or a method of one as a function, and the arguments with the module in front."""
     if "flax.nnx" not in sys.modules:
         return fn, args
@@ -34,10 +37,10 @@ def owned(fn: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def call(
-    pure: Callable[[Callable[..., Any], Any, Any], Any],
-    fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    pure: Callable[[Callable[..., object], tuple[object, ...], Mapping[str, object]], Any],
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     named: bool = False,
 ) -> Any:
     """Call a function of modules by way of a function of arrays.
@@ -68,8 +71,11 @@ def call(
 
 
 def pure_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, named: bool = False
-) -> tuple[Callable[..., Any], tuple[Any, list[Any]], tuple[Any, ...]]:
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    named: bool = False,
+) -> tuple[Callable[..., object], tuple[Any, list[object]], tuple[object, ...]]:
     """A function of modules as one of arrays, its arguments, and the modules among those of `fn`.
 
     The arguments are the state of all modules, by their numbers, and a list of everything else.
@@ -83,7 +89,7 @@ def pure_of(
     return _Pure(fn, graph, tree, tuple(map(is_node, leaves)), named), (state, rest), nodes
 
 
-def shape_of(args: Any) -> Any:
+def shape_of(args: object) -> Hashable:
     """The graphs of the modules among the arguments; a trace holds for modules of these."""
     if not among(args):
         return None
@@ -112,7 +118,7 @@ class Apart(NamedTuple):
     others: int
 
 
-def apart(tree: Any) -> Apart:
+def apart(tree: object) -> Apart:
     """A pytree, its modules taken apart; they are left as they are."""
     key = jax.tree_util.keystr
     loaded = "flax.nnx" in sys.modules
@@ -127,7 +133,7 @@ def apart(tree: Any) -> Apart:
     others = [(key(path), leaf) for path, leaf in leaves if not is_node(leaf)]
     graph, state = nnx.split(tuple(leaf for _, leaf in modules))
 
-    def together(parts: Any) -> Any:
+    def together(parts: Any) -> object:
         nodes: Any = nnx.merge(graph, parts[0])
         nodes, rest = iter(nodes), iter(parts[1])
         return jax.tree.unflatten(outer, [next(nodes if node else rest) for node in places])
@@ -142,18 +148,18 @@ def apart(tree: Any) -> Apart:
     return Apart(parts, together, paths, len(modules), len(others))
 
 
-def is_pure(fn: Any) -> bool:
+def is_pure(fn: object) -> bool:
     """True for what `pure_of` made."""
     return isinstance(fn, _Pure)
 
 
-def leading(state: Any, modules: int) -> list[Any]:
+def leading(state: object, modules: int) -> list[Any]:
     """The leaves of the state that belong to the first modules."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [leaf for path, leaf in leaves if path[0].key < modules]
 
 
-def write_back(old: Any, new: Any) -> None:
+def write_back(old: object, new: object) -> None:
     """Give the modules in a pytree the state of those that stand in their places in another."""
     if not among(old):
         return
@@ -169,13 +175,13 @@ def write_back(old: Any, new: Any) -> None:
 class _Pure:
     """A function of modules as one of their state; equal for equal graphs, so that traces keep."""
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     graph: Any
-    tree: Any
+    tree: PyTreeDef
     places: tuple[bool, ...]
     named: bool
 
-    def __call__(self, state: Any, rest: list[Any]) -> Any:
+    def __call__(self, state: Any, rest: list[object]) -> tuple[object, object]:
         from flax import nnx
 
         nodes = nnx.merge(self.graph, state)
@@ -189,22 +195,22 @@ class _Pure:
         return out, nnx.split(nodes)[1]
 
 
-def _as_stored(new: Any, old: Any) -> Any:
+def _as_stored(new: jax.Array, old: object) -> jax.Array:
     dtype = getattr(old, "dtype", None)
     if dtype is None or new.dtype == dtype or jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         return new
     return new.astype(dtype)
 
 
-def is_node(x: Any) -> bool:
+def is_node(x: object) -> bool:
     """True for a module or a variable; flax is loaded."""
     from flax import nnx
 
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def is_leaf(x: Any) -> bool:
-    """What flattening stops at: a state is plain data, whose variables nobody changes in place."""
+def is_leaf(x: object) -> bool:
+    """True for leaves of a flattening: modules, variables, and states, which are plain data."""
     from flax import nnx
 
     return is_node(x) or isinstance(x, (nnx.State, nnx.GraphDef))

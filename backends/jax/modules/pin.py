@@ -1,11 +1,12 @@
 """Parameters that keep a dtype when the others are converted."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import is_float
 from polymp.dtypes import FORMATS
@@ -19,21 +20,28 @@ class Pins:
     """Some parameters of a tree, and the dtype that they keep.
 
     Attributes:
-        dtype: by name.
+        dtype: its name.
         paths: of the pinned leaves, sorted.
+
+    Args:
+        dtype: its name.
+        paths: of the pinned leaves.
     """
 
     def __init__(self, dtype: str, paths: Iterable[str]) -> None:
         self.dtype = dtype
         self.paths = tuple(sorted(paths))
 
-    def to(self, params: P, dtype: Any) -> P:
-        """The parameters in another dtype, but for the pinned ones, which keep every digit.
+    def to(self, params: P, dtype: DTypeLike) -> P:
+        """Convert the parameters to another dtype, but for the pinned ones, which keep every digit.
 
         Args:
             params: a tree like the one that was pinned, or the nnx module, which is changed in
                 place.
             dtype: for the float leaves that are not pinned.
+
+        Returns:
+            The converted tree, or the module itself.
 
         Raises:
             PolicyError: a pinned leaf is not there, or is narrower than its dtype: what it lost
@@ -44,13 +52,13 @@ class Pins:
         if not jax.numpy.issubdtype(target, np.floating):
             raise TypeError(f"to(params, dtype) needs a float dtype, got {dtype!r}")
         self.check(params)
-        converted: P = _converted(
-            params, lambda path: self.dtype if path in self.paths else target.name
-        )
-        return converted
+        return _converted(params, lambda path: self.dtype if path in self.paths else target.name)
 
-    def check(self, params: Any) -> None:
-        """Find pinned parameters that something else has converted.
+    def check(self, params: object) -> None:
+        """Raise if something else has converted pinned parameters.
+
+        Args:
+            params: a tree like the one that was pinned, or the nnx module.
 
         Raises:
             PolicyError: one is not there, or narrower than its dtype.
@@ -70,14 +78,14 @@ class Pins:
         return f"Pins({self.dtype!r}, {len(self.paths)} parameters)"
 
 
-def pin(params: Any, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
+def pin(params: object, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
     """Keep parameters in a dtype when the tree is converted to another.
 
         pins = pin(params, "float32", ["*.norm"])
         params = pins.to(params, "bfloat16")        # all but the normalisations
         pins.check(params)                          # an error if something else converted them
 
-    Storage only: in which dtype ops compute is the policy's business.
+    Pins are about storage alone: the policy decides in which dtype ops compute.
 
     Args:
         params: a pytree of arrays, or a flax nnx module. The path of a leaf is its keys, joined by
@@ -112,16 +120,16 @@ def pin(params: Any, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
     return pins
 
 
-def _leaves(params: Any) -> list[tuple[str, Any]]:
+def _leaves(params: object) -> list[tuple[str, Any]]:
     return [(_path(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(_state(params))[0]]
 
 
-def _converted(params: Any, dtype_of: Any) -> Any:
-    def convert(keys: Any, leaf: Any) -> Any:
+def _converted(params: P, dtype_of: Callable[[str], str]) -> P:
+    def convert(keys: tuple[object, ...], leaf: Any) -> object:
         return leaf.astype(dtype_of(_path(keys))) if is_float(leaf) else leaf
 
     state = _state(params)
-    new = jax.tree_util.tree_map_with_path(convert, state)
+    new: P = jax.tree_util.tree_map_with_path(convert, state)
     if state is params:
         return new
     from flax import nnx
@@ -130,7 +138,7 @@ def _converted(params: Any, dtype_of: Any) -> Any:
     return params
 
 
-def _state(params: Any) -> Any:
+def _state(params: object) -> object:
     """The arrays of an nnx module as a tree; any other tree as it is."""
     if "flax.nnx" in sys.modules:
         from flax import nnx
@@ -140,7 +148,7 @@ def _state(params: Any) -> Any:
     return params
 
 
-def _path(keys: Sequence[Any]) -> str:
+def _path(keys: Sequence[object]) -> str:
     """The keys of a leaf, joined by dots; an nnx variable's own "value" is no part of it."""
     names = [str(key_name(key)) for key in keys]
     if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
@@ -148,7 +156,7 @@ def _path(keys: Sequence[Any]) -> str:
     return ".".join(names)
 
 
-def key_name(key: Any) -> Any:
+def key_name(key: object) -> object:
     """The name of one key on a path through a pytree."""
     for field in ("key", "name", "idx"):
         if hasattr(key, field):

@@ -54,7 +54,7 @@ def scoped(model: M) -> M:
     return model
 
 
-def _name_inside(model: Any, anew: bool = False) -> list[tuple[Any, Any]]:
+def _name_inside(model: object, anew: bool = False) -> list[tuple[object, type]]:
     """Give the modules inside a model subclasses with the names of their places.
 
     Args:
@@ -66,7 +66,7 @@ def _name_inside(model: Any, anew: bool = False) -> list[tuple[Any, Any]]:
     """
     modules = {path: module for path, module in _modules(model) if callable(module)}
     _CALLED.paths.update(".".join(map(str, path)) for path in modules)
-    were = []
+    were: list[tuple[object, type]] = []
     for path, module in modules.items():
         above = max((p for p in modules if p == path[: len(p)] and p != path), key=len, default=())
         name = ".".join(map(str, path[len(above) :]))
@@ -78,15 +78,15 @@ def _name_inside(model: Any, anew: bool = False) -> list[tuple[Any, Any]]:
     return were
 
 
-def _modules(model: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+def _modules(model: Any) -> Iterable[tuple[tuple[object, ...], object]]:
     """The paths and modules of a model, itself with them; each module once."""
     if not _is_equinox(model):
         from flax import nnx
 
         return nnx.iter_modules(model)
-    found: dict[int, tuple[tuple[Any, ...], Any]] = {}
+    found: dict[int, tuple[tuple[object, ...], object]] = {}
 
-    def add(path: tuple[Any, ...], module: Any) -> None:
+    def add(path: tuple[object, ...], module: object) -> None:
         if id(module) in found:
             return
         found[id(module)] = path, module
@@ -102,31 +102,31 @@ def _modules(model: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
     return found.values()
 
 
-def _kinds() -> list[Any]:
+def _kinds() -> list[type]:
     """The classes of modules that open no name scopes, of libraries that are loaded."""
     homes = (("flax.nnx", "Module"), ("equinox", "Module"))
     loaded = [(sys.modules[home], name) for home, name in homes if home in sys.modules]
     return [getattr(home, name) for home, name in loaded if hasattr(home, name)]
 
 
-def _is_module(x: Any) -> bool:
+def _is_module(x: object) -> bool:
     return isinstance(x, tuple(_kinds()))
 
 
-def _is_equinox(x: Any) -> bool:
+def _is_equinox(x: object) -> bool:
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(x, equinox.Module)
 
 
-def _has_name(cls: Any) -> bool:
+def _has_name(cls: type) -> bool:
     return "polymp_scope" in vars(cls)
 
 
 @functools.cache
-def _named(cls: Any, name: str) -> Any:
+def _named(cls: Any, name: str) -> type:
     """A class as it is, but for a name scope round its calls; one for a name, for caches."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: object, *args: object, **kwargs: object) -> object:
         with jax.named_scope(name):
             return cls.__call__(self, *args, **kwargs)
 
@@ -137,7 +137,8 @@ def _named(cls: Any, name: str) -> Any:
         "__doc__": cls.__doc__,
         "polymp_scope": name,
     }
-    return type(cls)(cls.__name__, (cls,), body)
+    named: type = type(cls)(cls.__name__, (cls,), body)
+    return named
 
 
 # Models that are called in an autocast function
@@ -162,7 +163,7 @@ class _Hooks:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.count = 0
-        self.plain: dict[Any, Any] = {}  # `__call__` by class, as it was
+        self.plain: dict[Any, object] = {}  # `__call__` by class, as it was
 
 
 _CALLED, _HOOKS = _Called(), _Hooks()
@@ -202,15 +203,15 @@ def called_paths() -> set[str]:
     return _CALLED.paths
 
 
-def _subclasses(classes: Iterable[Any]) -> Iterator[Any]:
+def _subclasses(classes: Iterable[type]) -> Iterator[Any]:
     for cls in classes:
         yield cls
         yield from _subclasses(cls.__subclasses__())
 
 
-def _looked_at(plain: Any, inside: Callable[[], bool]) -> Any:
+def _looked_at(plain: Any, inside: Callable[[], bool]) -> Callable[..., object]:
     @functools.wraps(plain)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: object, *args: object, **kwargs: object) -> object:
         bound = plain.__get__(self, type(self))
         known = _has_name(type(self)) or id(self) in _CALLED.ids
         if known or not inside():

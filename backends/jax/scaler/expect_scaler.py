@@ -1,4 +1,4 @@
-"""`expect_scaler`: says whether gradients flow through float16 without having been scaled.
+"""`expect_scaler`: finds gradients that flow through float16 without having been scaled.
 
 A training step in, a bool out; nothing is run. The step is traced, and the equations that
 differentiation made are followed from the loss's own cotangent, 1, to the gradients. `scale`
@@ -7,30 +7,32 @@ multiplies in a name scope, which the transposed multiplication keeps.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted
 from polymp.backends.jax.scaler.gradient_stats import on_host
 from polymp.errors import ScalerWarning, UnscaledError
 
-# A loss multiplied by such a constant is one that somebody scales by hand. The least power of two
+# A loss multiplied by such a constant is scaled by hand. The least power of two
 # that has been found useful: Micikevicius et al., arXiv:1710.03740, section 3.2.
 _LEAST_CONSTANT = 8.0
 
 
 def expect_scaler(
-    train_step: Callable[..., Any],
-    *args: Any,
+    train_step: Callable[..., object],
+    *args: object,
     action: Literal["warn", "raise"] = "warn",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> bool:
     """Check that no gradient of a training step flows through float16 unscaled.
 
@@ -39,7 +41,7 @@ def expect_scaler(
     The step is traced and not run, so it costs no more than compiling it; a jitted one may have
     run before. Steps without gradients, and gradients in bfloat16 or float32, are fine.
 
-    Scaled is a gradient that depends on a loss multiplied by an enabled `GradScaler`, or by hand:
+    A gradient is scaled if it depends on a loss multiplied by an enabled `GradScaler`, or by hand:
     the loss as one number, times a number that the step was given (flax's DynamicScale and jmp's
     DynamicLossScale multiply by such a one) or times a constant power of two from 8 up. So a loss
     that is weighted by an argument passes. Cotangents that the step is given, such as those of
@@ -47,9 +49,9 @@ def expect_scaler(
 
     Args:
         train_step: a function, jitted or not.
-        *args: what it is called with; jax.ShapeDtypeStruct may stand for arrays.
+        args: of a call of it; jax.ShapeDtypeStruct may stand for arrays.
         action: what to do if there is such a gradient: "warn", or "raise".
-        **kwargs: as `args`.
+        kwargs: likewise.
 
     Returns:
         True if there is none.
@@ -81,13 +83,15 @@ def expect_scaler(
     return False
 
 
-def _traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _traced(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> ClosedProgram:
     """The closed jaxpr of a call; jitted functions know which arguments are static."""
     if hasattr(fn, "trace"):
         return compat.traced_jaxpr(fn.trace(*args, **kwargs))
     arrays, together = apart((args, kwargs), is_typed)
 
-    def flat(*arrays: Any) -> Any:
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
         args, kwargs = together(arrays)
         return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if isinstance(x, jax.Array)]
 
@@ -95,10 +99,10 @@ def _traced(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class _Value(NamedTuple):
-    """What is known of a value.
+    """Facts about a value of the step.
 
     Attributes:
-        constant: what it is, if it depends on no argument; NaN where that is not followed. None if
+        constant: its number, if it depends on no argument; NaN where that is not followed. None if
             it does depend.
         given: True if it was given to the step, or is that in another dtype.
         cotangent: True if it depends, through equations that a transposition made, on a constant
@@ -114,7 +118,7 @@ class _Value(NamedTuple):
     scaled: bool = False
 
     def joined(self, other: "_Value") -> "_Value":
-        """What is known of a value that may be either."""
+        """Join the facts about a value that may be either."""
         same = self.constant == other.constant or (self.constant != 0 and other.constant != 0)
         known = self.constant is not None and other.constant is not None and same
         return _Value(
@@ -140,29 +144,32 @@ class _Flow:
     """Follows values through a program.
 
     Attributes:
-        unscaled: the first float16 equation on the way of a gradient that nobody scaled.
+        unscaled: the first float16 equation on the way of a gradient that was not scaled.
     """
 
     def __init__(self) -> None:
         self.unscaled: str | None = None
 
-    def outside(self, closed: Any) -> None:
+    def outside(self, closed: ClosedProgram) -> None:
         """Follow a whole program."""
         self.body(closed, [_Value(given=True)] * len(compat.binders(closed)[1]), back=False)
 
     def body(
-        self, closed: Any, values: Sequence[_Value], *, back: bool, scope: bool = False
+        self, closed: ClosedProgram, values: Sequence[_Value], *, back: bool, scope: bool = False
     ) -> list[_Value]:
-        """What is known of the results of a closed jaxpr.
+        """Follow values through a closed jaxpr.
 
         Args:
             closed: the jaxpr.
             values: of its arguments.
             back: True if it is a part of what a transposition made.
             scope: True if it is in the scope of a scaler.
+
+        Returns:
+            The facts about its results.
         """
 
-        def equation(_: int, eqn: Any, known: list[_Value]) -> list[_Value]:
+        def equation(_: int, eqn: Equation, known: list[_Value]) -> list[_Value]:
             stack = eqn.source_info.name_stack
             part = back or compat.in_backward(stack)
             scoped = scope or regions.SCALED in compat.scope_names(stack)
@@ -179,7 +186,7 @@ class _Flow:
             self.unscaled = value.low
         return value._replace(cotangent=False, low=None, scaled=False)
 
-    def equation(self, eqn: Any, known: list[_Value], back: bool, scope: bool) -> list[_Value]:
+    def equation(self, eqn: Equation, known: list[_Value], back: bool, scope: bool) -> list[_Value]:
         name = eqn.primitive.name
         programs = [one for one in inside(eqn) or _called(eqn) if one.gives]
         if programs:
@@ -216,11 +223,11 @@ class _Flow:
             known = [*known[:start], *joined, *known[end:]]
 
 
-def _called(eqn: Any) -> list[Inner]:
+def _called(eqn: Equation) -> list[Inner]:
     """The program of an unknown equation, if its inputs and outputs are those of the equation."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         held = eqn.params.get(key)
-        if hasattr(held, "eqns"):
+        if held is not None and hasattr(held, "eqns"):
             closed = compat.close(held)
             inputs, outputs = compat.binders(closed)[1], compat.opened(closed)[0].outvars
             if (len(inputs), len(outputs)) == (len(eqn.invars), len(eqn.outvars)):
@@ -235,7 +242,7 @@ def _all_joined(values: Sequence[_Value]) -> _Value:
     return first
 
 
-def _constant(x: Any) -> _Value:
+def _constant(x: ArrayLike) -> _Value:
     """A number in a program; of larger arrays, and of keys, nothing is followed."""
     dtype = getattr(x, "dtype", np.dtype(float))
     if np.size(x) != 1 or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
@@ -244,7 +251,7 @@ def _constant(x: Any) -> _Value:
 
 
 def _folded(name: str, known: list[_Value]) -> float | None:
-    """What an equation makes of constants; None if an operand is none."""
+    """The result of an equation on constants; None if an operand is no constant."""
     values = [v.constant for v in known]
     if name == "mul" and 0 in values:
         return 0.0
@@ -259,7 +266,7 @@ def _given(name: str, known: list[_Value]) -> bool:
     return name in _SAME and all(v.given for v in known) and bool(known)
 
 
-def _by_hand(name: str, eqn: Any, known: list[_Value]) -> bool:
+def _by_hand(name: str, eqn: Equation, known: list[_Value]) -> bool:
     """True if a loss, as one number, was multiplied by something that can only be a scale."""
     if name != "mul" or math.prod(eqn.outvars[0].aval.shape) != 1:
         return False
@@ -276,9 +283,9 @@ def _is_scale(constant: float | None) -> bool:
     return known and math.frexp(constant)[0] == 0.5  # type: ignore[arg-type]
 
 
-def _is_low(var: Any) -> bool:
+def _is_low(var: Atom) -> bool:
     return getattr(var.aval, "dtype", None) == np.float16
 
 
-def _shown(eqn: Any) -> str:
+def _shown(eqn: Equation) -> str:
     return f"{eqn.primitive.name} at {compat.where_written(eqn)}"

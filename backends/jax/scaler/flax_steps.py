@@ -6,10 +6,11 @@ imported when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.scaler import optimizer_step
 from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 def linen_train_step(
     scaler: GradScaler,
     state: TrainState,
-    loss_fn: Callable[..., Any],
-    *args: Any,
+    loss_fn: Callable[..., object],
+    *args: object,
     has_aux: bool = False,
-    replace: Callable[[Any], Mapping[str, Any]] | None = None,
+    replace: Callable[[Any], Mapping[str, object]] | None = None,
     axis_names: optimizer_step.Axes = None,
-) -> tuple[Any, TrainState, GradScaler, Any]:
+) -> tuple[Any, TrainState, GradScaler, jax.Array]:
     """Scale, differentiate, unscale and check, and step or skip, with a Flax `TrainState`.
 
         @jax.jit
@@ -86,7 +87,7 @@ def linen_train_step(
         as_is = {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
         grads = {name: grads[name] for name in grads if name not in as_is}
 
-    def update(grads: Any, state: TrainState) -> TrainState:
+    def update(grads: Mapping[str, object], state: TrainState) -> TrainState:
         grads = {**grads, **as_is} if as_is else grads
         fields = replace(aux) if replace else {}
         new: TrainState = state.apply_gradients(grads=grads, **fields)  # type: ignore[no-untyped-call]
@@ -109,11 +110,11 @@ def nnx_train_step(
     scaler: GradScaler,
     model: nnx.Module,
     optimizer: nnx.Optimizer[Any],
-    loss_fn: Callable[..., Any],
-    *args: Any,
+    loss_fn: Callable[..., object],
+    *args: object,
     has_aux: bool = False,
     axis_names: optimizer_step.Axes = None,
-) -> tuple[Any, GradScaler, Any]:
+) -> tuple[Any, GradScaler, jax.Array]:
     """Scale, differentiate, unscale and check, and step or skip, with a Flax nnx model.
 
         @nnx.jit
@@ -163,7 +164,7 @@ def nnx_train_step(
     grads, (loss, aux) = differentiate(model, *args)
     graph, after = nnx.split((model, optimizer))
 
-    def as_before(path: Any, x: Any) -> Any:
+    def as_before(path: Hashable, x: Any) -> object:
         old = before.get(path)
         if isinstance(x, nnx.RngState) or _dtypes(old) != _dtypes(x.get_value()):
             return x
@@ -171,7 +172,7 @@ def nnx_train_step(
 
     start = nnx.map_state(as_before, after)
 
-    def update(grads: Any, _: Any) -> Any:
+    def update(grads: object, _: object) -> object:
         # Variables of this trace, with the values that the forward pass left.
         model, optimizer = nnx.merge(graph, jax.tree.map(lambda x: x, after))
         optimizer.update(model, grads)
@@ -182,18 +183,18 @@ def nnx_train_step(
     return (loss, aux) if has_aux else loss, scaler, finite
 
 
-def _values(*nodes: Any) -> dict[Any, Any]:
+def _values(*nodes: object) -> dict[Hashable, object]:
     """The values of all variables now, by path."""
     from flax import nnx
 
     return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(nodes))}
 
 
-def _dtypes(value: Any) -> Any:
+def _dtypes(value: object) -> tuple[PyTreeDef, list[object]]:
     leaves, structure = jax.tree.flatten(value)
     return structure, [shown_dtype(x) if is_carried(x) else x for x in leaves]
 
 
-def _check(scaler: Any, name: str) -> None:
+def _check(scaler: object, name: str) -> None:
     if not isinstance(scaler, GradScaler):
         raise TypeError(f"{name} needs a polymp.jax.GradScaler first, got {scaler!r}.")

@@ -6,24 +6,27 @@ in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_r
 """
 
 import dataclasses
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
-from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.scaler import gradient_stats, optimizer_step, scale_update, tree_math
+from polymp.backends.jax.scaler import (
+    flax_checkpoints,
+    gradient_stats,
+    no_effect,
+    optimizer_step,
+    scale_update,
+    tree_math,
+)
 from polymp.backends.jax.scaler import value_and_grad as differentiating
-from polymp.code_origin import outside
-from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import NO_EFFECT, GradientReport
+from polymp.scaling.gradient_report import GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -88,7 +91,7 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         min_scale: float = scale_rule.SMALLEST,
         max_scale: float = scale_rule.LARGEST,
         hysteresis: int = 0,
@@ -105,16 +108,22 @@ class GradScaler:
         else:
             rule, init_scale = ScaleRule(), 1.0
         _set(self, scale_update.on_device(ScaleState(init_scale)), rule, bool(enabled))
-        _tell_flax()
+        flax_checkpoints.register(GradScaler, GradScaler._with)
 
-    def scale(self, tree: Any) -> Any:
+    def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
 
         Products are float32, or wider where the factor is: a float16 loss cannot overflow here.
         Complex numbers are multiplied part by part. What is not a float array or number passes.
 
         The cotangent of a float16 loss is float16, which holds no scale above 2**15: the scaler
-        backs off to it. Make the loss itself float32, and it need not.
+        backs off to it. It need not if the loss itself is float32.
+
+        Args:
+            tree: a loss, float [], or a pytree of arrays and numbers.
+
+        Returns:
+            The products, in the structure of `tree`.
 
         Raises:
             TypeError: `tree` is a function.
@@ -129,14 +138,12 @@ class GradScaler:
             )
         if not self.enabled:
             return tree
-        if regions.latest_low() == "bfloat16" and self.rule not in _TOLD.rules:
-            _TOLD.rules.add(self.rule)
-            warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
+        no_effect.warn_in_bfloat16(self.rule)
         return tree_math.multiplied(tree, scale_update.factor(self.state))
 
     def unscale(
-        self, grads: Any, *, axis_names: str | Sequence[str] | None = None
-    ) -> tuple[Any, Any]:
+        self, grads: T, *, axis_names: str | Sequence[str] | None = None
+    ) -> tuple[T, jax.Array]:
         """Divide gradients by the scale and say whether all of them are finite.
 
         Args:
@@ -153,12 +160,15 @@ class GradScaler:
         scale, grads = scale_update.factor(self.state), tree_math.settled(grads)
         return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
 
-    def update(self, finite: Any, *, loss_finite: Any = True) -> "GradScaler":
-        """The scaler for the next step: grown after a good streak, backed off after an overflow.
+    def update(self, finite: ArrayLike, *, loss_finite: ArrayLike = True) -> "GradScaler":
+        """Return the next scaler: grown after a good streak, lowered after an overflow.
 
         Args:
             finite: bool []; what `unscale` found. With several gradients, True if all were finite.
             loss_finite: bool []; what `loss_finite` found. False leaves the scale as it is.
+
+        Returns:
+            The next scaler.
 
         Raises:
             TypeError: one of them is not one bool.
@@ -167,24 +177,29 @@ class GradScaler:
             return self
         return self._with(scale_update.update(self.rule, self.state, finite, loss_finite))
 
-    def loss_finite(self, loss: Any, *, axis_names: str | Sequence[str] | None = None) -> Any:
-        """Bool []: every float of `loss`, not yet scaled, is finite. For `update`.
+    def loss_finite(
+        self, loss: object, *, axis_names: str | Sequence[str] | None = None
+    ) -> jax.Array:
+        """Say whether every float of a loss is finite, for `update`.
 
         Args:
-            loss: a number, an array or a pytree.
+            loss: a number, an array or a pytree, not scaled.
             axis_names: see `unscale`.
+
+        Returns:
+            Bool []: True if all are.
         """
         return tree_math.all_finite(loss, jnp.float32(1), axis_names)
 
     def step(
         self,
-        grads: Any,
-        update: Callable[..., Any],
-        *state: Any,
-        loss: Any = None,
+        grads: object,
+        update: Callable[..., object],
+        *state: object,
+        loss: object = None,
         axis_names: str | Sequence[str] | None = None,
-    ) -> tuple[Any, "GradScaler", Any]:
-        """Unscale and check, `update` or skip, and the scaler for the next step; in that order.
+    ) -> tuple[Any, "GradScaler", jax.Array]:
+        """Unscale and check gradients, update or skip, and return the scaler for the next step.
 
         A skipped step leaves every bit of the state as it was.
 
@@ -198,7 +213,7 @@ class GradScaler:
                 as activation functions, stay as they are. Flax nnx modules among them get the new
                 state, too, as nnx has it.
             loss: the loss as it was before scaling; the step is skipped if it is not finite, and
-                the scale stays, for it is not to blame. None if it is not to be looked at.
+                the scale stays, as it is not the cause. None not to look at it.
             axis_names: see `unscale`.
 
         Returns:
@@ -215,13 +230,13 @@ class GradScaler:
 
     def value_and_grad(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[..., object],
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         *,
         axis_names: str | Sequence[str] | None = None,
         allow_int: bool = False,
-    ) -> Callable[..., tuple[tuple[Any, Any], "GradScaler", Any]]:
+    ) -> Callable[..., tuple[tuple[Any, Any], "GradScaler", jax.Array]]:
         """`jax.value_and_grad` with the loss scaled on the way, and checked.
 
             (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, batch)
@@ -258,11 +273,11 @@ class GradScaler:
             allow_int=allow_int,
         )
 
-    def report(self, grads: Any, names: Any = None, *, scaled: bool = True) -> GradientReport:
-        """What gradients hold: Inf, NaN, 0 and too small values of each, by name.
+    def report(self, grads: object, names: object = None, *, scaled: bool = True) -> GradientReport:
+        """Report how many values of each gradient are Inf, NaN, 0 and too small, by name.
 
-        Not for traced code: one program counts, and the host waits for its numbers. Where arrays
-        are spread over processes, each has to call it.
+        Not for traced code: the host waits for the counts. Where arrays are spread over processes,
+        each has to call it.
 
         Args:
             grads: a pytree; what is not a float is left out.
@@ -272,16 +287,24 @@ class GradScaler:
                 what `unscale` returned; small values are then counted as those of their products
                 with the scale, which is to be the one they were divided by.
 
+        Returns:
+            The report; print it, or read its rows.
+
         Raises:
             TypeError: something is traced, or `names` is no such tree.
         """
         return gradient_stats.report(self.rule, self.state, grads, names, scaled)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as Python numbers, under torch.amp's names; see `scale_rule.to_state_dict`.
+        """Return the state as Python numbers, under the names that torch.amp uses.
 
-        Scalers for torch load it, too. Empty if disabled. Not for traced code: waits for the
-        device.
+        Not for traced code: it waits for the device.
+
+        Returns:
+            The numbers, by name; polymp's scalers for torch load them, too. Empty if disabled.
+
+        Raises:
+            TypeError: the scaler is traced.
         """
         if not self.enabled:
             return {}
@@ -293,9 +316,13 @@ class GradScaler:
         return scale_rule.to_state_dict(self.rule, self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> "GradScaler":
-        """The scaler that goes on from what `state_dict` here or in torch saved.
+        """Return the scaler that goes on from a saved state.
 
-        Itself if disabled.
+        Args:
+            state_dict: what `state_dict` returned, here or in torch.
+
+        Returns:
+            The scaler; this one if it is disabled.
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler's is.
@@ -325,63 +352,40 @@ class GradScaler:
 
 
 def stepped(
-    scaler: GradScaler, function: Callable[..., Any], *args: Any, **options: Any
-) -> tuple[Any, GradScaler, Any]:
+    scaler: GradScaler,
+    function: Callable[..., tuple[T, ScaleState, jax.Array]],
+    *args: object,
+    **options: object,
+) -> tuple[T, GradScaler, jax.Array]:
     """Call `optimizer_step.step` or `choose` for a scaler; the next scaler comes for the state."""
     rule = scaler.rule if scaler.enabled else None
     result, state, finite = function(rule, scaler.state, *args, **options)
     return result, scaler._with(state), finite
 
 
-class _Told(threading.local):
-    """The rules of the scalers that this thread was warned of: each step makes another scaler."""
-
-    def __init__(self) -> None:
-        self.rules: set[ScaleRule] = set()
-
-
-_TOLD = _Told()
-
 _FIELDS = tuple(field.name for field in dataclasses.fields(GradScaler))
 
 
-def _set(scaler: GradScaler, *values: Any) -> None:
+def _set(scaler: GradScaler, *values: object) -> None:
     for name, value in zip(_FIELDS, values, strict=True):
         object.__setattr__(scaler, name, value)
 
 
-def _make(*values: Any) -> GradScaler:
+def _make(*values: object) -> GradScaler:
     """A scaler from its fields, unchecked: JAX puts markers in the place of arrays."""
     scaler = object.__new__(GradScaler)
     _set(scaler, *values)
     return scaler
 
 
-@cache
-def _register_with(serialization: Any) -> None:
-    def to_state_dict(scaler: GradScaler) -> dict[str, Any]:
-        return {"state": serialization.to_state_dict(scaler.state)}
-
-    def from_state_dict(scaler: GradScaler, saved: Mapping[str, Any]) -> GradScaler:
-        state = serialization.from_state_dict(scaler.state, saved["state"])
-        return _make(state, scaler.rule, scaler.enabled)
-
-    serialization.register_serialization_state(GradScaler, to_state_dict, from_state_dict)
-
-
-def _tell_flax() -> None:
-    """Let flax's checkpoints hold scalers, where flax is loaded: it does not ask for leaves."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
-        _register_with(serialization)
-
-
-def _flatten(scaler: GradScaler) -> tuple[tuple[Any], tuple[Any, ...]]:
+def _flatten(scaler: GradScaler) -> tuple[tuple[object], tuple[object, ...]]:
     first, *rest = (getattr(scaler, name) for name in _FIELDS)
     return (first,), tuple(rest)
 
 
-def _flatten_with_keys(scaler: GradScaler) -> tuple[tuple[tuple[Any, Any]], tuple[Any, ...]]:
+def _flatten_with_keys(
+    scaler: GradScaler,
+) -> tuple[tuple[tuple[object, object]], tuple[object, ...]]:
     (first,), rest = _flatten(scaler)
     return ((jax.tree_util.GetAttrKey(_FIELDS[0]), first),), rest
 

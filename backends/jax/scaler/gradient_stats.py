@@ -7,6 +7,7 @@ a tree, and the counts come to the host in one array.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike, DTypeLike
 
 from polymp.backends.jax.scaler.scale_update import factor
 from polymp.backends.jax.scaler.tree_math import is_scalable
@@ -24,7 +27,7 @@ _INT32 = 2**31  # a leaf with as many values is counted in int64
 
 
 class Counts(NamedTuple):
-    """Counts on their way to the host; nobody waits for them before `rows`.
+    """Counts on their way to the host; only `rows` waits for them.
 
     Attributes:
         names: of the leaves.
@@ -34,7 +37,7 @@ class Counts(NamedTuple):
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    table: Any
+    table: jax.Array
 
     def rows(self) -> tuple[Gradient, ...]:
         """An entry for each leaf. Waits for the device."""
@@ -44,7 +47,7 @@ class Counts(NamedTuple):
 
 
 def report(
-    rule: ScaleRule, state: ScaleState, grads: Any, names: Any, scaled: bool
+    rule: ScaleRule, state: ScaleState, grads: object, names: object, scaled: bool
 ) -> GradientReport:
     """`GradScaler.report` for a rule and a state."""
     if any(isinstance(x, jax.core.Tracer) for x in state):
@@ -61,13 +64,16 @@ _TRACED = (
 )
 
 
-def counted(grads: Any, names: Any, factor: Any) -> Counts:
+def counted(grads: object, names: object, factor: ArrayLike) -> Counts:
     """Count every float leaf of a tree.
 
     Args:
         grads: a pytree of arrays; what is not a float is left out.
         names: a tree of strings of the same structure; None for the paths.
         factor: float32 []; what the leaves have to be multiplied by to be the scaled gradients.
+
+    Returns:
+        The counts, on their way.
 
     Raises:
         TypeError: a leaf is traced, or `names` is no such tree.
@@ -83,14 +89,14 @@ def counted(grads: Any, names: Any, factor: Any) -> Counts:
     return Counts(tuple(path for path, _ in rows), shapes, table)
 
 
-def on_host(x: Any) -> np.ndarray[Any, Any]:
+def on_host(x: ArrayLike) -> np.ndarray[Any, Any]:
     """An array's values; of one over several processes, which is the same on all, its copy here."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = x.addressable_data(0)
     return np.asarray(x)
 
 
-def _paths(pairs: Any) -> list[str]:
+def _paths(pairs: Sequence[tuple[tuple[Any, ...], object]]) -> list[str]:
     """Names of the leaves, joined by dots. A flax nnx variable is called by its own name."""
     paths = []
     for path, _ in pairs:
@@ -102,10 +108,10 @@ def _paths(pairs: Any) -> list[str]:
     return paths
 
 
-def _given(names: Any, grads: Any) -> list[str]:
+def _given(names: object, grads: object) -> list[str]:
     leaves = jax.tree.leaves(names)
-    structure: Any = jax.tree.structure(names)
-    wanted: Any = jax.tree.structure(grads)
+    structure: PyTreeDef = jax.tree.structure(names)
+    wanted: PyTreeDef = jax.tree.structure(grads)
     if structure != wanted or not all(isinstance(name, str) for name in leaves):
         raise TypeError(
             f"names must be a tree of strings of the gradients' structure, {wanted}; got {names!r}."
@@ -114,21 +120,21 @@ def _given(names: Any, grads: Any) -> list[str]:
 
 
 @jax.jit
-def _table(xs: list[Any], factor: Any) -> Any:
-    xs = list(map(jnp.asarray, xs))
+def _table(leaves: list[ArrayLike], factor: jax.Array) -> jax.Array:
+    xs = list(map(jnp.asarray, leaves))
     if all(x.size < _INT32 for x in xs):
         return _stacked(xs, factor, jnp.int32)
     with jax.enable_x64(True):
         return _stacked(xs, factor, jnp.int64)
 
 
-def _stacked(xs: list[Any], factor: Any, dtype: Any) -> Any:
+def _stacked(xs: list[jax.Array], factor: jax.Array, dtype: DTypeLike) -> jax.Array:
     if not xs:
         return jnp.zeros((0, 4), dtype)
     return jnp.stack([jnp.stack([kind.sum(dtype=dtype) for kind in _kinds(x, factor)]) for x in xs])
 
 
-def _kinds(x: Any, factor: Any) -> tuple[Any, ...]:
+def _kinds(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, ...]:
     """Where x is Inf, NaN, zero and subnormal, no value in two kinds; bool of its shape.
 
     What is subnormal in float32 counts as zero: XLA on CPU takes it for 0, but not in all it does.

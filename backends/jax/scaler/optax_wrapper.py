@@ -6,11 +6,13 @@ scaler, too: through jit, scan, checkpoints and train states. Optax is imported 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import apart, is_float
 from polymp.backends.jax.scaler import optimizer_step, tree_math
@@ -19,6 +21,8 @@ from polymp.backends.jax.scaler.optimizer_step import ScaledState
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
+
+T = TypeVar("T")
 
 
 def scaled(
@@ -77,8 +81,8 @@ def scaled(
         raise TypeError(f"scaled needs a polymp.jax.GradScaler, got {scaler!r}.")
     inside = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> ScaledState:
-        # A copy, for the state may be donated, and the next run starts from the same scaler.
+    def init(params: object) -> ScaledState:
+        # A copy: the state may be donated, and the next run starts from the same scaler.
         first = GradScaler() if scaler is None else jax.tree.map(jnp.array, scaler)
         params = jax.tree.map(_widened, params) if first.enabled else params
         inner = inside.init(params)
@@ -86,19 +90,24 @@ def scaled(
         return ScaledState(first, inner, jnp.asarray(True))
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, loss: Any = None, **extra: Any
-    ) -> tuple[Any, ScaledState]:
+        grads: object,
+        state: object,
+        params: object = None,
+        *,
+        loss: object = None,
+        **extra: object,
+    ) -> tuple[object, ScaledState]:
         if not isinstance(state, ScaledState):
             raise TypeError(
                 f"a scaled optimizer needs the state that its init returned, got {type(state)}."
             )
 
-        def take(grads: Any) -> tuple[Any, list[Any]]:
+        def take(grads: object) -> tuple[object, list[jax.Array]]:
             updates, inner = inside.update(grads, state.inner, params, **extra)
             optimizer_step.check_replaces((state.inner,), (inner,), "the optimizer")
             return updates, apart(inner, tree_math.is_carried)[0]
 
-        def skip() -> tuple[Any, list[Any]]:
+        def skip() -> tuple[object, list[jax.Array]]:
             updates, _ = jax.eval_shape(lambda: take(tree_math.divided(grads, scale)))
             return _nothing(updates, grads), kept
 
@@ -112,16 +121,16 @@ def scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: jax.Array) -> jax.Array:
     """A parameter as wide as the gradients that the optimizer will see."""
     return x.astype(jnp.float32) if is_float(x) and x.dtype.itemsize < 4 else x
 
 
-def _nothing(updates: Any, grads: Any) -> Any:
-    """What adding leaves all as it is: x + -0.0 is x, and 0.0 would turn -0.0 into 0.0."""
+def _nothing(updates: T, grads: object) -> T:
+    """Updates that change no parameter: x + -0.0 is x, and 0.0 would turn -0.0 into 0.0."""
     dtypes, structure = jax.tree.flatten(updates)
     # Where they can, they follow the gradients: on a mesh these know where they are.
-    given: Any = jax.tree.structure(grads)
+    given: PyTreeDef = jax.tree.structure(grads)
     alike = jax.tree.leaves(grads) if given == structure else dtypes
     filled = [
         jnp.full_like(like if jnp.shape(like) == x.shape else x, _zero(x.dtype), x.dtype)
@@ -129,10 +138,11 @@ def _nothing(updates: Any, grads: Any) -> Any:
         else np.zeros(x.shape, x.dtype)  # float0
         for like, x in zip(alike, dtypes, strict=True)
     ]
-    return jax.tree.unflatten(structure, filled)
+    nothing: T = jax.tree.unflatten(structure, filled)
+    return nothing
 
 
-def _zero(dtype: Any) -> Any:
+def _zero(dtype: DTypeLike) -> complex:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(dtype, jnp.floating) else 0

@@ -5,22 +5,23 @@ Every helper skips in this one way: eager code by asking, traced code by `lax.co
 alone divides the gradients. A select over all leaves would keep the old state and the new one alive
 at once.
 
-But on GPUs: there XLA reads the predicate of a conditional on the host, which waits for the device
-in every step, while a select becomes part of the optimizer's own loops, which read the old state
-anyway. So there the step is always taken, with zeros for gradients if it is skipped, and the
-results are selected.
+GPUs are the exception: there XLA reads the predicate of a conditional on the host, which waits for
+the device in every step, while a select becomes part of the optimizer's own loops, which read the
+old state anyway. So there the step is always taken, with zeros for gradients if it is skipped, and
+the results are selected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.dtypes import float0
 from jax.extend import core
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.modules import nnx
@@ -29,6 +30,9 @@ from polymp.backends.jax.scaler.scale_update import factor
 from polymp.backends.jax.scaler.scale_update import update as next_state
 from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+
+G = TypeVar("G")
+T = TypeVar("T")
 
 Axes = str | Sequence[str] | None
 
@@ -48,17 +52,25 @@ class ScaledState(NamedTuple):
 
     scaler: Any
     inner: Any
-    finite: Any
+    finite: jax.Array
 
 
-def look(state: ScaleState, grads: Any, loss: Any, axis_names: Axes) -> tuple[Any, Any]:
-    """Whether gradients and loss are finite, and whether the loss is; bool [] each.
+def look(
+    state: ScaleState, grads: object, loss: object, axis_names: Axes
+) -> tuple[jax.Array, jax.Array]:
+    """Look for Inf and NaN in gradients and loss.
 
     Args:
         state: of the scaler.
         grads: a pytree, multiplied by the scale, and `settled`.
-        loss: not scaled; None if nobody is to look at it.
+        loss: not scaled; None not to look at it.
         axis_names: see `GradScaler.unscale`.
+
+    Returns:
+        Bool [] twice: whether gradients and loss are finite, and whether the loss is.
+
+    Raises:
+        TypeError: the loss has no float.
     """
     finite = tree_math.all_finite(grads, factor(state), axis_names)
     if loss is None:
@@ -72,15 +84,15 @@ def look(state: ScaleState, grads: Any, loss: Any, axis_names: Axes) -> tuple[An
 def choose(
     rule: ScaleRule | None,
     state: ScaleState,
-    grads: Any,
-    take: Callable[[Any], Any],
-    skip: Callable[[], Any],
+    grads: G,
+    take: Callable[[G], T],
+    skip: Callable[[], T],
     *,
-    loss: Any = None,
-    as_is: Any = (),
+    loss: object = None,
+    as_is: object = (),
     axis_names: Axes = None,
-) -> tuple[Any, ScaleState, Any]:
-    """What `take` makes of the true gradients, or what `skip` says; the next state; bool [].
+) -> tuple[T, ScaleState, jax.Array]:
+    """Call `take` with the true gradients, or `skip` if something is not finite.
 
     Args:
         rule: of the scaler; None for a disabled one.
@@ -91,6 +103,9 @@ def choose(
         loss: see `GradScaler.step`.
         as_is: a pytree that has to be finite as it is, like the gradients.
         axis_names: see `GradScaler.unscale`.
+
+    Returns:
+        What `take` or `skip` returned, the next state, and bool []: whether all is finite.
     """
     if rule is None:
         return take(grads), state, jnp.asarray(True)
@@ -99,7 +114,7 @@ def choose(
     if jax.tree.leaves(as_is):
         finite &= tree_math.all_finite(as_is, jnp.float32(1), axis_names)
 
-    def apply(grads: Any) -> Any:
+    def apply(grads: G) -> T:
         # Divided again and not kept from the check: XLA fuses the quotients into their use.
         return take(tree_math.divided(grads, scale))
 
@@ -110,7 +125,7 @@ def choose(
     return result, next_state(rule, state, finite, loss_finite), finite
 
 
-def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable[[], Any]) -> Any:
+def _either(finite: jax.Array, grads: G, apply: Callable[[G], T], skip: Callable[[], T]) -> T:
     """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file.
 
     Each is traced once. What has effects, such as a print, is always a conditional.
@@ -120,10 +135,10 @@ def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable
     taken, shapes = applied(floats)
     take, keep = core.jaxpr_as_fun(taken), core.jaxpr_as_fun(jax.make_jaxpr(skip)())
 
-    def branch(finite: Any, floats: list[Any]) -> list[Any]:
+    def branch(finite: jax.Array, floats: list[jax.Array]) -> list[jax.Array]:
         return list(lax.cond(finite, lambda: take(*floats), keep))
 
-    def select(finite: Any, floats: list[Any]) -> list[Any]:
+    def select(finite: jax.Array, floats: list[jax.Array]) -> list[jax.Array]:
         floats = [jnp.where(finite, x, 0) for x in floats]
         return [_selected(finite, *both) for both in zip(take(*floats), keep(), strict=True)]
 
@@ -132,21 +147,22 @@ def _either(finite: Any, grads: Any, apply: Callable[[Any], Any], skip: Callable
     else:
         forms = dict.fromkeys(SELECTING, select)
         result = lax.platform_dependent(finite, floats, default=branch, **forms)
-    return jax.tree.unflatten(jax.tree.structure(shapes), result)
+    whole: T = jax.tree.unflatten(jax.tree.structure(shapes), result)
+    return whole
 
 
-def _selected(finite: Any, new: Any, old: Any) -> Any:
+def _selected(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return old if old.dtype == float0 else lax.select(finite, new, old)
 
 
 def step(
     rule: ScaleRule | None,
     scaling: ScaleState,
-    grads: Any,
-    update: Callable[..., Any],
-    state: tuple[Any, ...],
+    grads: object,
+    update: Callable[..., object],
+    state: tuple[object, ...],
     **options: Any,
-) -> tuple[Any, ScaleState, Any]:
+) -> tuple[Any, ScaleState, jax.Array]:
     """`GradScaler.step` for a rule and a state; the options are those of `choose`."""
     if not callable(update):
         raise TypeError(
@@ -155,10 +171,10 @@ def step(
     refuse_scaled(state, "step")
     kept, together = apart(state, tree_math.is_carried)
 
-    def take(grads: Any) -> list[Any]:
+    def take(grads: object) -> list[jax.Array]:
         # A copy of the containers: what `update` changes in place is its own.
-        new = update(grads, *together(kept))
-        new = (new,) if len(state) == 1 else new
+        made = update(grads, *together(kept))
+        new = (made,) if len(state) == 1 else made
         check_replaces(state, new)
         return apart(new, tree_math.is_carried)[0]
 
@@ -168,8 +184,12 @@ def step(
     return after[0] if len(state) == 1 else after, scaling, finite
 
 
-def refuse_scaled(tree: Any, name: str) -> None:
+def refuse_scaled(tree: object, name: str) -> None:
     """Raise if there is a state of `polymp.jax.scaled` in the tree.
+
+    Args:
+        tree: of states.
+        name: of the function that was given it.
 
     Raises:
         TypeError: there is; gradients would be divided by two scales.
@@ -182,7 +202,7 @@ def refuse_scaled(tree: Any, name: str) -> None:
         )
 
 
-def check_replaces(old: Any, new: Any, name: str = "update") -> None:
+def check_replaces(old: tuple[object, ...], new: object, name: str = "update") -> None:
     """Raise if the new state is not of the old one's structure, shapes and dtypes.
 
     Args:
@@ -199,8 +219,8 @@ def check_replaces(old: Any, new: Any, name: str = "update") -> None:
             f"{name} must return a tuple of what replaces the {len(old)} parts of the state, in "
             f"their order; it returned {got}."
         )
-    given: Any = jax.tree.structure(old)
-    returned: Any = jax.tree.structure(new)
+    given: PyTreeDef = jax.tree.structure(old)
+    returned: PyTreeDef = jax.tree.structure(new)
     if given != returned:
         raise TypeError(
             f"{name} must return the state in the structure that it came in, {given}; "

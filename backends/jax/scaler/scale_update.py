@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import tree_math
@@ -23,7 +24,7 @@ class _Factor:
     def __init__(self, value: float) -> None:
         self.value = value
 
-    def __rmul__(self, scale: Any) -> Any:
+    def __rmul__(self, scale: jax.Array) -> jax.Array:
         with jax.enable_x64(True):
             return (scale.astype(jnp.float64) * self.value).astype(jnp.float32)
 
@@ -40,11 +41,17 @@ def on_device(state: ScaleState) -> ScaleState:
     return ScaleState(jnp.asarray(scale, jnp.float32), *(jnp.asarray(n, jnp.int32) for n in counts))
 
 
-def factor(state: ScaleState) -> Any:
+def factor(state: ScaleState) -> jax.Array:
     """The factor of losses and divisor of gradients: the scale, float32 [].
 
     A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its inverse,
     for 0.
+
+    Args:
+        state: of one scaler.
+
+    Returns:
+        Float32 [].
 
     Raises:
         TypeError: the state is that of several scalers.
@@ -57,7 +64,9 @@ def factor(state: ScaleState) -> Any:
     return jnp.clip(scale, scale_rule.SMALLEST, scale_rule.LARGEST)
 
 
-def update(rule: ScaleRule, state: ScaleState, finite: Any, loss_finite: Any) -> ScaleState:
+def update(
+    rule: ScaleRule, state: ScaleState, finite: ArrayLike, loss_finite: ArrayLike
+) -> ScaleState:
     """The state after a step; see `GradScaler.update`."""
     factor(state)
     found = _one_bool("finite", finite), _one_bool("loss_finite", loss_finite)
@@ -65,7 +74,7 @@ def update(rule: ScaleRule, state: ScaleState, finite: Any, loss_finite: Any) ->
     return after
 
 
-def _one_bool(name: str, value: Any) -> Any:
+def _one_bool(name: str, value: ArrayLike) -> jax.Array:
     """The value as an array.
 
     Raises:
@@ -84,7 +93,9 @@ def _one_bool(name: str, value: Any) -> Any:
 
 @regions.as_written()
 @partial(jax.jit, static_argnums=0, inline=True)
-def _advanced(rule: ScaleRule, state: ScaleState, finite: Any, loss_finite: Any) -> ScaleState:
+def _advanced(
+    rule: ScaleRule, state: ScaleState, finite: jax.Array, loss_finite: jax.Array
+) -> ScaleState:
     """`scale_rule.step` with jax arrays."""
     rule = rule._replace(growth=_exact(rule.growth), backoff=_exact(rule.backoff))
     return scale_rule.step(rule, state, finite, jnp.where, loss_finite=loss_finite)

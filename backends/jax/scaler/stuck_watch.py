@@ -1,4 +1,4 @@
-"""`StuckWatch`: tells of a scaler that skips step after step, while nobody waits for the device.
+"""`StuckWatch`: warns of a scaler that skips step after step, without waiting for the device.
 
 A jitted step cannot warn: what a step found is a number on the device. The watch runs on the host,
 after each step. It sends a small copy of the scaler's state on its way and reads it at a later
@@ -6,7 +6,7 @@ call, when it has arrived.
 """
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class _Sent(NamedTuple):
     """
 
     rule: ScaleRule
-    copy: Any
+    copy: jax.Array
     counts: Counts | None
 
     def arrived(self) -> bool:
@@ -75,7 +75,7 @@ class StuckWatch:
         self._on_their_way: deque[_Sent] = deque()  # oldest first
         self._told = False  # of this row of skips
 
-    def watch(self, scaler: GradScaler, grads: Any = None, names: Any = None) -> None:
+    def watch(self, scaler: GradScaler, grads: object = None, names: object = None) -> None:
         """Look at what has arrived, and send the state of `scaler` on its way.
 
         Call it on the host after each step; under several processes, in each of them.
@@ -110,7 +110,10 @@ class StuckWatch:
             tell(self._on_stuck, report)
 
     def finish(self) -> ScaleState | None:
-        """Wait for what is on its way, look at it, and return the last state.
+        """Wait for the states on their way, and look at them.
+
+        Returns:
+            The last state, as Python numbers; None if `watch` was never called.
 
         Raises:
             StuckError: as in `watch`.
@@ -136,7 +139,7 @@ class StuckWatch:
         return stuck
 
 
-def _check(scaler: Any) -> None:
+def _check(scaler: object) -> None:
     if not isinstance(scaler, GradScaler):
         raise TypeError(f"watch takes the scaler that a step returned, got {scaler!r}.")
     shape = np.shape(scaler.state.scale)
@@ -152,13 +155,13 @@ def _check(scaler: Any) -> None:
         )
 
 
-def _here(x: Any) -> Any:
+def _here(x: jax.Array) -> jax.Array:
     """This process's copy of what is the same on all devices."""
     return x.addressable_data(0) if isinstance(x, jax.Array) else x
 
 
 @jax.jit
-def _packed(state: ScaleState) -> Any:
+def _packed(state: ScaleState) -> jax.Array:
     scale, *counts = state
     bits = lax.bitcast_convert_type(jnp.asarray(scale, jnp.float32), jnp.int32)
     return jnp.stack([bits, *(jnp.asarray(n, jnp.int32) for n in counts)])

@@ -8,29 +8,34 @@ runs as written, also where an autocast function calls it.
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.autocast import regions
 
+T = TypeVar("T")
+
+_Operation = Callable[[jax.Array, jax.Array], jax.Array]
+
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
-def multiplied(tree: Any, scale: Any) -> Any:
+def multiplied(tree: T, scale: jax.Array) -> T:
     """Every float of the tree times the scale, in the scope that `expect_scaler` looks for."""
     with jax.named_scope(regions.SCALED):
         return _each_float(operator.mul, tree, scale)
 
 
 @regions.as_written()
-def settled(tree: Any) -> Any:
-    """The same floats, as numbers that XLA may not compute in two ways.
+def settled(tree: T) -> T:
+    """Return the same floats, as numbers that XLA cannot compute in two ways.
 
     It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
     check would call a gradient finite that is Inf where it is used.
@@ -39,72 +44,75 @@ def settled(tree: Any) -> Any:
     return together(lax.optimization_barrier(floats))
 
 
-def divided(tree: Any, scale: Any) -> Any:
+def divided(tree: T, scale: jax.Array) -> T:
     """Every float of the tree through the scale."""
     return _each_float(_quotient, tree, scale)
 
 
 @regions.as_written()
-def all_finite(tree: Any, scale: Any, axis_names: str | Sequence[str] | None = None) -> Any:
+def all_finite(
+    tree: object, scale: jax.Array, axis_names: str | Sequence[str] | None = None
+) -> jax.Array:
     """Bool []: no quotient of a float of the tree by the scale is Inf or NaN.
 
     On all devices along `axis_names`; None for every axis along which they could find otherwise.
     """
-    finite = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
+    finite: jax.Array = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
     if axis_names is None:
         axis_names = _differing_axes(finite)
     elif isinstance(axis_names, str):
         axis_names = (axis_names,)
     if not axis_names:
         return finite
-    return lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
+    found: jax.Array = lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
+    return found
 
 
-def is_carried(x: Any) -> bool:
+def is_carried(x: object) -> bool:
     """True for what a traced program can carry: arrays and Python numbers."""
     return isinstance(x, (*_ARRAYS, bool, int, float, complex))
 
 
-def is_scalable(x: Any) -> bool:
+def is_scalable(x: object) -> bool:
     """True for float and complex arrays and numbers: what a scale multiplies."""
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
 
 
-def is_traced_float(x: Any) -> bool:
+def is_traced_float(x: object) -> bool:
     """True for such an array whose values are not known yet."""
     return isinstance(x, jax.core.Tracer) and is_scalable(x)
 
 
-def shown_dtype(x: Any) -> str:
+def shown_dtype(x: object) -> str:
     """Dtype and shape of an array, as messages show them."""
     kind = jax.typeof(x)
     return f"{kind.dtype}{list(kind.shape)}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """An array's value, or its dtype where it has none yet."""
     if isinstance(value, jax.core.Tracer):
         return shown_dtype(value)
     return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)
 
 
-def _parts(x: Any) -> list[Any]:
-    """X in at least float32; real and imaginary part apart, for Inf times a complex is NaN."""
+def _parts(x: ArrayLike) -> list[jax.Array]:
+    """X in at least float32; as real and imaginary part, because Inf times a complex is NaN."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [x.real, x.imag]
     return [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x]
 
 
-def _quotient(x: Any, scale: Any) -> Any:
+def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     """X times the float nearest to 1/scale, as torch computes it."""
     return x * (1 / scale)
 
 
 @partial(jax.jit, inline=True)
-def _all_finite(xs: list[Any], scale: Any) -> Any:
+def _all_finite(xs: list[ArrayLike], scale: jax.Array) -> jax.Array:
     """One pass over what is divided; nothing of its size is stored.
 
     A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
@@ -120,7 +128,7 @@ def _all_finite(xs: list[Any], scale: Any) -> Any:
     return finite
 
 
-def _differing_axes(x: Any) -> tuple[str, ...]:
+def _differing_axes(x: jax.Array) -> tuple[str, ...]:
     """The axes of the shard_maps around over which the devices may hold different x."""
     differing = compat.varying_axes(x)
     # Where check_vma=False has switched the types off, not even an axis's own index varies.
@@ -132,7 +140,7 @@ def _differing_axes(x: Any) -> tuple[str, ...]:
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -> list[Any]:
+def _by_scale(operation: _Operation, xs: list[ArrayLike], scale: jax.Array) -> list[jax.Array]:
     results = []
     for x in xs:
         parts = [operation(part, scale.astype(part.dtype)) for part in _parts(x)]
@@ -141,6 +149,6 @@ def _by_scale(operation: Callable[[Any, Any], Any], xs: list[Any], scale: Any) -
 
 
 @regions.as_written()
-def _each_float(operation: Callable[[Any, Any], Any], tree: Any, scale: Any) -> Any:
+def _each_float(operation: _Operation, tree: T, scale: jax.Array) -> T:
     floats, together = apart(tree, is_scalable)
     return together(_by_scale(operation, floats, scale))

@@ -1,13 +1,13 @@
 """Gradients of a scaled loss: the function that scales it, and `value_and_grad` of that.
 
 A function of parameters in, one that also scales and checks out. The loss itself comes back beside
-the scaled one, in its own dtype: a quotient of the scaled loss would not be its bits.
+the scaled one, in its own dtype: the scaled loss divided by the scale may differ in its last bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from polymp.backends.jax.scaler.scale_update import factor, update
 from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
+S = TypeVar("S")
+
 
 def with_scale(
-    scale: Callable[[Any], Any], fun: Callable[..., Any], has_aux: bool, name: str
-) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
-    """The function that returns the scaled loss, and beside it the loss and what else there is.
+    scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool, name: str
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
+    """Wrap a loss function so that it returns the scaled loss to differentiate.
 
     Args:
         scale: multiplies a loss.
@@ -30,13 +32,18 @@ def with_scale(
         has_aux: whether it returns a pair.
         name: of the function that `fun` was given to.
 
+    Returns:
+        A function that returns the scaled loss and, as aux, the loss itself and the aux of `fun`.
+
     Raises:
         TypeError: `fun` is no function; the new one: the loss is not one float.
     """
     if not callable(fun):
         raise TypeError(f"{name} needs the function that computes the loss, got {fun!r}.")
 
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[jax.Array, object]]:
+        out: Any
+        aux: object
         out, aux = fun(*args, **kwargs), None
         if has_aux:
             if not isinstance(out, tuple) or len(out) != 2:
@@ -60,22 +67,22 @@ def with_scale(
 _LOSSES = ("float16[]", "bfloat16[]", "float32[]", "float64[]")
 
 
-def _shown(x: Any) -> str:
+def _shown(x: object) -> str:
     return shown_dtype(x) if tree_math.is_carried(x) else f"{type(x)}"
 
 
 def value_and_grad(
     rule: ScaleRule | None,
     state: ScaleState,
-    scale: Callable[[Any], Any],
-    fun: Callable[..., Any],
+    scale: Callable[[jax.Array], jax.Array],
+    fun: Callable[..., object],
     argnums: int | Sequence[int],
     has_aux: bool,
-    after: Callable[[ScaleState], Any],
+    after: Callable[[ScaleState], S],
     *,
     axis_names: Axes,
     **options: Any,
-) -> Callable[..., tuple[tuple[Any, Any], Any, Any]]:
+) -> Callable[..., tuple[tuple[Any, Any], S, jax.Array]]:
     """`GradScaler.value_and_grad` for a rule and a state.
 
     Args:
@@ -88,6 +95,12 @@ def value_and_grad(
         after: makes the next scaler of its state.
         axis_names: likewise.
         options: of `jax.value_and_grad`.
+
+    Returns:
+        See `GradScaler.value_and_grad`.
+
+    Raises:
+        TypeError: `argnums` are no ints, or `fun` is no function.
     """
     given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
@@ -95,7 +108,7 @@ def value_and_grad(
     scaled_loss = with_scale(scale, fun, has_aux, "value_and_grad")
     differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, **options)
 
-    def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], Any, Any]:
+    def call(*args: object, **kwargs: object) -> tuple[tuple[Any, Any], S, jax.Array]:
         (_, (loss, aux)), grads = differentiated(*args, **kwargs)
         value = (loss, aux) if has_aux else loss
         if rule is None:

@@ -5,9 +5,10 @@ time on the wall until the result is there.
 """
 
 import time
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -100,7 +101,7 @@ def _linear(m: int, k: int, n: int) -> Product:
     return product
 
 
-def _operands(kernel: Kernel, way: str) -> list[Any]:
+def _operands(kernel: Kernel, way: str) -> list[jax.Array]:
     low = way.removesuffix(HELD)
     made = []
     for shape, cast, weight in zip(kernel.shapes, kernel.casts, kernel.weights, strict=True):
@@ -111,19 +112,25 @@ def _operands(kernel: Kernel, way: str) -> list[Any]:
     return made
 
 
-def _program(kernel: Kernel, way: str) -> Any:
+def _program(kernel: Kernel, way: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     low = way.removesuffix(HELD)
     params = dict(kernel.params)
 
-    def plain(left: Any, right: Any) -> Any:
-        return kernel.of.bind(left, right, **params, preferred_element_type=np.dtype(FLOAT32))
+    def plain(left: jax.Array, right: jax.Array) -> jax.Array:
+        made: jax.Array = kernel.of.bind(
+            left, right, **params, preferred_element_type=np.dtype(FLOAT32)
+        )
+        return made
 
-    def float8(left: Any, right: Any) -> Any:
+    def float8(left: jax.Array, right: jax.Array) -> jax.Array:
         made = plain(lax.convert_element_type(left, low), lax.convert_element_type(right, low))
         return lax.convert_element_type(made, FLOAT32 if kernel.wide else BFLOAT16)
 
-    def contraction(left: Any, right: Any) -> Any:
+    def contraction(left: jax.Array, right: jax.Array) -> jax.Array:
         out = FLOAT32 if kernel.wide else low
-        return contraction_p.bind(left, right, of=kernel.of, params=kernel.params, run=low, out=out)
+        made: jax.Array = contraction_p.bind(
+            left, right, of=kernel.of, params=kernel.params, run=low, out=out
+        )
+        return made
 
     return {FLOAT32: plain, FLOAT8: float8}.get(low, contraction)

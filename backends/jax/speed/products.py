@@ -8,12 +8,16 @@ again, in any dtype. The gradient of a function has the products of its backward
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax.core import ParamDict
+from jax.extend.core import Primitive
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.api import autocast
+from polymp.backends.jax.autocast.contraction_forms import Params
+from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.diagnostics.sites import equations
 from polymp.backends.jax.diagnostics.traced_call import traced
@@ -36,21 +40,24 @@ class Kernel(NamedTuple):
         wide: True if the result is float32.
     """
 
-    of: Any
-    params: Any
+    of: Primitive
+    params: Params
     shapes: tuple[tuple[int, ...], ...]
     casts: tuple[bool, ...]
     weights: tuple[bool, ...]
     wide: bool
 
 
-def products_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Found:
+def products_of(fn: Callable[..., object], args: tuple[object, ...]) -> Found:
     """The products of a call of a function, which is traced under a bfloat16 autocast, not run.
 
     Args:
         fn: a function of arrays, pytrees of them and flax modules. The first argument has the
             parameters, if any are to be told from other inputs.
         args: of the call; arrays, or `jax.ShapeDtypeStruct` in their places.
+
+    Returns:
+        The products, each with how often it runs, and the FLOPs of what is none, by name.
 
     Raises:
         Exception: whatever tracing raises.
@@ -73,7 +80,7 @@ def products_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> Found:
     return Found([p._replace(times=times) for p, times in counted.items()], left_out)
 
 
-def _product(eqn: Any, direction: str, parameters: set[Any]) -> Product:
+def _product(eqn: Equation, direction: str, parameters: set[Atom]) -> Product:
     of, params = eqn.params["of"], eqn.params["params"]
     operands, (made,) = eqn.invars[:2], eqn.outvars
     shapes = tuple(tuple(map(int, v.aval.shape)) for v in operands)
@@ -94,7 +101,7 @@ def _product(eqn: Any, direction: str, parameters: set[Any]) -> Product:
 
 
 def _sizes(
-    name: str, params: Any, shapes: tuple[tuple[int, ...], ...], result: int
+    name: str, params: ParamDict, shapes: tuple[tuple[int, ...], ...], result: int
 ) -> tuple[str, int, int, int, int]:
     """Op, batch, m, k and n."""
     left, right = shapes

@@ -11,14 +11,15 @@ from the plan for some arguments, and checked again for every new trace.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.frame import Kept
+from polymp.backends.jax.autocast.frame import PlanCache
 from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
 from polymp.backends.jax.autocast.values import LOW
 from polymp.backends.jax.modules import nnx
@@ -27,9 +28,13 @@ from polymp.backends.jax.weights.lower_inputs import Wide, store
 from polymp.errors import PolicyError
 from polymp.rules.region import Region
 
+T = TypeVar("T")
 
-def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tuple["Frozen", Any]:
-    """An autocast function for serving, and its parameters in the dtypes that it reads them in.
+
+def freeze(
+    fn: Callable[..., object], params: T, *args: object, **kwargs: object
+) -> tuple["Frozen", T]:
+    """Store the parameters of an autocast function for serving, in the dtypes that it reads.
 
         float32, every read a cast to one low dtype    stored in that dtype
         float32, read in float32 as well, or returned   as it is
@@ -96,7 +101,7 @@ def freeze(fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> tu
     found, wide = _decided(call, traced, candidates, made.region)
 
     lows = {i: found[places[i]] for i in typed if places[i] in found}
-    made_of: dict[tuple[int, str], Any] = {}  # tied parameters stay one array
+    made_of: dict[tuple[int, str], object] = {}  # tied parameters stay one array
     served = list(leaves)
     for i, low in lows.items():
         key = id(leaves[i]), low
@@ -120,6 +125,13 @@ class Frozen:
         bytes_before: of the parameters as they came.
         bytes_after: of the parameters as they are stored.
         made: the autocast function.
+
+    Args:
+        made: the autocast function.
+        stored: see above.
+        kept: see above.
+        size: bytes before and after.
+        expected: the parameters as they are stored.
     """
 
     def __init__(
@@ -138,13 +150,16 @@ class Frozen:
         self._expected = expected
         self._call = transformed(made.fn, made.region, self._traced)
 
-    def __call__(self, served: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """What the autocast function returns for the float32 parameters.
+    def __call__(self, served: object, /, *args: object, **kwargs: object) -> Any:
+        """Call the autocast function with the stored parameters.
 
         Args:
             served: the parameters that `freeze` returned, or others of their structure and dtypes.
             args: the other arguments.
             kwargs: the same, by name.
+
+        Returns:
+            What the autocast function returns for the float32 parameters, bit for bit.
 
         Raises:
             TypeError: `served` has another structure or other dtypes.
@@ -170,12 +185,12 @@ class Frozen:
 
     def _traced(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         region: Region,
-        tree: Any,
-        statics: Any,
-        arrays: list[Any],
-        kept: Kept,
+        tree: PyTreeDef,
+        statics: tuple[object, ...],
+        arrays: Sequence[object],
+        kept: PlanCache,
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)
@@ -198,7 +213,7 @@ class Frozen:
 # What is stored
 
 
-def _made(fn: Any) -> Made:
+def _made(fn: object) -> Made:
     made = getattr(fn, "polymp", None)
     if not isinstance(made, Made) or made.call is not fn:
         raise TypeError(
@@ -242,13 +257,13 @@ def _decided(
     return found, wide
 
 
-def _short(x: Any) -> str:
-    """What a message calls an object: never all of its arrays."""
+def _short(x: object) -> str:
+    """A name of an object for a message: never all of its arrays."""
     name = getattr(x, "__qualname__", None)
     return name if isinstance(name, str) else f"an object of {type(x).__name__}"
 
 
-def _reason(leaf: Any) -> str | None:
+def _reason(leaf: jax.Array) -> str | None:
     """Why an array cannot be stored low, whatever reads it."""
     if leaf.dtype != np.float32:
         return f"it is {leaf.dtype.name}, not float32"
@@ -257,11 +272,11 @@ def _reason(leaf: Any) -> str | None:
     return None
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: jax.Array) -> int:
     return prod(map(int, x.shape)) * int(x.dtype.itemsize)
 
 
-def _cast(x: Any, dtype: str) -> Any:
+def _cast(x: jax.Array, dtype: str) -> object:
     """The array, or what stands for one, in a dtype, on the same devices."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, np.dtype(dtype), sharding=x.sharding)

@@ -1,10 +1,11 @@
 """The parameters of a frozen function: their places among a call's arrays, and their dtypes."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
@@ -21,9 +22,9 @@ class Signature(NamedTuple):
         statics: the leaves, with `ARRAY` for each array.
     """
 
-    fn: Any
-    tree: Any
-    statics: tuple[Any, ...]
+    fn: Callable[..., object]
+    tree: PyTreeDef
+    statics: tuple[object, ...]
 
     def first(self, params: nnx.Apart) -> list[int]:
         """The places of the parameters among all arrays, in the order of `params.parts`."""
@@ -42,12 +43,12 @@ class Signature(NamedTuple):
         return _places(self.statics)
 
     def passed_on(self, traced: PlannedCall) -> list[int]:
-        """The outputs that are the state of modules as it came in, which is nobody's result."""
+        """The outputs that are the state of modules as it came in, and no results of `fn`."""
         if not nnx.is_pure(self.fn):
             return []
         (before, _), _ = jax.tree.unflatten(self.tree, range(len(self.statics)))
         _, after = jax.tree.unflatten(traced.tree, range(len(traced.statics)))
-        ours: Any = jax.tree.structure(before)
+        ours: PyTreeDef = jax.tree.structure(before)
         if ours != jax.tree.structure(after):
             return []
         invars = compat.binders(traced.plan.jaxpr)[1]
@@ -60,7 +61,7 @@ class Signature(NamedTuple):
         ]
 
 
-def _places(statics: Sequence[Any]) -> dict[int, int]:
+def _places(statics: Sequence[object]) -> dict[int, int]:
     arrays = (i for i, leaf in enumerate(statics) if leaf is ARRAY)
     return {leaf: place for place, leaf in enumerate(arrays)}
 
@@ -76,7 +77,7 @@ class FrozenParams:
     """
 
     def __init__(
-        self, tree: Any, params: nnx.Apart, dtypes: Mapping[int, str], lows: Mapping[int, str]
+        self, tree: PyTreeDef, params: nnx.Apart, dtypes: Mapping[int, str], lows: Mapping[int, str]
     ) -> None:
         self.tree = tree
         self.params = params._replace(parts=None, together=lambda parts: parts)  # holds no array
@@ -88,7 +89,7 @@ class FrozenParams:
         pairs = zip(self.dtypes, call.first(self.params), strict=True)
         return {place: (self.params.paths[i], self.lows[i]) for i, place in pairs if i in self.lows}
 
-    def check(self, served: Any) -> None:
+    def check(self, served: object) -> None:
         """Refuse parameters that are not of this structure and these dtypes."""
         apart = nnx.apart(served)
         leaves, tree = jax.tree.flatten(apart.parts)
@@ -117,7 +118,7 @@ def _some(word: str, paths: Iterable[str]) -> str:
     return f"{word}: {shown}. " if shown else ""
 
 
-def dtype_of(leaf: Any) -> str:
+def dtype_of(leaf: object) -> str:
     """The name of an array's dtype as jax has it, without float64 say; of others, their type's."""
     if not is_typed(leaf):
         return type(leaf).__name__

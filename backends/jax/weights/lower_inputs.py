@@ -6,24 +6,25 @@
 Every step stays the one that was planned. A low value goes where its float32 original went, as long
 as numbers are only moved, until it is read with a cast to its own dtype, which is then nothing to
 do. That the numbers are the same needs no comparison of two plans: rounding commutes with moving.
-Anything else that reads the value, reads it wide, and is told with the row that makes it so.
+Anything else reads the value in float32, and is reported with the row that makes it do so.
 
 Plans in, plans out; no array is made here.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
-from polymp.backends.jax.autocast.function_calls import SECTION
+from polymp.backends.jax.autocast.function_calls import SECTION, Section
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Plan, Step
+from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Plan, Step
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.autocast.values import Known, declared
+from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.jaxprs import Inner, inside
 from polymp.errors import PolicyError
 from polymp.rules.policy import Why
@@ -77,6 +78,9 @@ def store(plan: Plan, dtypes: Sequence[str | None], free: Iterable[int] = ()) ->
         plan: of float32 inputs; keeps what is made of it.
         dtypes: by input, the low dtype that it comes in; None for as planned.
         free: the outputs that may come low, where they only move inputs.
+
+    Returns:
+        The plan for these inputs, and who reads which of them.
     """
     key = store, tuple(dtypes), frozenset(free)
     if key not in plan.made:
@@ -105,7 +109,7 @@ class _LowInputs:
         self.plan = plan
         self.dtypes = dtypes
         self.free = free
-        self.env: dict[Any, Low] = {}
+        self.env: dict[Atom, Low] = {}
         self.wide: dict[int, Wide] = {}
         self.read: set[int] = set()
 
@@ -126,7 +130,7 @@ class _LowInputs:
         made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, made={})
         return Stored(made, tuple(lows), self.wide, frozenset(self.read))
 
-    def held(self, operand: Any) -> Low | None:
+    def held(self, operand: Operand) -> Low | None:
         """The low value that an operand hands on; one that is cast to its own dtype is read."""
         if type(operand) is Literal:
             return None
@@ -182,7 +186,7 @@ class _LowInputs:
             return self.inside(step, step.inside, lows)
         dtype = step.low if step.kind is Kind.CONTRACT else "float32"
         for low in lows:
-            if low is not None and not low.inputs <= self.wide.keys():  # the first read is told
+            if low is not None and not low.inputs <= self.wide.keys():  # the first read is reported
                 self.refuse(low, Wide(dtype, self.reader(step, dtype)))
         return step, none
 
@@ -193,7 +197,9 @@ class _LowInputs:
     def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
         """The same of a step with programs inside; what a loop carries stays wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        programs = inside(eqn) or [Inner(eqn, range(len(lows)))]
+        programs = inside(eqn)
+        if isinstance(eqn, Section):
+            programs = [Inner(eqn, range(len(lows)))]
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             where = compat.where_written(eqn)
             self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
@@ -256,7 +262,7 @@ class _LowInputs:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""
         eqn, name = step.eqn, step.eqn.primitive.name
         region, _ = NameStacks().place(eqn.source_info.name_stack, self.plan.region)
-        if name == SECTION:
+        if isinstance(eqn, Section):
             op, region, spelled = eqn.op, eqn.region, ""
             name = op
         else:
@@ -274,12 +280,12 @@ class _LowInputs:
             winner = policy.at(region.scope).winner(op, region.dtype, spelled)
             row = str(Why(op or name, region.dtype, region.scope, winner, policy.name))
             if winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
-                row = "it runs as written, for that is what it asks for"
+                row = "it runs as written, as its own arguments ask"
         return f"{name!r} reads it in {dtype}: {row} ({where})"
 
 
-def _joined(eqn: Any, lows: Held) -> Low | None:
-    """What an equation moves, if all its float operands are low in one dtype."""
+def _joined(eqn: Equation, lows: Held) -> Low | None:
+    """The value that an equation moves, if all its float operands are low in one dtype."""
     floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
     return _of_all(floats) if len(set(_dtypes(floats))) == 1 else None
 

@@ -533,8 +533,8 @@ WRONG = {
     ),
     "a parameter's gradient is rounded": (
         contraction,
-        "_mold",
-        _rounded_gradients(contraction._mold),
+        "_with_contractions",
+        _rounded_gradients(contraction._with_contractions),
         "gradients",
         LAYER,
     ),

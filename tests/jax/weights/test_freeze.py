@@ -291,7 +291,10 @@ REASONS = {
     "off": ("w", "'dot_general' reads it in float32: autocast is off there ("),
     "in_regions_of_two_dtypes": ("v", "'dot_general' reads it in float16: linear in float16"),
     "cast_by_the_user": ("v", "a cast to float16 reads it ("),
-    "of_a_higher_precision": ("w", "'dot_general' reads it in float32: it runs as written, for"),
+    "of_a_higher_precision": (
+        "w",
+        "'dot_general' reads it in float32: it runs as written, as its own arguments ask",
+    ),
     "of_other_dtypes": ("i", "it is int32, not float32"),
     "around_a_known_function": ("g", "'mul' reads it in float32"),
 }

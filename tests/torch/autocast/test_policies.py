@@ -295,9 +295,9 @@ WRITES = {
 
 
 @pytest.mark.one_in(2)  # each of them under one of the policies
+@pytest.mark.parametrize("policy", ["amp", "lean"])
 @pytest.mark.parametrize(("into", "by"), [(FP32, BF16), (BF16, FP32), (torch.float64, BF16)])
 @pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("policy", ["amp", "lean"])
 def test_what_is_written_into_a_tensor_takes_its_dtype(name, into, by, policy):
     whole, part = torch.randn(3, 3).to(into), torch.randn(2, 3).to(by)
     expected = WRITES[name](whole.clone(), part.to(into))

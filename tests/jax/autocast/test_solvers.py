@@ -125,7 +125,7 @@ def test_what_is_iterated_runs_in_float32(name):
     close(jax.jit(autocast(solve))(W), jax.jit(solve)(W), 1e-5)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, PARTS) for name in sorted(SOLVERS.keys() - NO_GRADIENT)]

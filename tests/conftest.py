@@ -19,11 +19,14 @@ import pytest
 from hypothesis import settings
 
 from tests.support import frameworks
-from tests.support.sizes import LONGEST
+from tests.support.sizes import LONGEST, size
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
-# Random programs take as long as they take, and are the same ones in every run.
-settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+# Random programs take as long as they take, and are the same ones in every run. Of tests that do
+# not say how many, `make test` tries half of what Hypothesis would, and `make test-long` all.
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, database=None, max_examples=size(50, 100)
+)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("POLYMP_HYPOTHESIS", "ci"))
 
@@ -90,7 +93,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark `long` all but one in n of the parameters of a test that is marked `one_in(n)`.
 
-    Where the last of several parameters has n values, it is another one of them each time.
+    Where the last of several parameters has n values, it is another one of them each time. What
+    Hypothesis runs is `sized`: it draws more in `make test-long`.
 
     Then, if there are several processes, put the files first that take longest: a file runs in one
     process, and what starts last should be short.
@@ -104,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[name] += 1
             if (at + at // n) % n:
                 item.add_marker("long")
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("sized")
     if hasattr(config, "workerinput"):
         order = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path, len(order)))

@@ -243,6 +243,13 @@ def _compiled(rule: ScaleRule, backend: str) -> Any:
 
 def compiled(all_: list[History]) -> list[States]:
     """The update on the device, compiled; a row of scales at once."""
+    from tests.support.torch.compiled import quick_inductor
+
+    with quick_inductor():
+        return _by_compiled_code(all_)
+
+
+def _by_compiled_code(all_: list[History]) -> list[States]:
     import torch
 
     it, rule = padded(all_), all_[0].rule

@@ -5,7 +5,7 @@
 
 A sweep is marked `one_in(n)`: `make test` runs one in n of its parameters, `make test-long` the
 others. A test of random programs or histories is marked `sized` and takes its count from `size`;
-both runs have it, the second one with the larger count.
+both runs have it, the second one with the larger count. So is every test of Hypothesis.
 """
 
 import os
@@ -21,29 +21,33 @@ def size(few: int, many: int) -> int:
 # What takes longest, longest first. With several processes these files start first, so that none
 # of them is alone at the end; tests of a file run in one process.
 LONGEST = (
-    "jax/autocast/test_corpus.py",
     "torch/autocast/test_ops.py",
-    "jax/autocast/test_random_programs.py",
-    "shared/test_cases.py",
-    "shared/test_planted_faults.py",
+    "jax/autocast/test_corpus.py",
     "site/test_docs.py",
+    "jax/autocast/test_random_programs.py",
     "torch/scaler/test_compile.py",
-    "jax/autocast/test_libraries.py",
-    "jax/autocast/test_random_policies.py",
-    "torch/autocast/test_random_programs.py",
-    "torch/autocast/test_random_policies.py",
     "jax/autocast/test_solvers.py",
-    "site/test_site.py",
-    "site/test_examples_jax.py",
     "shared/test_scaler_histories.py",
+    "torch/autocast/test_random_policies.py",
+    "shared/test_cases.py",
+    "torch/autocast/test_random_programs.py",
+    "shared/test_planted_faults.py",
+    "site/test_examples_trained.py",
+    "core/cli/test_cli.py",
+    "jax/autocast/test_random_policies.py",
+    "site/test_site.py",
     "shared/test_survival.py",
     "shared/test_custom_ops.py",
+    "jax/autocast/test_libraries.py",
+    "jax/autocast/test_loops.py",
     "torch/autocast/test_models.py",
+    "torch/scaler/test_ranks.py",
+    "torch/modules/test_scoped.py",
+    "torch/weights/test_hold_casts.py",
+    "torch/weights/test_freeze_models.py",
+    "jax/scaler/test_optax_wrapper.py",
     "jax/scaler/test_flax_steps.py",
     "jax/weights/test_freeze_serving.py",
     "jax/scaler/test_checkpoint.py",
-    "torch/scaler/test_ranks.py",
-    "torch/weights/test_freeze_models.py",
-    "core/cli/test_cli.py",
     "site/test_examples_torch.py",
 )

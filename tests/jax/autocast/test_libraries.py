@@ -210,7 +210,7 @@ TRAIN = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("library", TRAIN)
 def test_a_model_of_the_library_trains_as_well_as_in_float32(library):
     train = TRAIN[library]

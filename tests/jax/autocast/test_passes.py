@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from threading import Thread
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
 from tests.support.sizes import LONG, size
+from tests.support.threads import in_thread
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOW = ("bfloat16", "float16")
@@ -393,11 +393,7 @@ def test_what_is_switched_off_nests_and_ends():
     with without("sharing"):
         with pytest.raises(ZeroDivisionError), without("pull_up", "sharing"):
             _ = len(pass_switches.off()) / (len(pass_switches.off()) - 2)
-        seen: list[Any] = []
-        thread = Thread(target=lambda: seen.append(pass_switches.off()))
-        thread.start()
-        thread.join()
-        assert seen == [frozenset()], "another thread is told"
+        assert in_thread(pass_switches.off) == frozenset(), "another thread is told"
         assert pass_switches.off() == {"sharing"}
     assert pass_switches.off() == frozenset()
 

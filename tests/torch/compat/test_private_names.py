@@ -324,21 +324,6 @@ def test_the_fused_kernel_refuses_sparse_gradients_before_it_changes_any():
     assert grads[0].tolist() == [8.0, 8.0]
 
 
-def test_no_tensor_is_a_dtensor_before_somebody_imports_them():
-    """And polymp does not."""
-    script = (
-        "import sys, torch, polymp.torch\n"
-        "from polymp.backends.torch.compat import dtensor\n"
-        "x = torch.ones(2)\n"
-        "assert 'torch.distributed.tensor' not in sys.modules\n"
-        "assert dtensor._dtensor() is None\n"
-        "assert dtensor.local(x) is x and dtensor.meshes([x]) == [] and not dtensor.is_partial(x)\n"
-        "import torch.distributed.tensor\n"
-        "assert dtensor._dtensor() is torch.distributed.tensor.DTensor\n"
-    )
-    processes.run(script)
-
-
 def test_local_shares_the_memory_of_a_dtensor(alone):
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -785,11 +770,19 @@ def test_wrappers_that_are_sure_to_talk() -> None:
     assert not distributed.will_talk(torch.nn.Linear(1, 1))
 
 
-def test_what_checkpoints_run_again_is_carried() -> None:
+def test_what_is_asked_in_a_process_of_its_own() -> None:
+    """No tensor is a DTensor before somebody imports them, and polymp does not.
+
+    And what checkpoints run again is carried.
+    """
     script = """
-import torch
+import sys, torch, polymp.torch
 from torch.utils.checkpoint import checkpoint
-from polymp.backends.torch.compat import autograd
+from polymp.backends.torch.compat import autograd, dtensor
+x = torch.ones(2)
+assert 'torch.distributed.tensor' not in sys.modules
+assert dtensor._dtensor() is None
+assert dtensor.local(x) is x and dtensor.meshes([x]) == [] and not dtensor.is_partial(x)
 calls = []
 def carry(function):
     def carried(*args, **kwargs):
@@ -805,6 +798,8 @@ for reentrant in (True, False):
     y.sum().backward()
     assert calls == ["forward", "again"], calls
     calls.clear()
+import torch.distributed.tensor
+assert dtensor._dtensor() is torch.distributed.tensor.DTensor
 """
     processes.python("-W", "error", "-c", script)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +109,7 @@ def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
     """What a rank notes."""
     from polymp.torch import GradScaler, autocast  # here, for the tests import this file's names
 
+    warnings.filterwarnings("ignore", "GradScaler has no effect in a bfloat16 region")
     amps = {
         "polymp": Amp(autocast, GradScaler),
         "torch": Amp(torch.autocast, torch.amp.GradScaler),

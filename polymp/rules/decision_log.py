@@ -111,7 +111,7 @@ class Recorder:
             recorder.record.entries.append(entry)
             recorder = recorder.outer
 
-    def follow(self, what: object, low: str, policy: str = "") -> str | None:
+    def follow(self, what: Any, low: str, policy: str = "") -> str | None:
         """Return a name for the call that was decided last, to be put on all that it becomes.
 
         Args:
@@ -123,7 +123,7 @@ class Recorder:
             None where calls are not followed, as here.
         """
 
-    def spared(self, what: object, why: str) -> None:
+    def spared(self, what: Any, why: str) -> None:
         """Note that a cast of a call was not made, for a reason: "shared", "cancelled"."""
 
 

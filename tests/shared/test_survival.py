@@ -67,9 +67,10 @@ def test_a_lost_loss_leaves_the_scale_and_is_named(name: str) -> None:
     alive(it)
     assert it.scale == it.first == 2.0 ** (16 + kills.BEFORE // kills.INTERVAL)
     for part in ("the loss itself was not finite before it was scaled",
-                 "no loss scale can change that", "weight (0 Inf, 4 NaN of 4)", "the loss scale is 2.09715e+06"):  # fmt: skip
+                 "no loss scale can change that",
+                 "weight (0 Inf, 4 NaN of 4)", "the loss scale is 2.09715e+06"):  # fmt: skip
         assert part in it.said[0]
-    assert "Gradients that overflow at any scale" not in it.said[0]
+    assert "Gradients that overflow" not in it.said[0]
 
 
 def test_a_killed_run_is_noticed() -> None:

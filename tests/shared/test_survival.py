@@ -239,7 +239,7 @@ def test_inf_on_one_rank_is_found_on_all() -> None:
     for way in kills.WAYS:
         for name in ("polymp, torch", "polymp, JAX"):
             assert found[way][name] == [(2.0**15, True)] * 2, (way, name)
-    # Those that nobody has told of the other rank's parameters go on apart.
+    # Scalers without the other rank's findings drift apart.
     for name in ("torch.amp", "flax", "jmp"):
         assert [scale for scale, _ in found[kills.SPLIT][name]] == [2.0**16, 2.0**15], name
 

@@ -1,7 +1,7 @@
 """Runs the code blocks of a Markdown file: `python -m tests.support.blocks FILE REPORT`.
 
 In: a file. Out: one line of JSON for each ```python block, its line, status and text. It is a
-process of its own, for polymp's kernels, once installed, stay; other tests shall not meet them.
+process of its own, for polymp's kernels, once installed, stay, and would change other tests.
 
 The blocks of a section, from one level 2 heading to the next, share their names and run in order in
 an empty folder, with warnings as errors. The blocks above the first level 2 heading run first in
@@ -95,7 +95,7 @@ def read(path: Path) -> list[Block]:
             start = number
             kind, value = _mark(above, f"{path}:{number - 1}")
             if fence["language"].lower().startswith("py") and fence["language"] != "python":
-                raise ValueError(f"{path}:{number}: call it python; nobody runs {line.strip()}")
+                raise ValueError(f"{path}:{number}: call it python; no test runs {line.strip()}")
         else:
             section += line.startswith("## ")
     if fence is not None:

@@ -1,4 +1,4 @@
-"""What kills a run of training, and the scalers that have to live through it.
+"""The faults that end a run of training, and the scalers that have to survive them.
 
 Each program trains the same small regression: good steps, then what would kill the run, then good
 steps again. `SUBJECTS` are the scalers, each used as its own documentation shows. `python -m

@@ -157,7 +157,7 @@ def error(got: Any, right: Any) -> float:
 
 
 class Bench:
-    """What was found.
+    """The findings.
 
     Attributes:
         rows: ratios of times.

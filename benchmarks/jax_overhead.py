@@ -1,4 +1,4 @@
-"""What polymp's JAX backend costs before a program runs: ratios of paired medians.
+"""The cost of polymp's JAX backend before a program runs: ratios of paired medians.
 
 The price of planning and tracing again, beside `jax.make_jaxpr`, for functions of 1,000 to 100,000
 equations that no cache has seen, and whether it grows as they do; in processor time, as all of it

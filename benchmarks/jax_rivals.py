@@ -1,4 +1,4 @@
-"""What polymp and the other mixed-precision packages for JAX can do on the corpus of tests/jax.
+"""The programs of tests/jax's corpus under polymp and the other mixed-precision packages for JAX.
 
 Every library runs every program in a process of its own, through its own API (`LIBRARIES`): plain,
 under jit, and its gradient. Written down is what raised, whether values are finite and as near
@@ -189,7 +189,7 @@ def scaler_jaxamp(floor: float | None) -> tuple[Any, Step] | None:
 
 @dataclass(frozen=True)
 class Library:
-    """How a library is asked, and the distributions whose versions matter."""
+    """A library: how a program runs under it, and the distributions whose versions matter."""
 
     adapt: Callable[[corpus_runs.Problem, str], Adapted]
     packages: tuple[str, ...] = ()
@@ -250,7 +250,7 @@ def _reference(name: str, dtypes: Iterable[str]) -> dict[str, Any]:
 
 
 def _row(library: str, name: str, fmt: str, exact: dict[str, Any], eager: bool) -> dict[str, Any]:
-    """What one library makes of one program: errors, traces, values."""
+    """One program under one library: errors, traces, values."""
     program = PROGRAMS[name]
     row: dict[str, Any] = {"errors": {}}
 
@@ -307,7 +307,7 @@ def _row(library: str, name: str, fmt: str, exact: dict[str, Any], eager: bool) 
 
 
 def _products(trace: Any) -> dict[str, list[int]]:
-    """How many contractions are low, of all that autocast lowers, by where they stand."""
+    """How many contractions are low, of all that autocast lowers, by place."""
     count: dict[str, list[int]] = {"top": [0, 0], "calls": [0, 0], "loops": [0, 0]}
     for site in walker.equations(trace):
         if site.op not in (*walker.CONTRACTIONS, walker.OURS) or site.as_written:
@@ -353,7 +353,7 @@ def _scaling(library: str) -> dict[str, Any]:
 
 
 def versions(library: str) -> dict[str, str]:
-    """What is installed; a package that is not is missing here."""
+    """The versions of the packages that are installed."""
     found = {"jax": jax.__version__}
     for name in LIBRARIES[library].packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -411,7 +411,7 @@ def column(
 
 
 def _wait(child: subprocess.Popen[str], out: Path) -> str:
-    """How the process ended; one that finishes nothing for long is ended."""
+    """Wait for a process and say how it ended; one without progress is stopped."""
     size = -1
     while True:
         try:
@@ -506,7 +506,7 @@ def _idle(one: dict[str, Any]) -> bool:
 
 
 def failures(record: dict[str, Any]) -> list[str]:
-    """Which programs do not run, or not well, by library."""
+    """The programs that do not run, or not well, by library."""
     lines = []
     for one in record["columns"]:
         groups: dict[str, list[str]] = {}

@@ -40,7 +40,7 @@ OLD = jax.__version_info__ < (0, 11)
 
 @dataclass(frozen=True)
 class Plan:
-    """How a workload is measured.
+    """A workload and the way it is measured.
 
     Attributes:
         title: of its table; `Size` goes in.
@@ -157,7 +157,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a compiled program without running it; -1 where it is not told.
+    """Facts of a compiled program that need no run; -1 where they are not known.
 
     Attributes:
         casts: between float dtypes, in the optimised HLO.

@@ -1,4 +1,4 @@
-"""What every benchmark here is made of: programs measured in turn, and ratios of their medians.
+"""The base of every benchmark here: programs measured in turn, and ratios of their medians.
 
 Programs that are compared run in one process, one after the other, many rounds; each round starts
 with another one, so that a machine which slows down slows them all. What counts is the ratio of
@@ -147,12 +147,12 @@ def row(
 
 
 def missed(rows: Iterable[Row]) -> list[str]:
-    """What of each row whose bar is missed."""
+    """The names of the rows that miss their bar."""
     return [r.what for r in rows if r.met is False]
 
 
 def machine(*packages: str, device: str = "cpu") -> dict[str, Any]:
-    """Where it was measured.
+    """The machine and the versions of a measurement.
 
     Args:
         packages: names of distributions whose versions are kept, if they are installed; polymp's

@@ -1,4 +1,4 @@
-"""What a policy costs in the ops in which it differs from torch's own table.
+"""The cost of a policy in the ops in which it differs from torch's own table.
 
 Calls of 1, 8 and 32 ops are measured in a region under torch's table, in one under a policy that
 gives them a rule which casts nothing, and again under torch's table once the policy's kernels are

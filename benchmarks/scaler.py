@@ -1,4 +1,4 @@
-"""What polymp's scaler costs beside the others': ratios of paired medians.
+"""The cost of polymp's scaler beside the others': ratios of paired medians.
 
 torch: host time of `unscale_`, `step` and `update` for 1,000 parameters, beside torch.amp's scaler
 with the same optimizer. JAX: a jitted Adam step of 25 M parameters beside the same step with flax's

@@ -1,4 +1,4 @@
-"""What it costs to look: `explain` and `audit` of a training step beside the step.
+"""The cost of `explain` and `audit` of a training step, beside the step.
 
 In JAX nothing runs for `explain`: it traces the example's loss and gradient, and reads what it
 finds off the trace; the base is `jax.make_jaxpr` of the same function. In torch the step runs; the

@@ -1,4 +1,4 @@
-"""What polymp costs over torch.autocast and torch.amp.GradScaler: ratios of paired medians.
+"""The cost of polymp over torch.autocast and torch.amp.GradScaler: ratios of paired medians.
 
 Two programs are measured in turn, many times, in one run; the ratio of the medians is what counts,
 and the spread of the paired ratios stands beside it. `make bench` runs it.

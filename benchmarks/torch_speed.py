@@ -47,7 +47,7 @@ SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "65536", "TORCHINDUCTOR_COMPILE_THREADS": 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a workload is measured.
+    """A workload and the way it is measured.
 
     Attributes:
         title: of its table; `Size` goes in.
@@ -429,7 +429,7 @@ def report(bench: Bench, out: Path | None) -> int:
 
 
 def once_a_way(missing: dict[str, str]) -> dict[str, str]:
-    """What is missing, by way, with the workloads it is missing in; a reason is not said twice."""
+    """The figures that are missing, by way and reason, with their workloads."""
     found: dict[tuple[str, str], list[str]] = {}
     for what, why in missing.items():
         name, _, way = what.rpartition(": ")

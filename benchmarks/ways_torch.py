@@ -22,7 +22,7 @@ LOW = torch.bfloat16
 
 @dataclass
 class Job:
-    """What every way is given.
+    """The arguments of every way.
 
     Attributes:
         model: float32; where it is trained it returns the loss.

@@ -355,7 +355,7 @@ def kernels(program: Program) -> int:
 
 
 def host_sync(program: Program) -> str:
-    """What the GPU was waited for in one run; "" if nothing."""
+    """The op for which the host waited for the GPU in one run; "" if it did not."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         program.once()

@@ -115,7 +115,7 @@ def table(torch: Figures, jax: Figures) -> Table:
 
 
 def notes(torch: Figures, jax: Figures) -> list[str]:
-    """What the table's rows mean."""
+    """The notes below the table, which explain its rows."""
     lines = ["loss: on held-out text, before the first step and after the last", report.SPEED]
     if torch.made_by["device"] == jax.made_by["device"] == "CPU":
         threads = torch.args.threads
@@ -126,7 +126,7 @@ def notes(torch: Figures, jax: Figures) -> list[str]:
 
 
 def introduce(torch: Figures, jax: Figures) -> str:
-    """What was trained, and on what."""
+    """The number of parameters, the text and the devices."""
     places = ", ".join("{framework} on {device}".format(**one.made_by) for one in (torch, jax))
     return f"{torch.runs[0].parameters:,} parameters, {torch.text.name[:40]}, {places}"
 
@@ -204,7 +204,7 @@ def _scales(axes: Axes, pair: tuple[Run, Run]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read both files, then print and save what they say of each other."""
+    """Read both files, print the table and save the picture."""
     out = Path(__file__).resolve().parent / "out"
     flags = job.Parser(
         "compare.py",

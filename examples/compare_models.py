@@ -1,9 +1,9 @@
-"""Holds one transformer in torch and in flax to each other: dtypes, values, gradients, ten steps.
+"""Compares one transformer in torch and in flax: dtypes, values, gradients and ten training steps.
 
     python examples/compare_models.py                    # on the CPU, in half a minute
 
-The models are those of train_torch.py and train_jax.py, with the same first weights. What they
-compute may differ by rounding alone: how far that reaches, `polymp.testing.assert_parity` measures.
+The models are those of train_torch.py and train_jax.py, with the same first weights. Their
+results may differ by rounding alone; `polymp.testing.assert_parity` measures the tolerance.
 """
 
 import argparse

@@ -19,7 +19,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 class BadArgument(ValueError):
-    """What the caller asked for cannot be done; the text says what to ask for instead."""
+    """An argument that cannot be used; the text says which to write instead."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,7 +65,7 @@ def parser(prog: str, about: str) -> Parser:
 
 
 def arguments(flags: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the caller asked for.
+    """Return the arguments of the command line, checked.
 
     Raises:
         BadArgument: an argument is unknown, or two do not fit together.

@@ -139,7 +139,7 @@ def points(axes: Axes, where: Sequence[tuple[int, float]], look: Look) -> None:
 
 
 def handle(look: Look) -> Line2D:
-    """What a legend shows of a line and its dots."""
+    """The handle of a line and its dots in a legend."""
     return Line2D([], [], marker="o", markeredgecolor="white", markeredgewidth=0.8, **look)
 
 

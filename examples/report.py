@@ -1,4 +1,4 @@
-"""What came of the training: a run's figures, the table of all runs, the file of all figures.
+"""The results of a training: a run's figures, the table of all runs, the file of all figures.
 
 Runs in, one for each dtype; text and JSON out, and the JSON in again. Nothing here knows torch or
 jax.
@@ -51,10 +51,10 @@ class Run:
 
 
 class Figures(NamedTuple):
-    """What a training example saved, read back.
+    """The figures that a training example saved, read back.
 
-    `made_by` has the framework, the device, and what the memory column counts; `text` has what the
-    file tells of it: name, train_bytes, held_out_bytes, alphabet, chance.
+    `made_by` has the framework, the device, and the meaning of the memory column; `text` has the
+    text's name, train_bytes, held_out_bytes, alphabet and chance.
     """
 
     made_by: dict[str, str]
@@ -64,12 +64,12 @@ class Figures(NamedTuple):
 
 
 def percent_above(value: float, base: float) -> float:
-    """How far value lies above base, in percent; NaN where there is no saying."""
+    """How far value lies above base, in percent; NaN if base is 0."""
     return 100 * (value / base - 1) if base else math.nan
 
 
 def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str) -> None:
-    """Print the table; `memory` says what its column counts."""
+    """Print the table; `memory` explains its memory column."""
     base = next((run for run in runs if run.dtype == "fp32"), None)
     console = Console(markup=False, emoji=False)
     console.print(

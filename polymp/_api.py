@@ -18,7 +18,7 @@ from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
 
-def explain(fn: Any = None, *args: Any, **kwargs: Any) -> Report:
+def explain(fn: Any = None, *args: object, **kwargs: Any) -> Report:
     """Call a function and report the dtype that each of its ops runs in, and why.
 
         report = polymp.explain(model, x, dtype="bfloat16")

@@ -156,7 +156,7 @@ def _scaled(count: int, base: int, units: Sequence[str]) -> str:
 
 
 def share(part: float) -> str:
-    """A share of 1, in percent, to two digits; "" for nothing at all."""
+    """A share of 1, in percent, to two digits; "" for 0."""
     if part == 0:
         return ""
     percent = 100 * part

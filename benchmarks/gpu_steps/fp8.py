@@ -1,4 +1,4 @@
-"""Which products of 8-bit operands work here, in torch and in JAX: a table of what each says.
+"""The products of 8-bit operands that work here, in torch and in JAX, as a table.
 
 Nothing of polymp runs in it. An error is the distance from the product of the rounded operands in
 float32, relative, in the l2 norm.

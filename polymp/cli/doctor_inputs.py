@@ -119,7 +119,7 @@ def example(text: str) -> Example:
     return _checked(made, f"{given}: {name}()")
 
 
-def _checked(made: Any, what: str) -> Example:
+def _checked(made: object, what: str) -> Example:
     returns = (
         "Return (model, inputs): a torch module and the tuple of its inputs, or a JAX function and "
         "the tuple of its arguments."

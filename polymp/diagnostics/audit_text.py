@@ -109,7 +109,7 @@ def _cells(measured: Measured, name: str) -> tuple[str, ...]:
 
 
 def _percent(part: float) -> str:
-    """A share in percent, in few characters: "0.1", "53", ">99"; "" for nothing at all."""
+    """A share in percent, in few characters: "0.1", "53", ">99"; "" for 0."""
     percent = 100 * part
     if percent == 0 or percent == 100:
         return "100" if percent else ""

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """True for numpy's, torch's and JAX's arrays."""
     return hasattr(x, "dtype") and hasattr(x, "shape")
 
 
-def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a tree with their paths, such as "[0]['x']"; None is no leaf."""
     if isinstance(tree, Mapping):
         for key in sorted(tree, key=str):
@@ -24,7 +24,7 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def arrays(tree: Any) -> dict[str, Any]:
+def arrays(tree: object) -> dict[str, Any]:
     """The arrays of a tree by their paths."""
     return {path: x for path, x in flat(tree) if is_array(x)}
 
@@ -40,7 +40,7 @@ def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves) if is_array(tree) else tree
 
 
-def results(tree: Any, of: str) -> dict[str, Any]:
+def results(tree: object, of: str) -> dict[str, Any]:
     """Return the arrays that a function returned, by their paths.
 
     Args:

@@ -9,18 +9,18 @@ what a policy does with its rows.
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from polymp import dtypes
 from polymp.errors import PolicyError
 from polymp.rules import scopes
-from polymp.rules.row import LOW, Row, Rule, member
+from polymp.rules.row import LOW, Apply, Row, Rule, member
 from polymp.rules.vocabulary import nearest, vocabulary
 
 _KEYS = ("name", "summary", "extends", "halves", "rules", "scopes")
 
 
-def toml(content: str, where: str) -> Mapping[str, Any]:
+def toml(content: str, where: str) -> Mapping[str, object]:
     """Return the data of a TOML file.
 
     Args:
@@ -39,7 +39,7 @@ def toml(content: str, where: str) -> Mapping[str, Any]:
         raise PolicyError(f"{where} is not TOML: {error}.") from None
 
 
-def check_keys(data: Mapping[str, Any], where: str) -> None:
+def check_keys(data: Mapping[str, object], where: str) -> None:
     """Refuse a policy's table with a key that no policy has.
 
     Args:
@@ -52,7 +52,7 @@ def check_keys(data: Mapping[str, Any], where: str) -> None:
     _only(data, _KEYS, where)
 
 
-def rows(data: Mapping[str, Any], where: str) -> tuple[Row, ...]:
+def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
     """Return the rows of a table: those in "rules", then those in "scopes".
 
     Args:
@@ -75,8 +75,8 @@ def rows(data: Mapping[str, Any], where: str) -> tuple[Row, ...]:
 
 def overriding(
     by_rule: Mapping[str, Sequence[str]],
-    rules: Mapping[str, Any],
-    inside: Mapping[str, Mapping[str, Any]],
+    rules: Mapping[str, object],
+    inside: Mapping[str, Mapping[str, object]],
     where: str,
 ) -> tuple[Row, ...]:
     """Return the rows that `Policy.override` is given.
@@ -93,7 +93,7 @@ def overriding(
     Raises:
         PolicyError: an entry is no row, or an op gets two rules.
     """
-    table: dict[str, Any] = {}
+    table: dict[str, object] = {}
     for of, value in [
         *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),
         *_table(rules, "rules", where).items(),
@@ -103,7 +103,7 @@ def overriding(
     return rows({"rules": table, "scopes": inside}, where)
 
 
-def _names(ops: Any, rule: str, where: str) -> Sequence[str]:
+def _names(ops: object, rule: str, where: str) -> Sequence[str]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise PolicyError(f"{where}: {rule}={ops!r} is not a list of ops. Write {rule}=[{ops!r}].")
     names = list(ops)
@@ -113,14 +113,14 @@ def _names(ops: Any, rule: str, where: str) -> Sequence[str]:
     return names
 
 
-def _table(value: Any, key: str, where: str) -> Mapping[str, Any]:
+def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         what = "from pattern to rules" if key == "scopes" else "from op to rule"
         raise PolicyError(f"{where}: {key} must be a table {what}, got {value!r}.")
     return value
 
 
-def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
+def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
     for of, value in table.items():
         if not isinstance(of, str):
             raise PolicyError(f"{where}: ops are named by strings, not {of!r}.")
@@ -148,9 +148,9 @@ def _rows(table: Mapping[str, Any], scope: str, where: str) -> Iterator[Row]:
 _OF_ROW = ("rule", "apply", "instead")
 
 
-def _full_names(value: Mapping[Any, Any], where: str, of_op: str) -> Mapping[str, Any]:
+def _full_names(value: Mapping[str, object], where: str, of_op: str) -> Mapping[str, object]:
     """A row's table with the full names of dtypes as keys: "float16" for "fp16"."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for given, own in value.items():
         try:
             key = dtypes.name(given, LOW)
@@ -162,7 +162,7 @@ def _full_names(value: Mapping[Any, Any], where: str, of_op: str) -> Mapping[str
     return found
 
 
-def _told(value: Any, of: str, where: str) -> Mapping[str, Any]:
+def _told(value: object, of: str, where: str) -> Mapping[str, object]:
     if isinstance(value, str):
         return {"rule": value}
     if not isinstance(value, Mapping):
@@ -170,13 +170,13 @@ def _told(value: Any, of: str, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _row(of: str, value: Mapping[str, Any], dtype: str, scope: str, where: str) -> Row:
+def _row(of: str, value: Mapping[str, object], dtype: str, scope: str, where: str) -> Row:
     rule = member(Rule, value.get("rule"), dtype or "rule", where, f"for op {of!r}")
     instead = str(value.get("instead", ""))
-    return Row(of, rule, dtype, scope, value.get("apply"), instead, where)
+    return Row(of, rule, dtype, scope, cast("Apply | None", value.get("apply")), instead, where)
 
 
-def _only(data: Mapping[str, Any], known: Sequence[str], where: str, of_op: str = "") -> None:
+def _only(data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = "") -> None:
     for key, value in data.items():
         if key in known:
             continue

@@ -345,8 +345,8 @@ class Policy:
         first: Sequence[str] = (),
         keep: Sequence[str] = (),
         parts: Sequence[str] = (),
-        rules: Mapping[str, Any] | None = None,
-        scopes: Mapping[str, Mapping[str, Any]] | None = None,
+        rules: Mapping[str, object] | None = None,
+        scopes: Mapping[str, Mapping[str, object]] | None = None,
     ) -> "Policy":
         """Return this policy with some rows replaced.
 

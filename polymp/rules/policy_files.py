@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from polymp.errors import PolicyError
 from polymp.rules import parse
@@ -25,7 +24,7 @@ from polymp.rules.policy import Policy
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import nearest
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Policy
+Source = str | os.PathLike[str] | Mapping[str, object] | Policy
 
 
 def load(source: Source) -> Policy:
@@ -106,7 +105,7 @@ def summary(name: str) -> str:
 
 
 def _policy(
-    data: Mapping[str, Any], name: str, where: str = "", above: tuple[Path, ...] = ()
+    data: Mapping[str, object], name: str, where: str = "", above: tuple[Path, ...] = ()
 ) -> Policy:
     name = str(data.get("name", name))
     where = where or f"policy {name!r}"
@@ -118,7 +117,7 @@ def _policy(
     return policy.over(base) if base else policy
 
 
-def _base(extends: Any, where: str, above: tuple[Path, ...]) -> Policy:
+def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy:
     if not isinstance(extends, (str, Policy)):
         raise PolicyError(f"{where}: extends = {extends!r} is not the name or path of a policy.")
     try:

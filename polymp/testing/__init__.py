@@ -8,13 +8,14 @@
 `pytest_plugins = ["polymp.testing"]`. No framework is imported before it is needed, nor is pytest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polymp import plain_text
 from polymp._api import explain
 from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
+from polymp.rules.policy_files import Source
 from polymp.testing import align
 from polymp.testing.framework import Framework as Framework
 from polymp.testing.parity import Parity as Parity
@@ -25,12 +26,12 @@ from polymp.testing.parity import assert_parity as assert_parity
 
 
 def assert_same_dtypes(
-    fn: Any,
-    other: Any,
-    *args: Any,
-    other_args: Sequence[Any] | None = None,
-    dtype: Any = None,
-    policy: Any = None,
+    fn: Callable[..., object] | Report,
+    other: Callable[..., object] | Report,
+    *args: object,
+    other_args: Sequence[object] | None = None,
+    dtype: object = None,
+    policy: Source | None = None,
 ) -> None:
     """Assert that two functions run the same ops in the same dtypes, forward.
 
@@ -69,17 +70,17 @@ def assert_same_dtypes(
         raise ParityError(text, parted.op, table)
 
 
-def _report(fn: Any, *args: Any, **kwargs: Any) -> Report:
+def _report(fn: Callable[..., object] | Report, *args: object, **kwargs: object) -> Report:
     return fn if isinstance(fn, Report) else explain(fn, *args, **kwargs)
 
 
 def assert_casts(
-    fn: Any,
+    fn: Callable[..., object] | Report,
     expected: int | Mapping[str, int],
-    *args: Any,
-    dtype: Any = None,
-    policy: Any = None,
-    **kwargs: Any,
+    *args: object,
+    dtype: object = None,
+    policy: Source | None = None,
+    **kwargs: object,
 ) -> None:
     """Assert the number of arrays that a function casts.
 

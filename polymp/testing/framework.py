@@ -10,6 +10,7 @@ from typing import Any
 from polymp import backends
 from polymp.diagnostics.report import Report
 from polymp.dtypes import name as dtype_name
+from polymp.rules.policy_files import Source
 
 
 class Framework:
@@ -32,7 +33,7 @@ class Framework:
         self.name: str = name
         self.np: Any = importlib.import_module("torch" if name == "torch" else "jax.numpy")
 
-    def array(self, values: Any, dtype: object = "float32") -> Any:
+    def array(self, values: object, dtype: object = "float32") -> Any:
         """Make an array.
 
         Args:
@@ -83,7 +84,7 @@ class Framework:
         return str(x.dtype).removeprefix("torch.")
 
     def autocast(
-        self, fn: Callable[..., Any], dtype: object = "bfloat16", policy: Any = "amp"
+        self, fn: Callable[..., Any], dtype: object = "bfloat16", policy: Source | None = "amp"
     ) -> Callable[..., Any]:
         """Wrap a function so that it runs in a region; in torch, in one for the CPU.
 
@@ -132,7 +133,7 @@ class Framework:
 
         return graded
 
-    def explain(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    def explain(self, fn: Callable[..., Any], *args: object, **kwargs: Any) -> Report:
         """Explain a call by `polymp.torch.explain` or `polymp.jax.explain`.
 
         Args:

@@ -13,8 +13,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from polymp import backends
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.dtypes import FORMATS
+from polymp.rules.policy_files import Source
 from polymp.testing import align
 from polymp.testing.align import Parted
 from polymp.testing.parity_inputs import arguments, checked_dtype, cotangent
@@ -72,8 +74,8 @@ class Parity(NamedTuple):
 def assert_parity(
     torch_fn: Callable[..., Any],
     jax_fn: Callable[..., Any],
-    inputs: Any,
-    policy: Any = "amp",
+    inputs: Sequence[object] | Mapping[str, object],
+    policy: Source = "amp",
     dtype: object = "bfloat16",
     grads: bool = True,
     *,
@@ -152,12 +154,12 @@ class _Pair:
 
     def __init__(
         self,
-        torch_fn: Any,
-        jax_fn: Any,
-        args: Any,
-        kwargs: Any,
+        torch_fn: Callable[..., Any],
+        jax_fn: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         dtype: str | None,
-        policy: Any,
+        policy: Source,
         grads: bool,
         probes: int,
     ) -> None:
@@ -193,7 +195,7 @@ class _Pair:
         forward = tuple(len(align.compared(side)) for side in calls)
         return Parity(gaps, one.dtypes, (forward[0], forward[1]))
 
-    def _other_results(self, one: Run, other: Run, calls: Any) -> ParityError:
+    def _other_results(self, one: Run, other: Run, calls: Sequence[Sequence[Call]]) -> ParityError:
         """The results have other dtypes, and no call has."""
         path = next(path for path in one.dtypes if one.dtypes[path] != other.dtypes[path])
         said = f"{_named('result', path)} is {one.dtypes[path]} in torch and "

@@ -27,7 +27,7 @@ def checked_dtype(dtype: object) -> str | None:
     return None if name == "float32" else name
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments of both calls.
 
     Args:
@@ -56,7 +56,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(_prepared(x, f"[{at}]") for at, x in enumerate(inputs)), {}
 
 
-def _prepared(x: Any, path: str) -> Any:
+def _prepared(x: object, path: str) -> Any:
     """An input with its arrays in dtypes that both frameworks have; errors as in `arguments`."""
     import numpy as np
 

@@ -31,7 +31,7 @@ class Planted(NamedTuple):
         ops: what the op may be called; the gradient's, if the fault is in no op.
         module: where the op is called.
         kinds: what `Fault.kind` may be.
-        remedy: what mends it: "float32" for some op, "bfloat16", "scale" or "" for nothing.
+        remedy: the change that helps: "float32" for some op, "bfloat16", "scale" or "" for nothing.
         by_hand: for "float32", the scope and the op; for "scale", the scale.
         unit: what the loss is measured in.
     """

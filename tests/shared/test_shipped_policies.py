@@ -31,7 +31,7 @@ RAISES = "raises"
 
 
 class Part(NamedTuple):
-    """An op that a row spoke of, in a call."""
+    """An op that a row decided for, in a call."""
 
     op: str
     rule: Rule
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
     """One call in one framework.
 
     Attributes:
-        parts: the ops that rows spoke of; those aside that only move numbers.
+        parts: the ops that rows decided for, without those that only move numbers.
         dtypes: of the float arguments as they arrived.
         out: dtype of the result; "raises" if there is none.
     """

@@ -73,7 +73,7 @@ def test_a_lost_loss_leaves_the_scale_and_is_named(name: str) -> None:
         "the loss scale is 2.09715e+06",
     ):
         assert part in it.said[0]
-    assert "Gradients that overflow at any scale" not in it.said[0]
+    assert "Gradients that overflow" not in it.said[0]
 
 
 def test_a_killed_run_is_noticed() -> None:
@@ -242,7 +242,7 @@ def test_inf_on_one_rank_is_found_on_all() -> None:
     for way in kills.WAYS:
         for name in ("polymp, torch", "polymp, JAX"):
             assert found[way][name] == [(2.0**15, True)] * 2, (way, name)
-    # Those that nobody has told of the other rank's parameters go on apart.
+    # Scalers without the other rank's findings drift apart.
     for name in ("torch.amp", "flax", "jmp"):
         assert [scale for scale, _ in found[kills.SPLIT][name]] == [2.0**16, 2.0**15], name
 

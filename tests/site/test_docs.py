@@ -291,7 +291,7 @@ a = 1
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("```py\n```\n", "1: call it python; nobody runs ```py"),
+        ("```py\n```\n", "1: call it python; no test runs ```py"),
         ("\n```python\n", "2: this block is never closed"),
         (
             "<!-- skip -->\n```python\n```\n",

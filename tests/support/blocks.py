@@ -114,7 +114,7 @@ def read(path: Path) -> list[Block]:
             start = number
             kind, value = _mark(above, f"{path}:{number - 1}")
             if fence["language"].lower().startswith("py") and fence["language"] != "python":
-                raise ValueError(f"{path}:{number}: call it python; nobody runs {line.strip()}")
+                raise ValueError(f"{path}:{number}: call it python; no test runs {line.strip()}")
         else:
             section += line.startswith("## ")
     if fence is not None:

@@ -22,7 +22,7 @@ def row(name: str, ratio: float) -> dict[str, Any]:
 
 
 def measure(here: Any, folder: str, name: str, holds: bool = False) -> dict[str, Any]:
-    """A table of one row; the machine is nobody's."""
+    """A table of one row, of no real machine."""
     (Path(folder) / f"{name}.began").write_text(str(os.getpid()))
     while holds and not (Path(folder) / f"{name}.go").exists():
         time.sleep(0.01)

@@ -171,7 +171,7 @@ class Judged(NamedTuple):
 
     Attributes:
         mistakes: one sentence for each call that did something else.
-        decisions: op and decision of each call that a row speaks of, in order.
+        decisions: op and decision of each call that a row decides for, in order.
         ends: "" if the run comes to its end; else the rule or the error that stops it.
     """
 

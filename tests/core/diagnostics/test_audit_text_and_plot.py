@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 import matplotlib
 
 from polymp.diagnostics import audit_plot, audit_text
+from polymp.diagnostics.audit_records import Operand
 from polymp.diagnostics.magnitudes import NARROW
 from polymp.dtypes import FORMATS
 from tests.support import audits
@@ -340,3 +341,11 @@ def test_bad_input_is_refused_before_anything_is_drawn(
         small().plot(tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
     assert str(small()) == PRINTED, "the table needs no package"
+
+
+def test_an_operand_has_its_shares_in_percent() -> None:
+    some = Operand("float16", (2, 3), 1e-7, 2.0, zeros=0.46, inf=0.0, nan=0.0, name="w")
+    assert str(some) == "w: float16[2, 3], |x| from 1e-07 to 2, 46 % zero"
+    assert str(Operand("float16", (2,), 0.0, 0.0, zeros=0.0, inf=0.0, nan=1.0)) == (
+        "float16[2], all NaN"
+    )

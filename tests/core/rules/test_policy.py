@@ -75,7 +75,7 @@ DECISIONS = [
     ("index_copy", [], "float16", Decision(Rule.FIRST)),
     ("relu", ["float32"], "float16", Decision(Rule.KEEP)),
     ("sigmoid", ["float32"], "float16", Decision(Rule.PARTS)),
-    ("tanh", ["float32"], "float16", Decision(Rule.PARTS)),  # which no row speaks of
+    ("tanh", ["float32"], "float16", Decision(Rule.PARTS)),  # which has no row
     ("binary_cross_entropy", ["float16"], "float16", Decision(Rule.FORBID)),
 ]
 
@@ -166,7 +166,7 @@ QUESTIONS = [
 
 
 def a_policy(name, question, scopes):
-    """A policy of which nearly all rows speak of what is asked."""
+    """A policy in which nearly all rows are for the ops that are asked about."""
     op, _, spelling = question
     near = [name for name in (op, spelling, f"class:{KINDS.get(op)}") if name in SELECTORS]
     row = st.builds(

@@ -369,7 +369,7 @@ def inlined(vocabulary: Vocabulary) -> Iterator[str]:
 
 
 def shared_code(vocabulary: Vocabulary) -> Iterator[str]:
-    """Functions of different ops with one code, by which nobody could tell them apart."""
+    """Functions of different ops with one code, which cannot be told apart."""
     owners: dict[Any, set[str]] = {}
     for name, op in _ops(vocabulary).items():
         for dotted in op.get("functions", ()):

@@ -90,6 +90,6 @@ def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     notes: dict[str, Any] = {name: replayed(name, rank) for name in cuts(ranks)}
     notes["written"] = written()
     notes["received"] = received(rank)
-    # What does not talk needs nobody else.
+    # A step without communication needs no other rank.
     notes["silent"] = locate(lambda: (alone / 0).sum()) if rank == 0 else None
     return notes

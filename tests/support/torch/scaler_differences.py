@@ -182,7 +182,7 @@ def quotient_that_overflows_before_it_is_clipped(amp: Amp) -> list[Any]:
 
 @program
 def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
-    """The parameter after a skipped and a good step, where memory that nobody wrote is NaN."""
+    """The parameter after a skipped and a good step, where unwritten memory is NaN."""
     p = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.5, fused=True)
     scaler = amp.GradScaler("cpu", init_scale=8.0)

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import gpu_steps
+from tests.conftest import need
+from tests.support import gpu_steps, processes
 from tests.support.benchmarks import benchmark
 from tests.support.blocks import ROOT
-from tests.conftest import need
-from tests.support import processes
 
 JOURNAL = "gpu-cpu.jsonl"
 

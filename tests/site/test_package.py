@@ -10,6 +10,7 @@ import pytest
 from polymp import backends, errors, versions
 from tests.conftest import need
 from tests.support import processes
+from tests.support.sizes import LONGEST
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,3 +178,7 @@ def test_all_of_the_api_is_listed():
     need("torch")
     need("jax")
     processes.run(code)
+
+
+def test_the_files_that_start_first_are_there():
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).exists()] == []

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.benchmarks import benchmark
 from tests.conftest import FRAMEWORKS, need
+from tests.support.benchmarks import benchmark
 
 
 @pytest.fixture(scope="module")

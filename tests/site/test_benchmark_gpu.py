@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import need
 from tests.support import gpu_steps
 from tests.support.benchmarks import benchmark
 from tests.support.blocks import ROOT
-from tests.conftest import need
 
 JOURNAL = "gpu-cpu.jsonl"
 

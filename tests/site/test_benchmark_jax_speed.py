@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.benchmarks import benchmark
 from tests.conftest import need
+from tests.support.benchmarks import benchmark
 
 
 @pytest.fixture(scope="module")

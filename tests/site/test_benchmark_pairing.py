@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.benchmarks import benchmark
 from tests.conftest import need
+from tests.support.benchmarks import benchmark
 
 
 @pytest.fixture(scope="module")

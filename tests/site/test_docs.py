@@ -17,8 +17,8 @@ import pytest
 
 from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
-from tests.support.blocks import ROOT, Block, Outcome, read, run
 from tests.conftest import FRAMEWORKS, need
+from tests.support.blocks import ROOT, Block, Outcome, read, run
 
 FILES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]

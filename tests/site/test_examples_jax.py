@@ -100,9 +100,7 @@ def test_float32_losses_agree_before_the_first_step(trained: argparse.Namespace)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_both_frameworks_take_the_same_first_steps(
-    trained: argparse.Namespace, dtype: str
-) -> None:
+def test_both_frameworks_take_the_same_first_steps(trained: argparse.Namespace, dtype: str) -> None:
     assert agree(dtype, trained.torch.runs[dtype], trained.jax.runs[dtype])
 
 

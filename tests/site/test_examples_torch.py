@@ -162,9 +162,7 @@ def test_the_picture_is_a_png_with_a_line_for_each_dtype(
 def test_another_text_one_dtype_and_a_progress_bar(tmp_path: Path) -> None:
     text = tmp_path / "a [b] $c$ :smile:.txt"
     text.write_text("to be or not to be, that is the question. " * 40)
-    done = run(
-        *TINY, "--steps", 2, "--dtypes", "bf16", "--text", text, "--out", tmp_path / "x.png"
-    )
+    done = run(*TINY, "--steps", 2, "--dtypes", "bf16", "--text", text, "--out", tmp_path / "x.png")
     assert done.returncode == 0
     assert "bf16: 100%" in done.stderr
     assert f"parameters learn {text.name}, 2 times 256 bytes" in done.stdout

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.support.blocks import ROOT
 from tests.conftest import need
+from tests.support.blocks import ROOT
 
 TEXT = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 CODE = " ".join(re.findall(r"`([^`\n]+)`", TEXT))

@@ -21,8 +21,8 @@ from polymp import dtypes
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
-from tests.support.blocks import ROOT
 from tests.conftest import FRAMEWORKS, need
+from tests.support.blocks import ROOT
 
 DOCS = ROOT / "docs"
 

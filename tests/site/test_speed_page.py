@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import need
 from tests.support.benchmarks import benchmark
 from tests.support.blocks import ROOT
-from tests.conftest import need
 
 
 @pytest.fixture(scope="module")

@@ -64,10 +64,11 @@ def escaped(trace: weakref.ref[Trace]) -> list[str]:
                 carriers.append(x)
             carried[id(x)].add(number)
             left += holders[id(x)]
-    ours = known | {id(x) for x in (young, tracers, carriers, *holders.values())}
+    sought = tuple(carriers[:_SOUGHT])  # itself a referrer, from Python 3.13 on
+    ours = known | {id(x) for x in (young, tracers, carriers, sought, *holders.values())}
     older = [
         x
-        for x in gc.get_referrers(*carriers[:_SOUGHT])
+        for x in gc.get_referrers(*sought)
         if id(x) not in ours and not isinstance(x, _CODE)
         if not type(x).__module__.startswith("jaxlib")  # the caches of jax are there
     ]

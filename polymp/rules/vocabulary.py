@@ -64,7 +64,7 @@ class Vocabulary:
     Args:
         kinds: the classes, with a sentence on each.
         ops: of the shipped vocabulary.
-        moving: names of the classes whose ops compute nothing.
+        traits: by trait, the classes that have it; see `policies/vocabulary.toml`.
 
     Attributes:
         ops: by our name.

@@ -28,7 +28,6 @@ class autocast(api.autocast):  # the name is torch's
         *,
         policy: api.PolicyLike | None = None,
     ) -> None:
-        """Warn, and make a region; see the class."""
         deprecated("autocast", "cpu")
         super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
 
@@ -55,6 +54,5 @@ class GradScaler(grad_scaler.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """Warn, and make a scaler; see the class."""
         deprecated("GradScaler", "cpu")
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -34,7 +34,6 @@ class autocast(api.autocast):  # the name is torch's
         *,
         policy: api.PolicyLike | None = None,
     ) -> None:
-        """Warn, and make a region; see the class."""
         deprecated("autocast", "cuda")
         super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
 
@@ -61,7 +60,6 @@ class GradScaler(grad_scaler.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        """Warn, and make a scaler; see the class."""
         deprecated("GradScaler", "cuda")
         super().__init__(
             "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled

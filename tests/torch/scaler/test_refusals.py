@@ -45,7 +45,13 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, BOUNDS.format("8.0", "4.0")),
     ({"hysteresis": -1}, ValueError, "hysteresis must be from 0 to 2147483647, got -1."),
     ({"hysteresis": True}, TypeError, "hysteresis must be a number, got True."),
-    ({"dtype": 16}, TypeError, "GradScaler(): dtype 16 is not a dtype. Write "),
+    (
+        {"dtype": 16},
+        TypeError,
+        "GradScaler(): dtype 16 is not a dtype. Write float8_e4m3fn (fp8_e4m3), float8_e5m2 "
+        "(fp8_e5m2), float16 (fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64), or such a "
+        "dtype of torch, jax or numpy.",
+    ),
     (
         {"skip_on": "gpu"},
         ValueError,

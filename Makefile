@@ -37,7 +37,7 @@ DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
-DOCUMENTED := polymp
+DOCUMENTED := polymp backends/torch
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 

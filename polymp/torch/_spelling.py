@@ -4,7 +4,12 @@ import warnings
 
 
 def deprecated(name: str, device: str) -> None:
-    """Warn, as torch.amp does, that `torch.<device>.amp.<name>` is an old spelling."""
+    """Warn, as torch.amp does, that `torch.<device>.amp.<name>` is an old spelling.
+
+    Args:
+        name: of the class or function.
+        device: "cpu" or "cuda".
+    """
     custom = name.startswith("custom_")
     call = f"args..., device_type='{device}'" if custom else f"'{device}', args..."
     warnings.warn(

@@ -16,8 +16,8 @@ import polymp
 from tests.conftest import FRAMEWORKS, need
 
 PACKAGE = Path(polymp.__file__).parent
-ROOMS = (PACKAGE,)  # backends is a link, and a room of its own
-DOORS = ("polymp", "polymp.testing")
+ROOMS = (PACKAGE, PACKAGE / "backends" / "torch")  # backends is a link, which rglob does not follow
+DOORS = ("polymp", "polymp.testing", "polymp.torch", "polymp.torch.cpu", "polymp.torch.cuda")
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

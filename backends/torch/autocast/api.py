@@ -94,7 +94,6 @@ class autocast:  # the name is torch's
         *,
         policy: PolicyLike | None = None,
     ) -> None:
-        """Check the arguments; see the class."""
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
         if isinstance(dtype, str):

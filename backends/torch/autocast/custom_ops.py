@@ -137,8 +137,13 @@ def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
 class _Decided:
     """An `autograd.Function` whose `apply` runs by the policy of the region.
 
+    Args:
+        function: the class that was decorated.
+        name: of the op.
+
     Attributes:
-        function: the class that was decorated; all of its attributes are those of this object, too.
+        function: likewise; all of its attributes are those of this object, too.
+        name: likewise.
     """
 
     def __init__(self, function: type[torch.autograd.Function], name: str) -> None:

@@ -57,9 +57,13 @@ class Held(NamedTuple):
 class Weight:
     """A parameter or buffer whose casts are held.
 
-    Attributes:
+    Args:
         tensor: the parameter or buffer.
         name: its name in the model, for messages.
+
+    Attributes:
+        tensor: likewise.
+        name: likewise.
         blocks: the number of open blocks that hold it.
         checked: the number of those that check every use.
         casts: by dtype, stream and, for views, geometry.

@@ -45,7 +45,7 @@ class Loan:
 
 
 class Installed:
-    """What is installed in this process.
+    """The kernels of ours that are installed in this process.
 
     Attributes:
         ops: pairs of a device and an op that has a kernel of ours on the device's autocast key.

@@ -50,7 +50,7 @@ def take_back(devices: Iterable[str]) -> None:
     with kernel_registry.now.lock:
         for device in devices:
             kernel_registry.now.loans[device].blocks -= 1
-        if not _alone():  # whoever takes back next will look again
+        if not _alone():  # the next call will try again
             return
         for device, loan in list(kernel_registry.now.loans.items()):
             if not loan.blocks:

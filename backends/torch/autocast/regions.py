@@ -32,7 +32,7 @@ stack: Stack[tuple[Region, bool, torch.dtype, bool, Code]] = Stack()
 
 
 class Entries(threading.local):
-    """What loss scalers need to know of the regions that this thread has entered, open or not.
+    """The regions that this thread has entered, as far as loss scalers need to know them.
 
     Attributes:
         latest: by device type, the low dtype of the region that was entered last.

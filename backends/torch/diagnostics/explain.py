@@ -156,7 +156,8 @@ def explain(
         TypeError: `fn` is not callable, or `dtype` no dtype.
         ValueError: `dtype` is another dtype; or `device` is given for code that holds tensors where
             they cannot be found.
-        Exception: any that the call raises.
+        AssertionError: raised by the call, as any other error.
+        RuntimeError: likewise.
     """
     if fn is None:
         if args or {dtype, policy, device} != {None} or set(kwargs) - {"model"}:

@@ -14,9 +14,9 @@ from polymp.rules.row import Row
 
 
 class OpCall:
-    """One call of an op, or the backward of one.
+    """One call of an op, or the backward of one; its arguments are attributes, too.
 
-    Attributes:
+    Args:
         op: its name in the vocabulary, or torch's own.
         spelling: torch's name, with a prefix.
         place: where it was called.
@@ -24,6 +24,8 @@ class OpCall:
         region: the low dtype of the region, "" outside.
         row: the row that decided; None if the policy has none for the op.
         inputs: dtypes of its float inputs before casts; None until they are known.
+
+    Attributes:
         run: dtypes of the float inputs of its first op that computes; for products, of the first
             product.
         outputs: dtypes of its float results.

@@ -81,8 +81,12 @@ def _like(made: torch.Tensor, t: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 class Pinning(subclass.Handle):
     """The handle that `pin` returns: after `remove()` the modules can be cast again.
 
-    Attributes:
+    Args:
         dtype: the name of the pinned dtype.
+        modules: the pinned modules.
+
+    Attributes:
+        dtype: likewise.
     """
 
     _call = "pin(model, dtype)"

@@ -131,8 +131,6 @@ class ScalerProperties:
         entry: Entry = self._per_optimizer_states[id(optimizer)]
         return cast(dict[str, Any], entry["found_inf_per_device"])
 
-    # The numbers.
-
     def get_scale(self) -> float:
         """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
         return cast(float, self._state.read().scale) if self._enabled else 1.0
@@ -142,7 +140,11 @@ class ScalerProperties:
         return cast(float, self._growth_factor)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor; raises as `GradScaler` does for a wrong one."""
+        """Set the growth factor.
+
+        Args:
+            new_factor: a number above 1; others raise as in `GradScaler`.
+        """
         if self._enabled:
             self._growth_factor = self._checked(growth=new_factor).growth
 
@@ -151,7 +153,11 @@ class ScalerProperties:
         return cast(float, self._backoff_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor; raises as `GradScaler` does for a wrong one."""
+        """Set the backoff factor.
+
+        Args:
+            new_factor: a number between 0 and 1; others raise as in `GradScaler`.
+        """
         if self._enabled:
             self._backoff_factor = self._checked(backoff=new_factor).backoff
 
@@ -160,7 +166,11 @@ class ScalerProperties:
         return cast(int, self._growth_interval)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, in steps; raises as `GradScaler` does for a wrong one."""
+        """Set the growth interval.
+
+        Args:
+            new_interval: in steps, from 1; other numbers raise as in `GradScaler`.
+        """
         if self._enabled:
             self._growth_interval = self._checked(interval=new_interval).interval
 
@@ -207,8 +217,6 @@ class ScalerProperties:
                 "from a disabled instance of GradScaler."
             )
         self._state.load(state_dict)
-
-    # What happened.
 
     def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Return whether Inf or NaN was last found for the optimizer.

@@ -67,7 +67,7 @@ def update(
         counts: float32 [3], of `counted`; exact up to 2**24.
         found: float32 []; above 0 if an optimizer was skipped, else 0.
         loss: float32 []; 0 if every loss was finite; it does not count where nothing was found.
-            None where nobody looked.
+            None if losses are not checked.
         bars: of `new_bars`, with `loss` among them, 0 if that is None. Given for a state that is
             `regular` only.
     """

@@ -28,11 +28,18 @@ class Frozen(subclass.Handle):
     A weight that was written since, for example by load_state_dict, keeps the values that it has
     now.
 
+    Args:
+        model: the frozen model.
+        region: the region that it is frozen for.
+        groups: its tensors, and why they stay.
+        bytes_before: memory of the model's parameters and buffers before, in bytes.
+        originals: the float32 tensors; None if they are dropped.
+
     Attributes:
         stored: names of the parameters and buffers that are stored low, every name of a tied one.
         kept: names of the other float ones, and why each stayed as it was.
         dtype: name of the low dtype.
-        bytes_before: memory of the model's parameters and buffers before, in bytes.
+        bytes_before: likewise.
         bytes_after: their memory now, without the originals that `remove()` needs.
     """
 

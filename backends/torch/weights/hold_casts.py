@@ -58,7 +58,6 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     """
 
     def __init__(self, *models: nn.Module, check: bool = False) -> None:
-        """Check the arguments; see the class."""
         for model in models:
             if isinstance(model, torch.jit.ScriptModule):
                 raise TypeError(

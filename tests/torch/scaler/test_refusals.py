@@ -15,7 +15,13 @@ from tests.torch.scaler.test_torch_amp_interface import outcome, ready, sgd, wei
 INF, NAN = float("inf"), float("nan")
 # Arguments of torch's scaler alone, and what is said about them.
 OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"dtype": 16}, TypeError, "GradScaler(): dtype 16 is not a dtype. Write "),
+    (
+        {"dtype": 16},
+        TypeError,
+        "GradScaler(): dtype 16 is not a dtype. Write float8_e4m3fn (fp8_e4m3), float8_e5m2 "
+        "(fp8_e5m2), float16 (fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64), or such a "
+        "dtype of torch, jax or numpy.",
+    ),
     (
         {"skip_on": "gpu"},
         ValueError,

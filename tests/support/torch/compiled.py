@@ -6,8 +6,6 @@ results and gradients must be eager's, bit for bit, and each compilation is coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from polymp import policy
 from polymp.torch import autocast
-from tests.support.sizes import LONG
 
 KEEPS_RELU = {"name": "keeps_relu", "rules": {"linear": "lower", "relu": "fp32"}}
 KEEPS_LINEAR = {"name": "keeps_linear", "rules": {"linear": "fp32", "relu": "lower"}}
@@ -62,18 +59,6 @@ def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def short(arguments: dict[str, Any]) -> str:
     dtype = str(arguments.get("dtype", "inherit")).removeprefix("torch.")
     return dtype if arguments.get("enabled", True) else f"off({dtype})"
-
-
-@contextmanager
-def quick_inductor() -> Iterator[None]:
-    """In `make test`, let inductor write code without vectors, which compiles much faster.
-
-    And compile it here, for the processes that it would start take longer than that.
-    """
-    from torch._inductor import config
-
-    with nullcontext() if LONG else config.patch({"cpp.simdlen": 1, "compile_threads": 1}):
-        yield
 
 
 def one_region(net: nn.Module, x: torch.Tensor) -> Any:

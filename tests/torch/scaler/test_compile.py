@@ -22,7 +22,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling.gradient_report import GradientReport
 from polymp.torch import GradScaler, autocast
-from tests.support.torch.compiled import quick_inductor
 from tests.support.torch.version_changes import VERSION
 
 # torch's own modules, which dynamo imports.
@@ -160,11 +159,8 @@ def test_two_graphs_and_the_history_of_eager_code(name: str, backend: str) -> No
     assert ours.graphs[1:] == [3 + ("SGD, " in name)] * (STEPS - 1)
 
 
-@pytest.mark.sized
 def test_inductor() -> None:
-    eager = run(OPTIMIZERS["Adam"])
-    with quick_inductor():
-        ours = run(OPTIMIZERS["Adam"], "inductor")
+    eager, ours = run(OPTIMIZERS["Adam"]), run(OPTIMIZERS["Adam"], "inductor")
     assert ours.states == eager.states
     assert ours.graphs[1:] == [3] * (STEPS - 1)
     for w, expected in zip(ours.weights, eager.weights, strict=True):

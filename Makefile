@@ -10,14 +10,14 @@
 # make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
 #             MINUTES=9 DEVICE=cuda OUT=build/gpu ARGS=--resume; DEVICE=cpu is a dry run
 # All but make gpu set up .venv or one like it first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
-# The newest jax needs Python 3.12: test-newest takes a python3.13 or python3.12 that is on the PATH or that pyenv has, else PYTHON;
+# The newest jax needs Python 3.12: test-newest takes a python3.12, or else a python3.13, that is on the PATH or that pyenv has, else PYTHON;
 # NEWEST picks another.
 
 # python3.12 for 3.12, if it runs; or pyenv's newest 3.12, whose python3.12 may be on the PATH and not selected.
 interpreter = $(shell { python$1 -c 'import ensurepip' && echo python$1 || { at=$$(pyenv prefix $1) && echo "$$at/bin/python"; }; } 2>/dev/null)
 
 PYTHON ?= python3
-NEWEST ?= $(firstword $(foreach v,3.13 3.12,$(call interpreter,$v)) $(PYTHON))
+NEWEST ?= $(firstword $(foreach v,3.12 3.13,$(call interpreter,$v)) $(PYTHON))
 PY     := .venv/bin/python
 READY  := .venv/.ready
 BENCH  := .venv-bench/.ready

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polymp import dtypes
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,20 @@ def is_float(x: object) -> bool:
     """True for what has a float dtype: arrays, their types, and what stands for them."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, np.floating))
+
+
+def float_dtype(dtype: object) -> np.dtype | None:
+    """Return the float dtype that a user named, by an alias or as jax does; None for another."""
+    if isinstance(dtype, str) or type(dtype).__module__ == "torch":
+        try:
+            return jnp.dtype(dtypes.name(dtype))
+        except ValueError:
+            return None
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return found if found is not None and jnp.issubdtype(found, jnp.floating) else None
 
 
 def is_inexact(x: object) -> bool:

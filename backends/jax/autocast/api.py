@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from polymp.backends.jax.arrays import is_array, is_float
+from polymp.backends.jax.arrays import float_dtype, is_array, is_float
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.transform import transformed
@@ -245,13 +245,9 @@ def _region(dtype: DTypeLike, policy: PolicyLike, enabled: bool, promotion: str)
 
 
 def _float_dtype(dtype: DTypeLike | None) -> np.dtype:
-    try:
-        found = None if dtype is None else jax.numpy.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jax.numpy.issubdtype(found, jax.numpy.floating):
+    found = float_dtype(dtype)
+    if found is None:
         raise TypeError(
-            "dtype must be a float dtype of jax or numpy, such as jax.numpy.bfloat16, got "
-            f"{dtype!r}"
+            f"dtype must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {dtype!r}"
         )
     return found

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
-from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.arrays import float_dtype, is_float
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
 from polymp.rules import scopes
@@ -48,8 +47,8 @@ class Pins:
                 cannot be brought back. Nothing is converted then.
             TypeError: `dtype` is no float dtype.
         """
-        target = jax.numpy.dtype(dtype)
-        if not jax.numpy.issubdtype(target, np.floating):
+        target = float_dtype(dtype)
+        if target is None:
             raise TypeError(f"to(params, dtype) needs a float dtype, got {dtype!r}")
         self.check(params)
         return _converted(params, lambda path: self.dtype if path in self.paths else target.name)
@@ -78,7 +77,7 @@ class Pins:
         return f"Pins({self.dtype!r}, {len(self.paths)} parameters)"
 
 
-def pin(params: object, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
+def pin(params: object, dtype: DTypeLike, paths: Sequence[str] = ("*",)) -> Pins:
     """Keep parameters in a dtype when the tree is converted to another.
 
         pins = pin(params, "float32", ["*.norm"])
@@ -90,7 +89,7 @@ def pin(params: object, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
     Args:
         params: a pytree of arrays, or a flax nnx module. The path of a leaf is its keys, joined by
             dots: "params.block.norm.scale".
-        dtype: "float32", "float64", "bfloat16" or "float16".
+        dtype: a float dtype, or its name: "float32", "fp32".
         paths: patterns; one that matches a part of the tree holds for every leaf in it.
 
     Returns:
@@ -100,7 +99,8 @@ def pin(params: object, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
         PolicyError: a pattern matches no float leaf, a leaf is narrower than the dtype, or there
             is no such dtype.
     """
-    if dtype not in FORMATS:
+    named = float_dtype(dtype)
+    if named is None or named.name not in FORMATS:
         raise PolicyError(f"pin(): no dtype {dtype!r}; known: {', '.join(FORMATS)}")
     if isinstance(paths, str):
         raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
@@ -115,7 +115,7 @@ def pin(params: object, dtype: str, paths: Sequence[str] = ("*",)) -> Pins:
                 f"{', '.join(leaves[:3]) or 'none: the tree has no float leaves'}."
             )
         pinned.update(found)
-    pins = Pins(dtype, pinned)
+    pins = Pins(named.name, pinned)
     pins.check(params)
     return pins
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from polymp.backends.jax.arrays import float_dtype
 from polymp.backends.jax.scaler import (
     flax_checkpoints,
     gradient_stats,
@@ -97,7 +98,12 @@ class GradScaler:
         hysteresis: int = 0,
     ) -> None:
         if dtype is not None:
-            enabled = enabled and jnp.dtype(dtype) == jnp.float16
+            named = float_dtype(dtype)
+            if named is None:
+                raise TypeError(
+                    f"GradScaler(dtype={dtype!r}): write a float dtype, such as 'fp16'."
+                )
+            enabled = enabled and named == jnp.float16
         if enabled:
             rule = scale_rule.checked(
                 ScaleRule(

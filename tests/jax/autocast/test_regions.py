@@ -415,7 +415,7 @@ NO_FUNCTION = (
     "autocast(fn) needs a function, got {}. Give the other arguments by name: "
     "autocast(fn, dtype=...)."
 )
-NO_DTYPE = "dtype must be a float dtype of jax or numpy, such as jax.numpy.bfloat16, got {}"
+NO_DTYPE = "dtype must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {}"
 BY_NAME = (
     "autocast takes one function and nothing else without a name, and no device; got {}. "
     "Write autocast(fn, dtype=...)."

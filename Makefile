@@ -38,7 +38,7 @@ DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
 
-DOCUMENTED := polymp backends/torch
+DOCUMENTED := polymp backends
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 

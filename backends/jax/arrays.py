@@ -1,6 +1,7 @@
 """Tests of what counts as an array, and as one of floats, for traces, scalers and reports alike."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -30,18 +31,31 @@ def is_float(x: object) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, np.floating))
 
 
-def float_dtype(dtype: object) -> np.dtype | None:
-    """Return the float dtype that a user named, by an alias or as jax does; None for another."""
+def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
+    """Return the float dtype that a user named, by an alias or as jax does.
+
+    Args:
+        dtype: as given.
+        what: it is, for the message.
+
+    Returns:
+        As numpy has it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    found = None
     if isinstance(dtype, str) or type(dtype).__module__ == "torch":
-        try:
-            return jnp.dtype(dtypes.name(dtype))
-        except ValueError:
-            return None
-    try:
-        found = None if dtype is None else jnp.dtype(dtype)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-    return found if found is not None and jnp.issubdtype(found, jnp.floating) else None
+        with suppress(ValueError):
+            found = jnp.dtype(dtypes.name(dtype))
+    elif dtype is not None:
+        with suppress(TypeError):
+            found = jnp.dtype(dtype)  # type: ignore[arg-type]
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"{what} must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {dtype!r}"
+        )
+    return found
 
 
 def is_inexact(x: object) -> bool:

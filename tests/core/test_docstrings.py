@@ -16,8 +16,15 @@ import polymp
 from tests.conftest import FRAMEWORKS, need
 
 PACKAGE = Path(polymp.__file__).parent
-ROOMS = (PACKAGE, PACKAGE / "backends" / "torch")  # backends is a link, which rglob does not follow
-DOORS = ("polymp", "polymp.testing", "polymp.torch", "polymp.torch.cpu", "polymp.torch.cuda")
+ROOMS = (PACKAGE, PACKAGE / "backends")  # which is a link, and rglob follows none
+DOORS = (
+    "polymp",
+    "polymp.testing",
+    "polymp.torch",
+    "polymp.torch.cpu",
+    "polymp.torch.cuda",
+    "polymp.jax",
+)
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

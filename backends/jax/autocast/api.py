@@ -201,7 +201,7 @@ def call_in(fn: F, dtype: DTypeLike) -> F:
     """
     if not callable(fn):
         raise TypeError(f"call_in(fn, dtype) needs a function, got {fn!r}")
-    to = _float_dtype(dtype)
+    to = float_dtype(dtype)
 
     def cast(leaf: object) -> object:
         if not is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in _CAST:
@@ -227,7 +227,7 @@ def _marked(leaf: object, name: str) -> object:
 
 
 def _region(dtype: DTypeLike, policy: PolicyLike, enabled: bool, promotion: str) -> Region:
-    name = _float_dtype(dtype).name
+    name = float_dtype(dtype).name
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
     if enabled and name not in LOW:
@@ -242,12 +242,3 @@ def _region(dtype: DTypeLike, policy: PolicyLike, enabled: bool, promotion: str)
     table: Policy = policy_files.load("amp" if policy is None else policy)
     check(table)
     return Region("jax", "any", bool(enabled), name, True, table, promotion=promotion)
-
-
-def _float_dtype(dtype: DTypeLike | None) -> np.dtype:
-    found = float_dtype(dtype)
-    if found is None:
-        raise TypeError(
-            f"dtype must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {dtype!r}"
-        )
-    return found

@@ -30,7 +30,8 @@ from polymp.backends.jax.autocast.values import (
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Policy
+from polymp.rules.decision import Decision
+from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 
@@ -243,7 +244,7 @@ class Frame:
                 at = "jax", op, spelled, region.dtype, region.scope
                 found.note(decision_log.Entry(*at, row, dtypes, decision, policy.name))
         if decision.rule is Rule.FORBID:
-            raise _forbidden(policy, op or spelled, dtypes, region)
+            raise ForbiddenOpError(_forbidden(policy, op or spelled, dtypes, region))
         return decision
 
 
@@ -264,10 +265,10 @@ def _constant(var: Atom, value: object) -> Known:
     return literal(declared(var), number_of(value))
 
 
-def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> ForbiddenOpError:
+def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> str:
     row = policy.at(region.scope).winner(op, region.dtype)
     instead = row.instead if row else ""
-    return ForbiddenOpError(
+    return (
         f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(dtypes)}). "
         f"Use {instead or 'another op'}, or give it another rule in the policy."
     )

@@ -180,6 +180,8 @@ def trace(
 
     Raises:
         EscapedValueError: the function stored values of its trace elsewhere.
+        ValueError: or NotImplementedError, from the function: where it asks for a dtype that
+            attention of cuDNN has no kernel for, a note says what to write.
     """
     found: list[tuple[PyTreeDef, Sequence[object]]] = []
     running: list[weakref.ref[Trace]] = []

@@ -47,9 +47,7 @@ class Pins:
                 cannot be brought back. Nothing is converted then.
             TypeError: `dtype` is no float dtype.
         """
-        target = float_dtype(dtype)
-        if target is None:
-            raise TypeError(f"to(params, dtype) needs a float dtype, got {dtype!r}")
+        target = float_dtype(dtype, "to(params, dtype): dtype")
         self.check(params)
         return _converted(params, lambda path: self.dtype if path in self.paths else target.name)
 
@@ -99,8 +97,11 @@ def pin(params: object, dtype: DTypeLike, paths: Sequence[str] = ("*",)) -> Pins
         PolicyError: a pattern matches no float leaf, a leaf is narrower than the dtype, or there
             is no such dtype.
     """
-    named = float_dtype(dtype)
-    if named is None or named.name not in FORMATS:
+    try:
+        full = float_dtype(dtype).name
+    except TypeError:
+        full = ""
+    if full not in FORMATS:
         raise PolicyError(f"pin(): no dtype {dtype!r}; known: {', '.join(FORMATS)}")
     if isinstance(paths, str):
         raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
@@ -115,7 +116,7 @@ def pin(params: object, dtype: DTypeLike, paths: Sequence[str] = ("*",)) -> Pins
                 f"{', '.join(leaves[:3]) or 'none: the tree has no float leaves'}."
             )
         pinned.update(found)
-    pins = Pins(named.name, pinned)
+    pins = Pins(full, pinned)
     pins.check(params)
     return pins
 

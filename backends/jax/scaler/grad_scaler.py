@@ -98,12 +98,7 @@ class GradScaler:
         hysteresis: int = 0,
     ) -> None:
         if dtype is not None:
-            named = float_dtype(dtype)
-            if named is None:
-                raise TypeError(
-                    f"GradScaler(dtype={dtype!r}): write a float dtype, such as 'fp16'."
-                )
-            enabled = enabled and named == jnp.float16
+            enabled = enabled and float_dtype(dtype) == jnp.float16
         if enabled:
             rule = scale_rule.checked(
                 ScaleRule(

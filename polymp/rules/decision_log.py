@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.row import Row
 
 T = TypeVar("T")

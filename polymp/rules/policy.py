@@ -17,7 +17,7 @@ from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
 from polymp.rules import parse, scopes
-from polymp.rules.decision import Decision, Why
+from polymp.rules.answers import Decision, Why
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
 from polymp.rules.vocabulary import vocabulary
 

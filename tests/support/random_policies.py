@@ -23,7 +23,7 @@ import polymp
 from polymp import Policy, Region
 from polymp.dtypes import widest
 from polymp.errors import PolicyError
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 

@@ -30,7 +30,7 @@ from polymp.backends.jax.autocast.values import (
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.rules.row import Rule

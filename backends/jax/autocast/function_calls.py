@@ -23,7 +23,7 @@ from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
 from polymp.backends.jax.compat.programs import Atom, Equation
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary

@@ -24,7 +24,7 @@ from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fi
 from polymp.backends.jax.compat.programs import Equation
 from polymp.dtypes import widest
 from polymp.rules import decision_log
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary

@@ -27,7 +27,7 @@ from polymp.backends.jax.autocast.values import Known, declared
 from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.jaxprs import Inner, inside
 from polymp.errors import PolicyError
-from polymp.rules.decision import Why
+from polymp.rules.answers import Why
 from polymp.rules.row import Rule
 
 

@@ -17,7 +17,7 @@ from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.rules import decision_log
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 

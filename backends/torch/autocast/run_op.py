@@ -15,7 +15,7 @@ from polymp.backends.torch.autocast import dtype_names, op_facts, recurrent, tor
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
 from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.rules.row import LOW, Apply, Row, Rule

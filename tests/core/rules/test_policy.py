@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 from polymp.rules import policy as rules
-from polymp.rules.decision import Decision
+from polymp.rules.answers import Decision
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load
 from polymp.rules.region import Region

@@ -50,7 +50,7 @@ def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
             found = jnp.dtype(dtypes.name(dtype))
     elif dtype is not None:
         with suppress(TypeError):
-            found = jnp.dtype(dtype)  # type: ignore[arg-type]
+            found = jnp.dtype(dtype)  # type: ignore[call-overload]
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(
             f"{what} must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {dtype!r}"

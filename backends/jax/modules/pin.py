@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import is_float
 from polymp.dtypes import FORMATS
@@ -30,9 +29,9 @@ class Pins:
 
     def __init__(self, dtype: str, paths: Iterable[str]) -> None:
         self.dtype = dtype
-        self.paths = tuple(sorted(paths))
+        self.paths: tuple[str, ...] = tuple(sorted(paths))
 
-    def to(self, params: P, dtype: DTypeLike) -> P:
+    def to(self, params: P, dtype: jax.typing.DTypeLike) -> P:
         """Convert the parameters to another dtype, but for the pinned ones, which keep every digit.
 
         Args:

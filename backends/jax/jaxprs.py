@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
-from jax.core import ParamDict
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
@@ -87,7 +86,7 @@ def inside(eqn: Equation) -> list[Inner]:
 _KEYS = dict.fromkeys(CALLS, "jaxpr") | dict.fromkeys(RULED | {"closed_call"}, "call_jaxpr")
 
 
-def with_programs(eqn: Equation, programs: Sequence[ClosedProgram]) -> ParamDict:
+def with_programs(eqn: Equation, programs: Sequence[ClosedProgram]) -> jax.core.ParamDict:
     """The parameters of an equation that holds others in place of its programs.
 
     Args:

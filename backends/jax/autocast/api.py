@@ -14,7 +14,6 @@ from typing import Any, TypeVar, overload
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import float_dtype, is_array, is_float
 from polymp.backends.jax.autocast import regions
@@ -38,7 +37,7 @@ PROMOTIONS = ("strong", "weak")
 def autocast(
     fn: F,
     *,
-    dtype: DTypeLike = ...,
+    dtype: jax.typing.DTypeLike = ...,
     policy: PolicyLike = ...,
     enabled: bool = ...,
     promotion: str = ...,
@@ -49,7 +48,7 @@ def autocast(
 def autocast(
     fn: None = None,
     *,
-    dtype: DTypeLike = ...,
+    dtype: jax.typing.DTypeLike = ...,
     policy: PolicyLike = ...,
     enabled: bool = ...,
     promotion: str = ...,
@@ -59,7 +58,7 @@ def autocast(
 def autocast(
     fn: Callable[..., object] | None = None,
     *others: object,
-    dtype: DTypeLike = "bfloat16",
+    dtype: jax.typing.DTypeLike = "bfloat16",
     policy: PolicyLike = None,
     enabled: bool = True,
     promotion: str = "strong",
@@ -183,7 +182,7 @@ def lower(x: T) -> T:
     return marked
 
 
-def call_in(fn: F, dtype: DTypeLike) -> F:
+def call_in(fn: F, dtype: jax.typing.DTypeLike) -> F:
     """Wrap a function so that it runs as written, on arguments that are cast to `dtype`.
 
     For code that looks at dtypes while it is traced, such as a kernel that wants float16: under
@@ -226,7 +225,9 @@ def _marked(leaf: object, name: str) -> object:
     return leaf
 
 
-def _region(dtype: DTypeLike, policy: PolicyLike, enabled: bool, promotion: str) -> Region:
+def _region(
+    dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool, promotion: str
+) -> Region:
     name = float_dtype(dtype).name
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")

@@ -16,10 +16,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.extend.core as core
 import numpy as np
 from jax import lax
-from jax.core import ParamDict, ShapedArray
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.core import ShapedArray
+from jax.extend.core import Literal
 from jax.interpreters import ad, batching, mlir
 
 from polymp.backends.jax import compat
@@ -28,15 +29,17 @@ from polymp.backends.jax.autocast.op_facts import CONTRACTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
 
-contraction_p = Primitive("polymp_contraction")
+contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 
 # What remat asks of a rule: the forward and the backward equation, whether the result is unknown
 # and whether the backward pass has it, and the variables to save.
-_Halves = tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]
+_Halves = tuple[
+    core.JaxprEqn | None, core.JaxprEqn | None, Sequence[bool], Sequence[bool], list[core.Var]
+]
 
 
 def contract(
-    of: Primitive,
+    of: core.Primitive,
     lhs: jax.Array,
     rhs: jax.Array,
     *rest: jax.Array,
@@ -64,8 +67,8 @@ def contract(
 
 
 def contraction_params(
-    of: Primitive, params: Mapping[str, object], run: str, out: str
-) -> ParamDict:
+    of: core.Primitive, params: Mapping[str, object], run: str, out: str
+) -> jax.core.ParamDict:
     """The parameters of a contraction that stands for `of` with its own."""
     kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
     return {"of": of, "params": kept, "run": run, "out": out}
@@ -106,7 +109,7 @@ def _casts(jaxpr: ClosedProgram) -> bool:
 
 
 @partial(jax.jit, static_argnames=("of", "params", "run", "out"))
-def _run(*operands: jax.Array, of: Primitive, params: Params, run: str, out: str) -> jax.Array:
+def _run(*operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str) -> jax.Array:
     result: jax.Array = contraction_p.bind(*operands, of=of, params=params, run=run, out=out)
     return result
 
@@ -118,7 +121,7 @@ def _eagerly(*operands: jax.Array, **params: object) -> jax.Array:
 
 
 def _abstract(
-    *avals: ShapedArray, of: Primitive, params: Params, run: str, out: str
+    *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str
 ) -> ShapedArray:
     lhs, rhs, *rest = avals
     low = [aval.update(dtype=np.dtype(run), weak_type=False) for aval in (lhs, rhs)]
@@ -145,7 +148,7 @@ def _jvp(
 
 
 def _transpose(
-    ct: object, *operands: Any, of: Primitive, params: Params, run: str, out: str
+    ct: object, *operands: Any, of: core.Primitive, params: Params, run: str, out: str
 ) -> list[object]:
     moving = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[moving].aval
@@ -162,7 +165,7 @@ def _transpose(
 def _batch(
     operands: Sequence[jax.Array],
     dims: Sequence[object],
-    of: Primitive,
+    of: core.Primitive,
     params: Params,
     run: str,
     out: str,
@@ -175,7 +178,7 @@ def _remat(
     saveable: Callable[..., compat.RematAnswer],
     unknown: Sequence[bool],
     kept: Sequence[bool],
-    eqn: JaxprEqn,
+    eqn: core.JaxprEqn,
 ) -> _Halves:
     """Ask a rematerialisation policy about the primitive that the contraction stands for.
 
@@ -232,7 +235,12 @@ def _typeof(run: str) -> Callable[[object], ShapedArray]:
 
 @lru_cache(maxsize=1024)
 def _transposed(
-    of: Primitive, params: Params, run: str, moving: int, aval: ShapedArray, *avals: ShapedArray
+    of: core.Primitive,
+    params: Params,
+    run: str,
+    moving: int,
+    aval: ShapedArray,
+    *avals: ShapedArray,
 ) -> ClosedProgram:
     """The transpose of the plain primitive: a program of the cotangent and the other operands."""
 
@@ -254,7 +262,7 @@ def _transposed(
 
 @lru_cache(maxsize=1024)
 def _batched(
-    of: Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
+    of: core.Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
 ) -> ClosedProgram:
     """The plain primitive over a batch, which comes out in front."""
 

@@ -10,28 +10,28 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.extend.core as core
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 
 # What a contraction is lowered as: itself, in the platform's form.
-form_p = Primitive("polymp_contraction_form")
+form_p: core.Primitive = core.Primitive("polymp_contraction_form")
 
 # The parameters of the primitive that a contraction stands for, by name, sorted.
 Params = tuple[tuple[str, Any], ...]
 
 
 def result_as_asked(
-    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
     """Low operands, and the product's own result in the dtype asked for."""
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
 
 
 def convolutions_low(
-    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
     """As asked, but the result of a convolution is low, and cast afterwards."""
     accumulator = run if of.name == "conv_general_dilated" else out
@@ -39,14 +39,14 @@ def convolutions_low(
 
 
 def float32_result(
-    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
     """Low operands and a float32 result, rounded afterwards."""
     return _plain(*operands, of=of, params=params, run=run, out=out, accumulator="float32")
 
 
 def _plain(
-    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str, accumulator: str
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str, accumulator: str
 ) -> jax.Array:
     lhs, rhs, *rest = operands
     made = of.bind(
@@ -60,7 +60,7 @@ def _plain(
 
 
 def row_by_row(
-    *operands: jax.Array, of: Primitive, params: Params, run: str, out: str
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
     """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
     if run != "bfloat16" or of.name != "dot_general":

@@ -10,7 +10,7 @@ from functools import partial, reduce
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+import jax.extend.core as core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p
@@ -49,7 +49,9 @@ def _checked(error: object, enabled: object, *values: object, **params: object) 
     return compat.nan_checked(contraction_p, error, enabled, *values, **params)
 
 
-def _cost(context: object, *values: object, of: Primitive, params: Params, **_: object) -> object:
+def _cost(
+    context: object, *values: object, of: core.Primitive, params: Params, **_: object
+) -> object:
     """Count the cost of jax's own product, at the types that go in and come out."""
     table = compat.rules_of("roofline")
     assert table is not None, "it asks"

@@ -12,7 +12,6 @@ from functools import wraps
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
@@ -120,7 +119,7 @@ class _Half(NamedTuple):
 
     plan: Plan
     moves: tuple[bool, ...] = ()
-    tree: PyTreeDef | None = None
+    tree: jax.tree_util.PyTreeDef | None = None
     stored: Sequence[str | None] = ()
 
 
@@ -263,7 +262,7 @@ class _Reverse(_Rules):
             plan, outs = change(half.plan, self.lows, saved, self.name)
             return half._replace(plan=plan, stored=outs[count:])
         skip = self.num_consts
-        trees: list[PyTreeDef] = []
+        trees: list[jax.tree_util.PyTreeDef] = []
 
         def forward(*args: jax.Array) -> tuple[Sequence[jax.Array], list[jax.Array]]:
             consts, args = args[:skip], args[skip:]

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
 
-from jax.core import Trace
+import jax
 
 from polymp.backends.jax import compat
 
@@ -24,7 +24,7 @@ _CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, 
 _SOUGHT = 256
 
 
-def escaped(trace: weakref.ref[Trace]) -> list[str]:
+def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
     """Find values of an ended trace in older objects.
 
     To be called where Python's collector has been off since before the trace, and nothing was young

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import ParamDict
 from jax.extend import core, source_info_util
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
@@ -117,7 +116,7 @@ def _itself(x: object) -> object:
 
 
 # How an equation comes about: from a primitive, values and parameters to results.
-Put = Callable[[Primitive, Sequence[object], ParamDict], Sequence[object]]
+Put = Callable[[core.Primitive, Sequence[object], jax.core.ParamDict], Sequence[object]]
 
 
 def cast(x: object, dtype: str, put: Put = compat.put) -> object:
@@ -159,7 +158,7 @@ def _step(step: Step, values: list[object], put: Put) -> Sequence[object]:
     ]
 
 
-def _params(step: Step) -> ParamDict:
+def _params(step: Step) -> jax.core.ParamDict:
     """The parameters of the equation's own primitive."""
     params = step.params
     if params is not step.eqn.params and params.get("update_jaxpr", 0) is None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
-from jax.core import ParamDict
-from jax.extend import core
+import jax.extend.core as core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.pass_switches import Pass
@@ -27,7 +26,13 @@ from polymp.backends.jax.autocast.values import (
     literal,
     number_of,
 )
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat.programs import (
+    Atom,
+    ClosedProgram,
+    Equation,
+    NameStack,
+    OpenProgram,
+)
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
 from polymp.rules.answers import Decision
@@ -87,10 +92,10 @@ class Planner:
         self.off = off
         self.tracks_weak = tracks_weak
         self.kept = kept
-        self.settings = settings, off, tracks_weak
-        self.earlier = [] if kept is None else kept.of(self.settings)
+        self.settings: Hashable = (settings, off, tracks_weak)
+        self.earlier: list[dict[Hashable, Plan]] = [] if kept is None else kept.of(self.settings)
         self.plans: dict[Hashable, Plan] = {}
-        self.stacks = NameStacks()
+        self.stacks: NameStacks = NameStacks()
         self.unknown: set[str] = set()
         self.op_plans: dict[Hashable, Any] = {}
 
@@ -157,6 +162,8 @@ class Frame:
     ) -> None:
         self.planner = planner
         self.closed = jaxpr
+        self.jaxpr: OpenProgram
+        self.consts: Sequence[Any]
         self.jaxpr, self.consts = compat.opened(jaxpr)
         self.inputs = known
         self.region = region
@@ -167,9 +174,9 @@ class Frame:
         self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         self.env.update(zip(invars, known, strict=True))
         self.steps: list[Step] = []
-        self.stack = compat.no_scopes()
-        self.casts = results is not None
-        self.shares = Pass.SHARING not in planner.off
+        self.stack: NameStack = compat.no_scopes()
+        self.casts: bool = results is not None
+        self.shares: bool = Pass.SHARING not in planner.off
 
     def known(self, atom: Atom) -> Known:
         """The dtype of an operand, where it comes from, and its number if it is one."""
@@ -201,7 +208,7 @@ class Frame:
         reads: Iterable[str | None],
         writes: Sequence[str | None],
         kind: Kind = Kind.BIND,
-        params: ParamDict | None = None,
+        params: jax.core.ParamDict | None = None,
         returns: tuple[str | None, ...] | None = None,
         low: str | None = None,
         inside: Inside | None = None,

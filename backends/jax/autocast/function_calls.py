@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import jax
-from jax.core import ParamDict
-from jax.extend.core import DebugInfo, Effects, Literal, Primitive
+import jax.extend.core as core
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
@@ -22,7 +22,7 @@ from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.compat.programs import Atom, Equation, JaxprEqnContext, SourceInfo
 from polymp.rules.answers import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
@@ -99,7 +99,7 @@ class Section:
         outvars: what of theirs is read outside.
     """
 
-    primitive = Primitive(SECTION)
+    primitive: core.Primitive = core.Primitive(SECTION)
     constvars: Sequence[Atom] = ()
     consts: Sequence[object] = ()
 
@@ -110,22 +110,22 @@ class Section:
         invars: Sequence[Atom],
         outvars: Sequence[Atom],
     ) -> None:
-        self.op = ruled.op
-        self.region = ruled.region
+        self.op: str = ruled.op
+        self.region: Region = ruled.region
         self.eqns = eqns
         self.invars = invars
         self.outvars = outvars
-        self.params: ParamDict = {}
-        self.source_info = eqns[0].source_info
-        self.ctx = eqns[0].ctx
-        self.effects: Effects = frozenset().union(*(eqn.effects for eqn in eqns))
+        self.params: jax.core.ParamDict = {}
+        self.source_info: SourceInfo = eqns[0].source_info
+        self.ctx: JaxprEqnContext = eqns[0].ctx
+        self.effects: core.Effects = frozenset().union(*(eqn.effects for eqn in eqns))
 
     @property
     def jaxpr(self) -> "Section":
         return self
 
     @property
-    def debug_info(self) -> DebugInfo:
+    def debug_info(self) -> core.DebugInfo:
         raise AttributeError("a section was traced from no function of its own")
 
 

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import NamedTuple, TypeVar
 
 import jax
-from jax.extend import core
+import jax.extend.core as core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts

@@ -10,7 +10,7 @@ from math import prod
 from typing import TypeGuard
 
 import jax
-from jax.extend import core
+import jax.extend.core as core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact

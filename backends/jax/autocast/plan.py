@@ -10,8 +10,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple, Self, final
 
+import jax
 import numpy as np
-from jax.core import ParamDict
 from jax.extend.core import Literal
 
 from polymp.backends.jax.autocast.values import Known
@@ -76,7 +76,7 @@ class Step(NamedTuple):
     eqn: Equation
     kind: Kind
     operands: Sequence[Operand]
-    params: ParamDict
+    params: jax.core.ParamDict
     writes: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
     stack: NameStack

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import jax
-from jax.core import Trace
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.compat.programs import NameStack
@@ -114,7 +113,7 @@ class _Latest(threading.local):
 
     def __init__(self) -> None:
         self.dtype: str | None = None
-        self.traces: list[weakref.ref[Trace]] = []  # that it was made under
+        self.traces: list[weakref.ref[jax.core.Trace]] = []  # that it was made under
 
 
 _LATEST = _Latest()

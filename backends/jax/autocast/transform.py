@@ -15,8 +15,6 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Trace
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
@@ -39,7 +37,7 @@ class PlannedCall(NamedTuple):
     """A function as traced and planned for arguments of some types."""
 
     plan: Plan
-    tree: PyTreeDef
+    tree: jax.tree_util.PyTreeDef
     statics: Sequence[object]
 
 
@@ -160,7 +158,7 @@ _CUDNN = (
 def trace(
     fn: Callable[..., object],
     region: Region,
-    tree: PyTreeDef,
+    tree: jax.tree_util.PyTreeDef,
     statics: Sequence[object],
     arrays: Sequence[object],
     kept: PlanCache | None = None,
@@ -183,8 +181,8 @@ def trace(
         ValueError: or NotImplementedError, from the function: where it asks for a dtype that
             attention of cuDNN has no kernel for, a note says what to write.
     """
-    found: list[tuple[PyTreeDef, Sequence[object]]] = []
-    running: list[weakref.ref[Trace]] = []
+    found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
+    running: list[weakref.ref[jax.core.Trace]] = []
 
     def flat(*arrays: object) -> list[object]:
         running.append(weakref.ref(compat.traces()[0]))

@@ -2,7 +2,7 @@
 
 import warnings
 
-from jax.extend import core
+import jax.extend.core as core
 
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.compat.programs import ClosedProgram, OpenProgram

@@ -4,9 +4,10 @@ A value has two dtypes: the *declared* one, that of the traced program, and the 
 the plan gives it. Nothing here makes an array or knows an equation.
 """
 
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, ClassVar, NamedTuple, SupportsFloat
 
 import jax
 import numpy as np
@@ -33,7 +34,8 @@ class Origin(Enum):
     LITERAL = 2
     MASK = 3
 
-    __hash__ = object.__hash__  # each is one object; Enum's own hashes the name, in Python
+    # Each is one object; Enum's own hashes the name, in Python.
+    __hash__: ClassVar[Callable[[Any], int]] = object.__hash__
 
 
 class Known(NamedTuple):

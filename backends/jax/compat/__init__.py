@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
+import jax._src.config as _config
+import jax._src.core as _core
+import jax._src.interpreters.ad as _ad
+import jax._src.interpreters.partial_eval as _partial_eval
+import jax.extend.core as core
 import numpy as np
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import partial_eval as _partial_eval
-from jax.core import AbstractValue, ParamDict
-from jax.extend import core
+from jax.core import AbstractValue
 from jax.interpreters import ad
 
 from polymp.backends.jax.compat.mlir import lower_in_place as lower_in_place
@@ -66,7 +66,7 @@ class Context(Protocol[T]):
 
 
 # What a rematerialisation policy may answer.
-RematAnswer = _partial_eval.RematCases_
+RematAnswer: TypeAlias = _partial_eval.RematCases_
 
 
 def remat_case(
@@ -240,7 +240,7 @@ def lifted(closed: ClosedProgram) -> tuple[OpenProgram, Sequence[Any]]:
     return opened(traced)[0], consts
 
 
-def scan_sizes(params: ParamDict) -> tuple[int, int]:
+def scan_sizes(params: jax.core.ParamDict) -> tuple[int, int]:
     """How many constants and how many carries a scan has. Since jax 0.11 held by a flat tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -254,7 +254,7 @@ def only_arrays(closed: ClosedProgram) -> bool:
     return all(type(v.aval) is _core.ShapedArray for v in (*binders(closed)[1], *jaxpr.outvars))
 
 
-def has_program(params: ParamDict) -> bool:
+def has_program(params: jax.core.ParamDict) -> bool:
     """True if an equation's parameters hold a jaxpr or a function."""
     if any(True for _ in core.jaxprs_in_params(params)):
         return True

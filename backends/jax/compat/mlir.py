@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax._src import named_sharding as _named_sharding
-from jax._src import pjit as _pjit
-from jax._src import sharding_impls as _sharding
-from jax.extend import core
-from jax.interpreters import mlir
+import jax._src.named_sharding as _named_sharding
+import jax._src.pjit as _pjit
+import jax._src.sharding_impls as _sharding
+import jax.extend.core as core
+import jax.interpreters.mlir as mlir
 
 
 def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:

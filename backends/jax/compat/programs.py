@@ -5,13 +5,16 @@ the same attributes as an equation, and as the program inside it.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from jax._src.core import JaxprEqnContext as JaxprEqnContext
-from jax._src.source_info_util import NameStack as NameStack
-from jax._src.source_info_util import SourceInfo as SourceInfo
-from jax.core import ParamDict
-from jax.extend.core import DebugInfo, Effects, Primitive
+import jax
+import jax._src.core as _core
+import jax._src.source_info_util as _source_info
+import jax.extend.core as core
+
+JaxprEqnContext: TypeAlias = _core.JaxprEqnContext
+NameStack: TypeAlias = _source_info.NameStack
+SourceInfo: TypeAlias = _source_info.SourceInfo
 
 
 class Atom(Protocol):
@@ -26,15 +29,15 @@ class Equation(Protocol):
     """An equation: a primitive, what it reads and what it writes. As `jax.extend.core.JaxprEqn`."""
 
     @property
-    def primitive(self) -> Primitive: ...
+    def primitive(self) -> core.Primitive: ...
     @property
     def invars(self) -> Sequence[Atom]: ...
     @property
     def outvars(self) -> Sequence[Atom]: ...
     @property
-    def params(self) -> ParamDict: ...
+    def params(self) -> jax.core.ParamDict: ...
     @property
-    def effects(self) -> Effects: ...
+    def effects(self) -> core.Effects: ...
     @property
     def source_info(self) -> SourceInfo: ...
     @property
@@ -53,7 +56,7 @@ class OpenProgram(Protocol):
     @property
     def eqns(self) -> Sequence[Equation]: ...
     @property
-    def debug_info(self) -> DebugInfo: ...
+    def debug_info(self) -> core.DebugInfo: ...
 
 
 class ClosedProgram(Protocol):

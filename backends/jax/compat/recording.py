@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import dtypes as _dtypes
-from jax._src import mesh as _mesh
-from jax._src import source_info_util as _source_info
-from jax._src.interpreters import partial_eval as _partial_eval
-from jax.core import ParamDict
-from jax.extend import core
+import jax._src.config as _config
+import jax._src.core as _core
+import jax._src.dtypes as _dtypes
+import jax._src.interpreters.partial_eval as _partial_eval
+import jax._src.mesh as _mesh
+import jax._src.source_info_util as _source_info
+import jax.extend.core as core
 
 from polymp.backends.jax.compat.programs import Atom, JaxprEqnContext, NameStack, SourceInfo
 
@@ -62,7 +61,7 @@ class EquationSource:
 
 
 # A value that is an equation's only result, as long as no tracer of it is asked for.
-Recorded = _core.JaxprEqn
+Recorded: TypeAlias = _core.JaxprEqn
 
 
 class Recorder:
@@ -90,7 +89,7 @@ class Recorder:
         self._tracers: dict[Atom, jax.Array] = {}
 
     def put(
-        self, primitive: core.Primitive, values: Sequence[Any], params: ParamDict
+        self, primitive: core.Primitive, values: Sequence[Any], params: jax.core.ParamDict
     ) -> Sequence[Any]:
         """The results of a primitive, at the current source information.
 
@@ -136,7 +135,7 @@ class Recorder:
         return (eqn,)
 
     def bind(
-        self, primitive: core.Primitive, values: Sequence[Any], params: ParamDict
+        self, primitive: core.Primitive, values: Sequence[Any], params: jax.core.ParamDict
     ) -> Sequence[Any]:
         """The same, by way of `bind`."""
         return put(primitive, [self.tracer(x) for x in values], params)
@@ -151,7 +150,9 @@ class Recorder:
         return self._tracers[var]
 
 
-def put(primitive: core.Primitive, values: Sequence[object], params: ParamDict) -> Sequence[Any]:
+def put(
+    primitive: core.Primitive, values: Sequence[object], params: jax.core.ParamDict
+) -> Sequence[Any]:
     """The results of a primitive, by way of `bind`."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return out if primitive.multiple_results else (out,)

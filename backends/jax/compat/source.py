@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-from jax._src import core as _core
-from jax._src import source_info_util as _source_info
-from jax.core import Trace, Tracer
+import jax
+import jax._src.core as _core
+import jax._src.source_info_util as _source_info
+from jax.core import Tracer
 
 from polymp.backends.jax.compat.programs import Equation, NameStack
 
@@ -64,7 +65,7 @@ def where_written(eqn: Equation) -> str:
     return _source_info.summarize(eqn.source_info)
 
 
-def traces() -> list[Trace]:
+def traces() -> list[jax.core.Trace]:
     """The traces that Python runs under, innermost first, without the last: that of no trace.
 
     Empty in code that is not traced. Since jax 0.4.36.
@@ -77,7 +78,7 @@ def traces() -> list[Trace]:
     return found
 
 
-def tracers_of(trace: Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
+def tracers_of(trace: jax.core.Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
     """Those of some objects that are values of a trace. Since jax 0.4.36."""
     return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
 

@@ -7,7 +7,7 @@ decided it.
 import reprlib
 from collections.abc import Callable
 
-from jax.typing import DTypeLike
+import jax
 
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.diagnostics.program_calls import with_sites
@@ -19,7 +19,7 @@ from polymp.diagnostics.report import Report
 def explain(
     fn: Callable[..., object],
     *args: object,
-    dtype: DTypeLike | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     policy: PolicyLike = None,
     **kwargs: object,
 ) -> Report:

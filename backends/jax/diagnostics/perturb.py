@@ -9,11 +9,10 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.extend.core as core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
-from jax.typing import ArrayLike
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
@@ -24,7 +23,7 @@ from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.sites import Site
-from polymp.backends.jax.diagnostics.traced_call import traced
+from polymp.backends.jax.diagnostics.traced_call import Record, traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
 from polymp.diagnostics import trees
 from polymp.diagnostics.call_record import Call
@@ -80,7 +79,7 @@ class Program:
         kwargs: Mapping[str, object],
         dtype: str | None,
         policy: PolicyLike,
-        cotangent: Callable[[str, tuple[int, ...]], ArrayLike] | None,
+        cotangent: Callable[[str, tuple[int, ...]], jax.typing.ArrayLike] | None,
     ) -> None:
         tree = tuple(args), dict(kwargs)
         self._given = {path: jnp.asarray(x) for path, x in trees.arrays(tree).items()}
@@ -112,6 +111,8 @@ class Program:
             self._paths = list(found)
             return list(found.values()), [gradients[p] for p in self._graded]
 
+        self.closed: ClosedProgram
+        self.record: Record
         self.closed, self.record, *_ = traced(program, (self._given,), {})
         self._flat = jax.tree.leaves(self._given)
         self._moved: Callable[..., list[jax.Array]] | None = None
@@ -177,7 +178,7 @@ class _Evaluation:
         alike: bool []; whether all values of a result move alike.
     """
 
-    def __init__(self, seed: jax.Array | None, alike: ArrayLike) -> None:
+    def __init__(self, seed: jax.Array | None, alike: jax.typing.ArrayLike) -> None:
         self.seed: Any = seed
         self.alike = alike
         self.made: dict[_Address, list[jax.Array]] = {}

@@ -45,7 +45,7 @@ class Record(decision_log.Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, Followed] = {}
-        self.policy = ""
+        self.policy: str = ""
         self._latest: decision_log.Entry | None = None
 
     def note(self, entry: decision_log.Entry) -> None:

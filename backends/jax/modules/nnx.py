@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.modules.scoped import scoped
 
@@ -177,7 +176,7 @@ class _Pure:
 
     fn: Callable[..., object]
     graph: Any
-    tree: PyTreeDef
+    tree: jax.tree_util.PyTreeDef
     places: tuple[bool, ...]
     named: bool
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import float_dtype, is_float
 from polymp.dtypes import FORMATS
@@ -29,9 +28,9 @@ class Pins:
 
     def __init__(self, dtype: str, paths: Iterable[str]) -> None:
         self.dtype = dtype
-        self.paths = tuple(sorted(paths))
+        self.paths: tuple[str, ...] = tuple(sorted(paths))
 
-    def to(self, params: P, dtype: DTypeLike) -> P:
+    def to(self, params: P, dtype: jax.typing.DTypeLike) -> P:
         """Convert the parameters to another dtype, but for the pinned ones, which keep every digit.
 
         Args:
@@ -75,7 +74,7 @@ class Pins:
         return f"Pins({self.dtype!r}, {len(self.paths)} parameters)"
 
 
-def pin(params: object, dtype: DTypeLike, paths: Sequence[str] = ("*",)) -> Pins:
+def pin(params: object, dtype: jax.typing.DTypeLike, paths: Sequence[str] = ("*",)) -> Pins:
     """Keep parameters in a dtype when the tree is converted to another.
 
         pins = pin(params, "float32", ["*.norm"])

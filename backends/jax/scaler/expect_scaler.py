@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
@@ -242,7 +241,7 @@ def _all_joined(values: Sequence[_Value]) -> _Value:
     return first
 
 
-def _constant(x: ArrayLike) -> _Value:
+def _constant(x: jax.typing.ArrayLike) -> _Value:
     """A number in a program; of larger arrays, and of keys, nothing is followed."""
     dtype = getattr(x, "dtype", np.dtype(float))
     if np.size(x) != 1 or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):

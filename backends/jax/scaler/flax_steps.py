@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.scaler import optimizer_step
 from polymp.backends.jax.scaler.grad_scaler import GradScaler, stepped
@@ -190,7 +189,7 @@ def _values(*nodes: object) -> dict[Hashable, object]:
     return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(nodes))}
 
 
-def _dtypes(value: object) -> tuple[PyTreeDef, list[object]]:
+def _dtypes(value: object) -> tuple[jax.tree_util.PyTreeDef, list[object]]:
     leaves, structure = jax.tree.flatten(value)
     return structure, [shown_dtype(x) if is_carried(x) else x for x in leaves]
 

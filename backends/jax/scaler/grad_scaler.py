@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
 
 from polymp.backends.jax.arrays import float_dtype
 from polymp.backends.jax.scaler import (
@@ -92,7 +91,7 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: DTypeLike | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
         min_scale: float = scale_rule.SMALLEST,
         max_scale: float = scale_rule.LARGEST,
         hysteresis: int = 0,
@@ -161,7 +160,9 @@ class GradScaler:
         scale, grads = scale_update.factor(self.state), tree_math.settled(grads)
         return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
 
-    def update(self, finite: ArrayLike, *, loss_finite: ArrayLike = True) -> "GradScaler":
+    def update(
+        self, finite: jax.typing.ArrayLike, *, loss_finite: jax.typing.ArrayLike = True
+    ) -> "GradScaler":
         """Return the next scaler: grown after a good streak, lowered after an overflow.
 
         Args:

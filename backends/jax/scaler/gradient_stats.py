@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import PyTreeDef
-from jax.typing import ArrayLike, DTypeLike
 
 from polymp.backends.jax.scaler.scale_update import factor
 from polymp.backends.jax.scaler.tree_math import is_scalable
@@ -64,7 +62,7 @@ _TRACED = (
 )
 
 
-def counted(grads: object, names: object, factor: ArrayLike) -> Counts:
+def counted(grads: object, names: object, factor: jax.typing.ArrayLike) -> Counts:
     """Count every float leaf of a tree.
 
     Args:
@@ -89,7 +87,7 @@ def counted(grads: object, names: object, factor: ArrayLike) -> Counts:
     return Counts(tuple(path for path, _ in rows), shapes, table)
 
 
-def on_host(x: ArrayLike) -> np.ndarray[Any, Any]:
+def on_host(x: jax.typing.ArrayLike) -> np.ndarray[Any, Any]:
     """An array's values; of one over several processes, which is the same on all, its copy here."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = x.addressable_data(0)
@@ -110,8 +108,8 @@ def _paths(pairs: Sequence[tuple[tuple[Any, ...], object]]) -> list[str]:
 
 def _given(names: object, grads: object) -> list[str]:
     leaves = jax.tree.leaves(names)
-    structure: PyTreeDef = jax.tree.structure(names)
-    wanted: PyTreeDef = jax.tree.structure(grads)
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(names)
+    wanted: jax.tree_util.PyTreeDef = jax.tree.structure(grads)
     if structure != wanted or not all(isinstance(name, str) for name in leaves):
         raise TypeError(
             f"names must be a tree of strings of the gradients' structure, {wanted}; got {names!r}."
@@ -120,7 +118,7 @@ def _given(names: object, grads: object) -> list[str]:
 
 
 @jax.jit
-def _table(leaves: list[ArrayLike], factor: jax.Array) -> jax.Array:
+def _table(leaves: list[jax.typing.ArrayLike], factor: jax.Array) -> jax.Array:
     xs = list(map(jnp.asarray, leaves))
     if all(x.size < _INT32 for x in xs):
         return _stacked(xs, factor, jnp.int32)
@@ -128,7 +126,7 @@ def _table(leaves: list[ArrayLike], factor: jax.Array) -> jax.Array:
         return _stacked(xs, factor, jnp.int64)
 
 
-def _stacked(xs: list[jax.Array], factor: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _stacked(xs: list[jax.Array], factor: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if not xs:
         return jnp.zeros((0, 4), dtype)
     return jnp.stack([jnp.stack([kind.sum(dtype=dtype) for kind in _kinds(x, factor)]) for x in xs])

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
-from jax.typing import DTypeLike
 
 from polymp.backends.jax.arrays import apart, is_float
 from polymp.backends.jax.scaler import optimizer_step, tree_math
@@ -130,7 +128,7 @@ def _nothing(updates: T, grads: object) -> T:
     """Updates that change no parameter: x + -0.0 is x, and 0.0 would turn -0.0 into 0.0."""
     dtypes, structure = jax.tree.flatten(updates)
     # Where they can, they follow the gradients: on a mesh these know where they are.
-    given: PyTreeDef = jax.tree.structure(grads)
+    given: jax.tree_util.PyTreeDef = jax.tree.structure(grads)
     alike = jax.tree.leaves(grads) if given == structure else dtypes
     filled = [
         jnp.full_like(like if jnp.shape(like) == x.shape else x, _zero(x.dtype), x.dtype)
@@ -142,7 +140,7 @@ def _nothing(updates: T, grads: object) -> T:
     return nothing
 
 
-def _zero(dtype: DTypeLike) -> complex:
+def _zero(dtype: jax.typing.DTypeLike) -> complex:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return complex(-0.0, -0.0)
     return -0.0 if jnp.issubdtype(dtype, jnp.floating) else 0

@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.extend.core as core
 import jax.numpy as jnp
 from jax import lax
 from jax.dtypes import float0
-from jax.extend import core
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.modules import nnx
@@ -219,8 +218,8 @@ def check_replaces(old: tuple[object, ...], new: object, name: str = "update") -
             f"{name} must return a tuple of what replaces the {len(old)} parts of the state, in "
             f"their order; it returned {got}."
         )
-    given: PyTreeDef = jax.tree.structure(old)
-    returned: PyTreeDef = jax.tree.structure(new)
+    given: jax.tree_util.PyTreeDef = jax.tree.structure(old)
+    returned: jax.tree_util.PyTreeDef = jax.tree.structure(new)
     if given != returned:
         raise TypeError(
             f"{name} must return the state in the structure that it came in, {given}; "

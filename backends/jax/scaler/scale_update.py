@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import tree_math
@@ -65,7 +64,10 @@ def factor(state: ScaleState) -> jax.Array:
 
 
 def update(
-    rule: ScaleRule, state: ScaleState, finite: ArrayLike, loss_finite: ArrayLike
+    rule: ScaleRule,
+    state: ScaleState,
+    finite: jax.typing.ArrayLike,
+    loss_finite: jax.typing.ArrayLike,
 ) -> ScaleState:
     """The state after a step; see `GradScaler.update`."""
     factor(state)
@@ -74,7 +76,7 @@ def update(
     return after
 
 
-def _one_bool(name: str, value: ArrayLike) -> jax.Array:
+def _one_bool(name: str, value: jax.typing.ArrayLike) -> jax.Array:
     """The value as an array.
 
     Raises:

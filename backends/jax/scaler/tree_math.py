@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart
@@ -98,7 +97,7 @@ def shown(value: object) -> str:
     return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)
 
 
-def _parts(x: ArrayLike) -> list[jax.Array]:
+def _parts(x: jax.typing.ArrayLike) -> list[jax.Array]:
     """X in at least float32; as real and imaginary part, because Inf times a complex is NaN."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -112,7 +111,7 @@ def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, inline=True)
-def _all_finite(xs: list[ArrayLike], scale: jax.Array) -> jax.Array:
+def _all_finite(xs: list[jax.typing.ArrayLike], scale: jax.Array) -> jax.Array:
     """One pass over what is divided; nothing of its size is stored.
 
     A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
@@ -140,7 +139,9 @@ def _differing_axes(x: jax.Array) -> tuple[str, ...]:
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _by_scale(operation: _Operation, xs: list[ArrayLike], scale: jax.Array) -> list[jax.Array]:
+def _by_scale(
+    operation: _Operation, xs: list[jax.typing.ArrayLike], scale: jax.Array
+) -> list[jax.Array]:
     results = []
     for x in xs:
         parts = [operation(part, scale.astype(part.dtype)) for part in _parts(x)]

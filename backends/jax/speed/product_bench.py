@@ -35,7 +35,7 @@ class ProductBench:
     """
 
     framework = "jax"
-    least = 0.3
+    least: float = 0.3
 
     def __init__(self) -> None:
         self.device: str = jax.default_backend()
@@ -45,7 +45,7 @@ class ProductBench:
             if own
             else "time until it has finished, float32 in jax's default precision"
         )
-        self.ways = [FLOAT32, BFLOAT16, FLOAT16, BFLOAT16 + HELD]
+        self.ways: list[str] = [FLOAT32, BFLOAT16, FLOAT16, BFLOAT16 + HELD]
         self.lacking: dict[str, str] = {}
         if own:
             self.lacking[FLOAT8] = "XLA computes float8 products on CPUs in wider dtypes"

@@ -11,8 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 import jax
-from jax.core import ParamDict
-from jax.extend.core import Primitive
+import jax.extend.core as core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.api import autocast
@@ -40,7 +39,7 @@ class Kernel(NamedTuple):
         wide: True if the result is float32.
     """
 
-    of: Primitive
+    of: core.Primitive
     params: Params
     shapes: tuple[tuple[int, ...], ...]
     casts: tuple[bool, ...]
@@ -101,7 +100,7 @@ def _product(eqn: Equation, direction: str, parameters: set[Atom]) -> Product:
 
 
 def _sizes(
-    name: str, params: ParamDict, shapes: tuple[tuple[int, ...], ...], result: int
+    name: str, params: jax.core.ParamDict, shapes: tuple[tuple[int, ...], ...], result: int
 ) -> tuple[str, int, int, int, int]:
     """Op, batch, m, k and n."""
     left, right = shapes

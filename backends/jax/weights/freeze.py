@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import regions
@@ -146,6 +145,8 @@ class Frozen:
         self.made = made
         self.stored = stored
         self.kept = kept
+        self.bytes_before: int
+        self.bytes_after: int
         self.bytes_before, self.bytes_after = size
         self._expected = expected
         self._call = transformed(made.fn, made.region, self._traced)
@@ -187,7 +188,7 @@ class Frozen:
         self,
         fn: Callable[..., object],
         region: Region,
-        tree: PyTreeDef,
+        tree: jax.tree_util.PyTreeDef,
         statics: tuple[object, ...],
         arrays: Sequence[object],
         kept: PlanCache,

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
@@ -23,7 +22,7 @@ class Signature(NamedTuple):
     """
 
     fn: Callable[..., object]
-    tree: PyTreeDef
+    tree: jax.tree_util.PyTreeDef
     statics: tuple[object, ...]
 
     def first(self, params: nnx.Apart) -> list[int]:
@@ -48,7 +47,7 @@ class Signature(NamedTuple):
             return []
         (before, _), _ = jax.tree.unflatten(self.tree, range(len(self.statics)))
         _, after = jax.tree.unflatten(traced.tree, range(len(traced.statics)))
-        ours: PyTreeDef = jax.tree.structure(before)
+        ours: jax.tree_util.PyTreeDef = jax.tree.structure(before)
         if ours != jax.tree.structure(after):
             return []
         invars = compat.binders(traced.plan.jaxpr)[1]
@@ -77,10 +76,16 @@ class FrozenParams:
     """
 
     def __init__(
-        self, tree: PyTreeDef, params: nnx.Apart, dtypes: Mapping[int, str], lows: Mapping[int, str]
+        self,
+        tree: jax.tree_util.PyTreeDef,
+        params: nnx.Apart,
+        dtypes: Mapping[int, str],
+        lows: Mapping[int, str],
     ) -> None:
         self.tree = tree
-        self.params = params._replace(parts=None, together=lambda parts: parts)  # holds no array
+        self.params: nnx.Apart = params._replace(
+            parts=None, together=lambda parts: parts
+        )  # holds no array
         self.dtypes = dtypes
         self.lows = lows
 

@@ -99,7 +99,9 @@ class autocast:  # the name is torch's
         if isinstance(dtype, str):
             dtype = dtype_names.of(dtype, "autocast(): dtype")
         self.device = device_type
-        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        self.fast_dtype: torch.dtype = (
+            torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        )
         if cache_enabled is None:
             traced = is_dynamo_compiling()
             cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()

@@ -39,12 +39,12 @@ class CompiledRegion:
     ) -> None:
         _allow()
         self.device = device
-        self.inside = enabled, dtype, cache
+        self.inside: tuple[bool, torch.dtype, bool] = (enabled, dtype, cache)
         self.ticket = ticket
 
     def __enter__(self) -> None:
         device, code = self.device, policy_code.in_force()
-        self.outside = (
+        self.outside: tuple[bool, torch.dtype, bool] = (
             is_autocast_enabled(device),
             get_autocast_dtype(device),
             is_autocast_cache_enabled(),
@@ -83,7 +83,7 @@ def _give_up(entries: list[Callable[[], None]], leave: Callable[[], None]) -> No
         leave()
 
 
-open_regions = OpenInGraphs()
+open_regions: OpenInGraphs = OpenInGraphs()
 
 
 def entered() -> bool:

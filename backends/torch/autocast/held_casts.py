@@ -74,8 +74,12 @@ class Weight:
     __slots__ = ("blocks", "casts", "checked", "made", "name", "served", "tensor")
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        self.tensor = tensor
-        self.name = name
+        self.tensor: torch.Tensor = tensor
+        self.name: str = name
+        self.blocks: int
+        self.checked: int
+        self.made: int
+        self.served: int
         self.blocks = self.checked = self.made = self.served = 0
         self.casts: dict[Key, Held] = {}
 
@@ -99,10 +103,10 @@ class HeldWeights:
 
     def __init__(self) -> None:
         self.by_id: dict[int, Weight] = {}
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
 
 
-held = HeldWeights()
+held: HeldWeights = HeldWeights()
 
 
 def hold(named: Iterable[tuple[str, torch.Tensor]], check: bool) -> list[Weight]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch.library import Library
+import torch
 
 from polymp.backends.torch.autocast import (
     autocast_kernel,
@@ -38,7 +38,7 @@ class Loan:
         wanted: the ops whose kernels a policy needs, too, and that keep them.
     """
 
-    library: Library
+    library: torch.library.Library
     ops: set[str]
     blocks: int = 0
     wanted: set[str] = field(default_factory=set)
@@ -58,10 +58,10 @@ class Installed:
         self.ops: set[tuple[str, str]] = set()
         self.loans: dict[str, Loan] = {}
         self.told: list[Callable[[str], None]] = []
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
 
 
-now = Installed()
+now: Installed = Installed()
 
 
 def prepare(region: Region) -> None:
@@ -154,7 +154,7 @@ def put(device: str, ops: Sequence[str]) -> None:
         put_in(dispatcher.library_of(name), device, [name])
 
 
-def put_in(library: Library, device: str, ops: Iterable[str]) -> None:
+def put_in(library: torch.library.Library, device: str, ops: Iterable[str]) -> None:
     """Put our kernel, of a library, on the device's autocast key for ops that have none."""
     key = str(dispatcher.autocast_key(device))
     for name in ops:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 
-from torch.library import Library
+import torch
 
 from polymp.backends.torch.autocast import (
     autocast_kernel,
@@ -40,7 +40,7 @@ def lend(devices: Iterable[str]) -> None:
                     for name in lowered(device)
                     if (device, name) not in kernel_registry.now.ops
                 }
-                loans[device] = loan = Loan(Library("aten", "IMPL"), ops)
+                loans[device] = loan = Loan(torch.library.Library("aten", "IMPL"), ops)
                 kernel_registry.put_in(loan.library, device, sorted(ops) if key else ())
             loans[device].blocks += 1
 

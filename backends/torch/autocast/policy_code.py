@@ -8,6 +8,7 @@ devices that no build of torch has tensors on.
 """
 
 import threading
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -45,11 +46,11 @@ class Codes:
 
     def __init__(self) -> None:
         self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
-        self.free = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
-        self.lock = threading.Lock()
+        self.free: Iterator[Code] = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
+        self.lock: threading.Lock = threading.Lock()
 
 
-codes = Codes()
+codes: Codes = Codes()
 
 
 def policy_of(device: str) -> Policy | None:

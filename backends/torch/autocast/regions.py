@@ -44,7 +44,7 @@ class Entries(threading.local):
         self.unscaled: set[str] = set()
 
 
-entries = Entries()
+entries: Entries = Entries()
 
 
 @dynamo.no_frame
@@ -135,10 +135,10 @@ class Prepared:
     def __init__(self) -> None:
         self.by_ticket: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}
         self.tickets: dict[Region, str] = {}
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
 
 
-prepared = Prepared()
+prepared: Prepared = Prepared()
 
 
 def ticket(region: Region) -> str:

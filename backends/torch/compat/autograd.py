@@ -113,10 +113,10 @@ class Showing:
 
     def __init__(self) -> None:
         self.hooks: dict[Any, Any] = {}
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
 
 
-showing = Showing()
+showing: Showing = Showing()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
-from torch.library import Library
 
 __all__ = ["ExcludeKeys"]
 
@@ -134,27 +133,27 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     return call
 
 
-def library_of(name: str) -> Library:
+def library_of(name: str) -> torch.library.Library:
     """Return the library for kernels of an op that stay; one for each namespace."""
     return _library(name.rpartition("::")[0] or "aten")
 
 
 @functools.cache
-def _library(namespace: str) -> Library:
-    return Library(namespace, "IMPL")
+def _library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "IMPL")
 
 
 @contextmanager
-def temporary_library(namespace: str) -> Iterator[Library]:
+def temporary_library(namespace: str) -> Iterator[torch.library.Library]:
     """Yield a library; when the block ends its kernels go, and those that they replaced return."""
-    library = Library(namespace, "IMPL")
+    library = torch.library.Library(namespace, "IMPL")
     try:
         yield library
     finally:
         destroy(library)
 
 
-def destroy(library: Library) -> None:
+def destroy(library: torch.library.Library) -> None:
     """Take away a library's kernels; those that they replaced return.
 
     `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
@@ -162,7 +161,7 @@ def destroy(library: Library) -> None:
     library._destroy()
 
 
-def put(library: Library, name: str, kernel: Callable[..., Any], key: str) -> None:
+def put(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
     """Register a kernel that takes the keyset first, in place of any other on the key.
 
     torch warns once when a kernel is replaced; here that is intended. `with_keyset` since

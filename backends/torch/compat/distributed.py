@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 
 def talks(op: torch._ops.OpOverload) -> bool:

@@ -3,10 +3,11 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,7 +22,7 @@ def flatten_rnn_weights(weights: list[torch.Tensor], *options: Any) -> None:
 
 
 # A module's call is its `_call_impl`, since torch 1.8.
-MODULE_CALL = nn.Module._call_impl.__code__
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp import code_origin
 from polymp.backends.torch.compat import nn_modules

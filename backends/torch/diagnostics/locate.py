@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import distributed as dist
-from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -116,8 +116,8 @@ class Bins:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.values = 0
-        self.counted = 0
+        self.values: int = 0
+        self.counted: int = 0
         self.ranges: list[Range] = []
         self._bins = torch.zeros(BINS, dtype=torch.int32, device=device)
         self.lost: list[Lost] = []

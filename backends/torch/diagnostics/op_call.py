@@ -57,13 +57,13 @@ class OpCall:
         self.inputs = inputs
         self.run: tuple[str, ...] = ()
         self.outputs: tuple[str, ...] = ()
-        self.casts = 0
-        self.cast_bytes = 0
+        self.casts: int = 0
+        self.cast_bytes: int = 0
         self.saved: dict[str, int] = {}
-        self.flops = 0
+        self.flops: int = 0
         self.kept = 0
         self.backward: OpCall | None = None
-        self.ops = 0
+        self.ops: int = 0
         self.cast_storages: set[int] = set()
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:

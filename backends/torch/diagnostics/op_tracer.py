@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.autocast import lent_kernels, regions
@@ -60,11 +60,12 @@ class OpTracer(decision_log.Recorder):
         self._of_node: dict[int, OpCall] = {}
         self._first_node = 0
         self._stack = ExitStack()
-        self.looks_away = False  # while it runs ops of its own
+        self.looks_away: bool = False  # while it runs ops of its own
         self._mode = _Mode(self)
         self._paused = False
         self._pauses = 0
-        self.region = "", ""  # low dtype and policy of the first region that was met
+        # Low dtype and policy of the first region that was met.
+        self.region: tuple[str, str] = ("", "")
 
     # To be overridden by tracers that do more
 

@@ -231,7 +231,7 @@ class Program:
         policy: PolicyLike,
         cotangent: Callable[[str, tuple[int, ...]], Any] | None,
     ) -> None:
-        self.watch = Moved()
+        self.watch: Moved = Moved()
         self.watch.looks_away = True  # between runs
         self._fn = fn
         self._tree = tuple(args), dict(kwargs)

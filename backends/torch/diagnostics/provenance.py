@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import storage

@@ -4,10 +4,10 @@ Pinning is about storage alone: the policy decides in which dtype an op computes
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.modules import subclass
@@ -39,7 +39,7 @@ class Pin(NamedTuple):
 class Pinned(subclass.Extension):
     """A module's class, once pinned."""
 
-    KEY = "_polymp_pin"
+    KEY: ClassVar[str] = "_polymp_pin"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *recurse: bool) -> Any:
         """Apply `fn` to every parameter and buffer, as `to`, `half` and `cuda` do; keep dtypes."""

@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.autocast import kernel_registry, module_policy, policy_code, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
@@ -36,7 +36,7 @@ class ModuleScope:
         for device in torch_table.DEVICES:
             kernel_registry.install(policy, device)
         self.policy = policy
-        self.code = policy_code.of_scope(policy)
+        self.code: policy_code.Code = policy_code.of_scope(policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _module_scope, (self.policy,)  # codes are of one process
@@ -50,7 +50,7 @@ def _module_scope(policy: Policy) -> ModuleScope:
 class Scoped(subclass.Extension):
     """A module's class, in a scoped model."""
 
-    KEY = "_polymp_scope"
+    KEY: ClassVar[str] = "_polymp_scope"
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
@@ -86,7 +86,7 @@ class Scoping(subclass.Handle):
         super().__init__(Scoped, modules.values())
         self.policy = policy
         matched = {p for path in modules for _, p in scopes.ranked(policy.scopes, path)}
-        self.unmatched = tuple(sorted(set(policy.scopes) - matched))
+        self.unmatched: tuple[str, ...] = tuple(sorted(set(policy.scopes) - matched))
 
     def __repr__(self) -> str:
         return f"Scoping({self.policy.name!r}, {len(self._modules)} modules)"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.fx
-from torch import nn
+import torch.nn as nn
 
 
 class Extension(nn.Module):

@@ -24,7 +24,7 @@ class AsyncRead:
 
     def __init__(self) -> None:
         self.seen: ScaleState | None = None
-        self.age = 0
+        self.age: int = 0
         self._on_its_way: tuple[torch.Tensor, torch.Event | None, int] | None = None
         self._given = 0  # how often the user has set the scale
         self._seen_of = 0  # `_given` when the copy in `seen` was started
@@ -109,10 +109,10 @@ class Listeners:
 
     def __init__(self) -> None:
         self.methods: dict[str, WeakMethod[Listener]] = {}
-        self.numbers = count()
+        self.numbers: count[int] = count()
 
 
-listeners = Listeners()
+listeners: Listeners = Listeners()
 
 
 def listen(listener: Listener) -> str:

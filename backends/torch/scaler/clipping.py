@@ -29,10 +29,10 @@ class Watched:
 
     def __init__(self) -> None:
         self.warned: weakref.WeakKeyDictionary[Findings, bool] = weakref.WeakKeyDictionary()
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
 
 
-watched = Watched()
+watched: Watched = Watched()
 
 TOO_EARLY = (
     "gradients were clipped while they were still multiplied by the loss scale, so what is left of "

@@ -45,13 +45,13 @@ class DeviceState:
     """
 
     def __init__(self, rule: ScaleRule, first: ScaleState, *, notes_losses: bool) -> None:
-        self.rule = rule
-        self.first = first
+        self.rule: ScaleRule = rule
+        self.first: ScaleState = first
         self.scale: torch.Tensor | None = None
         self.tracker: torch.Tensor | None = None
         self.counts: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
-        self.arriving = AsyncRead()
+        self.arriving: AsyncRead = AsyncRead()
         self._notes_losses = notes_losses
         self._bars: torch.Tensor | None = None  # of `scale_update.new_bars`
         self._known: _Known | None = None

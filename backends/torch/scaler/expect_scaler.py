@@ -10,8 +10,8 @@ import weakref
 from typing import Literal
 
 import torch
+import torch.utils.hooks as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import optimizers
@@ -24,7 +24,7 @@ _SCALERS = frozenset(
 )
 
 
-def expect_scaler(action: Literal["warn", "raise"] = "warn") -> RemovableHandle:
+def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableHandle:
     """Flag optimizer steps on gradients of a float16 region that no scaler has scaled.
 
         with expect_scaler("raise"):

@@ -49,7 +49,7 @@ class Findings:
     def __init__(self, state: DeviceState, options: Options) -> None:
         self.state = state
         self.options = options
-        self.entries = _fresh_entries()
+        self.entries: dict[int, Entry] = _fresh_entries()
         self._before: dict[int, Entry] = {}  # those of the last iteration
         self._scaled_in: Any = None  # the entries of the iteration in which a loss was scaled last
 

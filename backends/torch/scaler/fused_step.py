@@ -24,7 +24,7 @@ class Steps:
         self.take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 
-steps = Steps()
+steps: Steps = Steps()
 
 
 def step(

@@ -37,19 +37,19 @@ class ProductBench:
     """
 
     framework = "torch"
-    least = 0.1
+    least: float = 0.1
 
     def __init__(self, device: str) -> None:
         self.device = device
         self._threads = 1 if device == "cpu" else torch.get_num_threads()
         self._left: list[Callable[[], None]] = []
         precision = torch.get_float32_matmul_precision()
-        self.clock = (
+        self.clock: str = (
             "processor time of one thread"
             if device == "cpu"
             else f"time until it has finished, float32 in precision {precision!r}"
         )
-        self.ways = [FLOAT32]
+        self.ways: list[str] = [FLOAT32]
         self.lacking: dict[str, str] = {}
         tiny = self.linear(16, 16, 16)
         for way in (BFLOAT16, FLOAT16, BFLOAT16 + HELD, FLOAT8):

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast.api import autocast

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
 from polymp.backends.torch.compat import export

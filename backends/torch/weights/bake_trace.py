@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,7 +39,7 @@ class Trace:
     def __init__(self, keep: bool, mkldnn: bool) -> None:
         self.keep = keep
         self.mkldnn = mkldnn
-        self.in_region = False
+        self.in_region: bool = False
         self.mode: Any = None
         self._casting = False  # in a kernel of autocast's
         self._apart = False  # in a kernel that takes an op apart

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed, modes, storage

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names, held_casts, policy_code, region_casts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
@@ -56,16 +56,16 @@ class Frozen(subclass.Handle):
         super().__init__(FrozenModule, [model])
         low = {name for g in groups if not g.why for name in g.tensors}
         tensors = {name: t for g in groups for name, t in g.tensors.items()}
-        self.stored = tuple(name for name in names(model) if name in low)
-        self.kept = {
+        self.stored: tuple[str, ...] = tuple(name for name in names(model) if name in low)
+        self.kept: dict[str, str] = {
             name: g.why
             for g in groups
             for name in g.tensors
             if g.why and tensors[name].is_floating_point()
         }
-        self.dtype = dtype_names.NAMES[region.fast_dtype]
+        self.dtype: str = dtype_names.NAMES[region.fast_dtype]
         self.bytes_before = bytes_before
-        self.bytes_after = memory(model)
+        self.bytes_after: int = memory(model)
         self._model = type(model).__name__
         self._dropped = originals is None
         self._originals = originals or []

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polymp.backends.torch.autocast import dtype_names, region_casts

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +38,7 @@ class Group:
 
     def __init__(self, tensors: dict[str, torch.Tensor], why: str = "") -> None:
         self.tensors = tensors
-        self.why = why
+        self.why: str = why
         self.cast = False
         self.saved: list[torch.Tensor] = []
 
@@ -110,7 +110,9 @@ class Uses(TorchDispatchMode):
         digests: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.groups = {storage.storage_key(t): g for g in groups for t in g.each()}
+        self.groups: dict[int, Group] = {
+            storage.storage_key(t): g for g in groups for t in g.each()
+        }
         self.low = low
         self.paths = paths
         self.digests = digests
@@ -227,7 +229,9 @@ class Asks(TorchFunctionMode):
 
     def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
         super().__init__()
-        self.groups = {storage.storage_key(t): g for g in groups for t in g.each()}
+        self.groups: dict[int, Group] = {
+            storage.storage_key(t): g for g in groups for t in g.each()
+        }
         self.paths = paths
 
     def __torch_function__(

@@ -1,6 +1,6 @@
 """`FrozenModule`: the class of a frozen model, which enters its region when it is called."""
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -30,7 +30,7 @@ class FrozenFor(NamedTuple):
 class FrozenModule(subclass.Extension):
     """A model's class, once frozen."""
 
-    KEY = "_polymp_freeze"
+    KEY: ClassVar[str] = "_polymp_freeze"
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""

@@ -6,7 +6,7 @@ from contextlib import ContextDecorator
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.autocast import held_casts, lent_kernels, region_casts
 from polymp.backends.torch.compat import dynamo
@@ -73,7 +73,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
             raise TypeError("hold_casts() needs a model. Write: with hold_casts(model): ...")
         if not isinstance(check, bool):
             raise TypeError(f"hold_casts(check=...) must be True or False, got {check!r}.")
-        self.models = models
+        self.models: tuple[nn.Module, ...] = models
         self.check = check
         self._lock = threading.RLock()
         self._entered = 0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+import torch.nn as nn
 
 from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import compare_bits
@@ -27,7 +27,7 @@ class Original:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
-        self.held = [t.detach() for t in tensors]
+        self.held: list[torch.Tensor] = [t.detach() for t in tensors]
 
     def store(self, dtype: torch.dtype) -> None:
         """Store the values of the tensors in a dtype; they share memory as before.

@@ -219,7 +219,7 @@ def judged(
         if at >= len(made):
             made.append(wanted)
         elif fw.dtype(made[at]) != fw.dtype(wanted):
-            mistakes.append(f"{call} at {path!r}: {fw.format(made[at])}, not {fw.format(wanted)}")
+            mistakes.append(f"{call} at {path!r}: {fw.dtype(made[at])}, not {fw.dtype(wanted)}")
         elif not fw.same(made[at], wanted, call.op):
             mistakes.append(f"{call} at {path!r}: other numbers than {decided} gives")
     return Judged(mistakes, decisions, "")

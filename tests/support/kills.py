@@ -411,8 +411,8 @@ def page(found: Callable[[str, str], Outcome]) -> str:
 
 
 # Inf on one of two ranks or devices, by how they share the work.
-DATA = "the same parameters, gradients averaged"
-SPLIT = "each its own parameters"
+DATA = "the same parameters, averaged gradients"
+SPLIT = "own parameters on each rank"
 WAYS = (DATA, SPLIT)
 OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: scale, finite
 
@@ -423,7 +423,7 @@ def ranks_page(found: OnRanks) -> str:
     lines = [
         "## Inf on one of two ranks",
         "",
-        f"| scaler | {' | '.join(f'{way}: scales' for way in WAYS)} | parameters at the end |",
+        f"| scaler | {' | '.join(f'scales of the ranks: {way}' for way in WAYS)} | parameters at the end |",
         "|---|---|---|---|",
     ]
     for name in names:

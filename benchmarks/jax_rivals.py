@@ -469,7 +469,7 @@ def summary(one: dict[str, Any], fmt: str, shared: set[str]) -> dict[str, str]:
         cells[name] = f"{low} of {of}"
     ran = [r for r in programs.values() if "broken" in r]
     for name, rules in (
-        ("float32 list runs low in", {"float32", "shift"}),
+        ("low operands for torch's float32 ops, in", {"float32", "shift"}),
         ("float64 narrowed in", {"narrow"}),
     ):
         cells[name] = f"{sum(bool(rules & set(r['broken'])) for r in ran)} of {len(ran)}"

@@ -420,10 +420,11 @@ OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: s
 def ranks_page(found: OnRanks) -> str:
     """The table of Inf on one of two ranks, in Markdown."""
     names = dict.fromkeys(name for scalers in found.values() for name in scalers)
+    heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
     lines = [
         "## Inf on one of two ranks",
         "",
-        f"| scaler | {' | '.join(f'scales of the ranks: {way}' for way in WAYS)} | parameters at the end |",
+        f"| scaler | {heads} | parameters at the end |",
         "|---|---|---|---|",
     ]
     for name in names:

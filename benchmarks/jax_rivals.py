@@ -143,8 +143,8 @@ def scaler_polymp(floor: float | None) -> tuple[Any, Step] | None:
         scaler = scaler.update(finite)
         return scaler, scaler.state.scale, grad
 
-    least = {"min_scale": floor} if floor else {}
-    return GradScaler(init_scale=8.0, growth_interval=2, **least), step
+    least = floor or 2.0**-126
+    return GradScaler(init_scale=8.0, growth_interval=2, min_scale=least), step
 
 
 def scaler_jmp(floor: float | None) -> tuple[Any, Step] | None:

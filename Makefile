@@ -1,7 +1,7 @@
 # make demo   trains the example model in every dtype, in torch and in JAX, and compares them
 # make test   lint, types and tests; tests/site/test_site.py among them builds the documentation.
 #             make pytest is the tests alone
-# make test-long  the rest of the sweeps that make test runs a part of, and longer random histories
+# make test-long  the full parameter sweeps, of which make test runs only a part, and longer randomised test sequences
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make verifytypes  how much of the API has types that every checker agrees on; below 95 % fails

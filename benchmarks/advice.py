@@ -50,8 +50,8 @@ NOTES = (
     "Layers are rows x inputs x outputs, with an activation in the low dtype and a float32 weight "
     "that is cast at each call.",
     "Predicted is what `polymp doctor --shapes` says in a process of its own, measured what a "
-    "later process finds in a region. Both are in multiples of float32's time, and what counts is "
-    "the larger over the smaller.",
+    "later process finds in a region. Both are multiples of float32's time; the figure compared "
+    "with the limit is the larger divided by the smaller.",
     "The measurement is made by three processes. The floor is how far the ratio of one of them is "
     "from that of the other two: the farthest, larger over smaller.",
     "On a CPU it is processor time, of one thread in torch, of all threads in JAX.",

@@ -143,7 +143,8 @@ def scaler_polymp(floor: float | None) -> tuple[Any, Step] | None:
         scaler = scaler.update(finite)
         return scaler, scaler.state.scale, grad
 
-    return None if floor else (GradScaler(init_scale=8.0, growth_interval=2), step)
+    least = floor or 2.0**-126
+    return GradScaler(init_scale=8.0, growth_interval=2, min_scale=least), step
 
 
 def scaler_jmp(floor: float | None) -> tuple[Any, Step] | None:
@@ -459,7 +460,7 @@ def summary(one: dict[str, Any], fmt: str, shared: set[str]) -> dict[str, str]:
     cells["gradients in the parameters' dtypes"] = f"{good} of {len(ran)}"
     traced = [r for r in programs.values() if "products" in r]
     where = {
-        "top": "products low, plain in the trace",
+        "top": "products in the low dtype, not in the next two rows",
         "calls": "inside jit, remat, custom rules, shard_map",
         "loops": "inside scan, while, cond",
     }
@@ -468,7 +469,7 @@ def summary(one: dict[str, Any], fmt: str, shared: set[str]) -> dict[str, str]:
         cells[name] = f"{low} of {of}"
     ran = [r for r in programs.values() if "broken" in r]
     for name, rules in (
-        ("float32 list runs low in", {"float32", "shift"}),
+        ("low operands for torch's float32 ops, in", {"float32", "shift"}),
         ("float64 narrowed in", {"narrow"}),
     ):
         cells[name] = f"{sum(bool(rules & set(r['broken'])) for r in ran)} of {len(ran)}"
@@ -496,7 +497,7 @@ def table(record: dict[str, Any], fmt: str) -> list[list[str]]:
     names = list(dict.fromkeys(name for column in cells for name in column))
     titles = [title(one, record["jax"]) for one in columns]
     rows = [[name, *(column.get(name, "") for column in cells)] for name in names]
-    return [[f"{fmt}; median over {len(shared)}", *titles], *rows]
+    return [[f"{fmt}; median error over {len(shared)} programs", *titles], *rows]
 
 
 def _idle(one: dict[str, Any]) -> bool:
@@ -537,7 +538,8 @@ def scalers(record: dict[str, Any]) -> list[list[str]]:
             continue
         cells = [f"{float(s):g}, {float(g):g}" for s, g in found.get("history", [])]
         cells = cells or [found.get("error", "")] + [""] * (len(HISTORY) - 1)
-        floor = found["floor"][-1][0] if "floor" in found else "none offered"
+        unset = "not set" if one["library"] == "polymp" else "none offered"
+        floor = found["floor"][-1][0] if "floor" in found else unset
         rows.append([title(one, record["jax"]), *cells, floor])
     return rows
 

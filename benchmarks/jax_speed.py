@@ -132,7 +132,7 @@ GRADIENTS = "gradients"  # a part beside the plans: how far they are from float3
 
 NOTES = (
     "By hand: parameters and activations in bfloat16, norms, softmax and loss in float32, float32 "
-    "masters where parameters are trained. jmp and mpx run that program, cast by them.",
+    "masters where parameters are trained. jmp and mpx run the same program, and make the casts.",
     "autocast, weak: polymp with promotion='weak'. frozen: polymp's freeze around autocast.",
     "A step is gradient descent; Adam with the scalers, whose programs are float32 otherwise.",
     "Decoding has batch 1 and a cache of keys and values; what is decoded by hand has its "

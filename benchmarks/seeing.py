@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in (torch.bfloat16, torch.float16)
     ]
     rows += audits(args.rounds)
-    title = "Looking at a training step beside the step itself"
+    title = "Looking at a training step, compared with the step itself"
     show(title, rows)
     print(f"Bars missed: {', '.join(missed(rows)) or 'none'}.")
     record = {
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": args.rounds,
         "tables": {title: rows},
         "notes": [
-            "In JAX the report is made to its last row, which takes a part of the time.",
+            "In JAX the time of `explain` includes making all rows of the report.",
             "Audits are in processor time, on one core.",
         ],
     }

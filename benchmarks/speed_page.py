@@ -7,6 +7,8 @@ stands in the record, or in reasons.toml:
     [torch-speed.cpu]
     "row: ours / base" = "One sentence, with what was measured."
     "*, float16: ours / base" = "The same for all rows whose name fits."
+    [words]
+    "a text of a record" = "the same in clearer words, for the page"
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Devices = dict[str, Record]  # by device
 PARTS = {
     "torch-speed": "PyTorch",
     "jax-speed": "JAX",
-    "torch-overhead": "The cost of a region in PyTorch, beside torch.amp",
+    "torch-overhead": "The cost of a region in PyTorch, compared with torch.amp",
     "jax-overhead": "The cost of the rewrite in JAX",
     "contraction": "Ways to write a matrix product in JAX",
     "scaler": "Loss scaling",
@@ -83,9 +85,10 @@ HEAD = """# How fast it is
 The picture shows rows of the tables below, measured on a CPU: the times of polymp and of float32,
 divided by the time of torch.autocast in PyTorch, and of casts by hand in JAX.
 
-How to read a table: a row compares two programs that ran in turns. "ours / base" is the ratio of
-their medians, so below 1 is faster, or less memory. "middle half" is the range of the middle half
-of the ratios, one from each round. Each workload has a table. These programs are compared:
+How to read a table: a row "A / B" compares two programs that were timed alternately. The columns
+of ratios have the median of A divided by the median of B, so below 1 means that A is faster, or
+needs less memory. The interquartile range is that of the ratios; each round gives one ratio. Each
+workload has a table. These programs are compared:
 
 | program | is |
 | --- | --- |
@@ -99,7 +102,7 @@ of the ratios, one from each round. Each workload has a table. These programs ar
 
 A ratio in bold is above a limit that the project set itself; [Limits](#limits) has all limits, and
 why some are missed. [Where it was measured](#where-it-was-measured) has the machines and versions.
-[Fast](fast.md#what-each-feature-costs) has a summary by feature.
+[Fast: casting once](fast.md#what-each-feature-costs) has a summary by feature.
 
 `make bench` measures on a CPU, `make gpu` on a GPU, and both write this page from the newest
 records.
@@ -133,6 +136,7 @@ def page(results: Path, reasons: Path) -> str:
     """
     parts = newest(results)
     why = tomllib.loads(reasons.read_text()) if reasons.exists() else {}
+    words = why.pop("words", {})
     for part, devices in why.items():
         for device, said in devices.items():
             record = parts.get(part, {}).get(device, {"tables": {}})
@@ -146,7 +150,10 @@ def page(results: Path, reasons: Path) -> str:
     for part, records in parts.items():
         text += _part(part, records)
     text += [*_bars(parts), *_machines(parts)]
-    return "\n".join(text).rstrip() + "\n"
+    made = "\n".join(text).rstrip() + "\n"
+    for old, new in words.items():
+        made = made.replace(old, new)
+    return made
 
 
 def without_reason(page: str) -> list[str]:
@@ -191,10 +198,11 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
 
 
 def _ratio(r: Row | None) -> str:
-    """A ratio, in bold where a bar is missed."""
+    """A ratio, in bold where a bar is missed, with as many digits as differ from the bar's."""
     if r is None:
         return ""
-    return f"**{r.ratio:.2f}**" if r.met is False else f"{r.ratio:.2f}"
+    differ = (n for n in range(2, 9) if f"{r.ratio:.{n}f}" != f"{r.bar:.{n}f}")
+    return f"**{r.ratio:.{next(differ, 9)}f}**" if r.met is False else f"{r.ratio:.2f}"
 
 
 def _bars(parts: dict[str, Devices]) -> list[str]:
@@ -280,10 +288,10 @@ def _workload(by: dict[str, dict[str, Row]]) -> list[str]:
     """One table: ratios of all devices that have it first, then medians."""
     by = {d: rows for d, rows in by.items() if rows}
     whats = list(dict.fromkeys(what for rows in by.values() for what in rows))
-    head = ["ours / base"]
+    head = ["A / B"]
     for d in by:
-        head += [DEVICES[d], "middle half"]
-    head += [x for d in by for x in (f"base, {DEVICES[d]}", f"ours, {DEVICES[d]}")]
+        head += [DEVICES[d], "interquartile range"]
+    head += [x for d in by for x in (f"B, {DEVICES[d]}", f"A, {DEVICES[d]}")]
     lines = []
     for what in whats:
         rows = [found.get(what) for found in by.values()]
@@ -337,7 +345,7 @@ def cost(parts: dict[str, Devices]) -> str:
         ]
         if made:
             files.append(f"- {part}: {', '.join(made)}.")
-    head = ["ours / base", *(x for d in devices for x in (f"{DEVICES[d]}: ours / base", "ratio"))]
+    head = ["A / B", *(x for d in devices for x in (f"{DEVICES[d]}: A / B", "ratio"))]
     text += [*_table(head, lines), *files]
     if "cuda" not in devices:
         text += ["", "No GPU has been measured; `make gpu` does it where there is one."]

@@ -126,12 +126,13 @@ BARS = {
 }
 
 NOTES = (
-    "Base is torch.autocast with bfloat16, but where the row says otherwise. By hand: weights and "
-    "activations in bfloat16, norms and loss in float32; float32 masters of what is trained.",
-    "On a CPU a row is of one thread and of processor time, unless it names the threads.",
+    "B is torch.autocast with bfloat16, unless the row says otherwise. By hand: weights and "
+    "activations in bfloat16, norms and loss in float32; trained weights have float32 master "
+    "copies.",
+    "On a CPU a row gives the processor time of one thread, unless it names a number of threads.",
     "The language model is the one of examples/train_torch.py, {width} wide, with {layers} layers "
     "and {heads} heads; decoding has a cache of keys and values. AdamW, fused, in every step.",
-    "Every way runs in a process of its own; the processes take turns.",
+    "Each program runs in a process of its own; the processes run alternately.",
 )
 
 

@@ -1,7 +1,7 @@
 """The report that `explain` makes of a program.
 
     report = polymp.explain(model, x)
-    print(report)                         # a table, widest costs first
+    print(report)                         # a table, highest costs first
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 

@@ -60,7 +60,7 @@ def named(row: str) -> set[str]:
 
 @pytest.mark.parametrize("path", [CONTRIBUTING, ARCHITECTURE], ids=lambda path: path.name)
 def test_the_map_has_every_room(path: Path) -> None:
-    table = rows(path, "The rooms")
+    table = rows(path, "The folders")
     listed = [room for row in table for room in named(row)]
     assert len(listed) == len({*listed})
     assert rooms() <= {*listed}
@@ -71,7 +71,7 @@ def test_the_map_has_every_room(path: Path) -> None:
 
 
 def test_the_map_has_every_folder_of_the_repository() -> None:
-    listed = {room for row in rows(CONTRIBUTING, "The rooms") for room in named(row)}
+    listed = {room for row in rows(CONTRIBUTING, "The folders") for room in named(row)}
     folders = {"tests", "benchmarks", "examples", "docs"}
     assert listed == rooms() | folders
     for folder in folders:
@@ -81,7 +81,7 @@ def test_the_map_has_every_folder_of_the_repository() -> None:
 def test_a_room_imports_only_from_those_above_it_in_the_map() -> None:
     """But for the rooms inside of a backend, whose order test_layers.py has."""
     order = []
-    for row in rows(CONTRIBUTING, "The rooms"):
+    for row in rows(CONTRIBUTING, "The folders"):
         inside = [
             level
             for room, level in LEVELS.items()

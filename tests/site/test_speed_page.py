@@ -128,6 +128,27 @@ def test_the_newest_record_of_each_device(speed_page: ModuleType, put: Put, tmp_
     assert "No GPU" not in text
 
 
+def test_a_missed_bar_differs_from_its_ratio(
+    speed_page: ModuleType, put: Put, tmp_path: Path
+) -> None:
+    ratios = {"far": 1.5, "near": 1.0213, "very near": 1.02004, "met": 1.0199}
+    rows = [row(f"{what}: a / b", ratio, bar=1.02) for what, ratio in ratios.items()]
+    put("some", "cpu", "2026-01-01", tables={"T": rows})
+    lines = made(speed_page, tmp_path).splitlines()
+    assert "| some, far: a / b | 1.02 | **1.50** | missed |" in lines
+    assert "| some, near: a / b | 1.02 | **1.021** | missed |" in lines
+    assert "| some, very near: a / b | 1.02 | **1.02004** | missed |" in lines
+    assert "| some, met: a / b | 1.02 | 1.02 | met |" in lines
+
+
+def test_texts_of_records_in_other_words(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
+    put("some", "cpu", "2026-01-01", tables={"T": [row("a / b", 0.5)]}, notes=["Taken in turns."])
+    (tmp_path / "reasons.toml").write_text('[words]\n"Taken in turns." = "Timed alternately."\n')
+    text = made(speed_page, tmp_path)
+    assert "- Timed alternately." in text
+    assert "in turns" not in text
+
+
 def test_lists_are_shown_as_they_are(speed_page: ModuleType, put: Put, tmp_path: Path) -> None:
     asked = [{"what": "kernels", "is": 12}, {"what": "a | b", "because": "both"}]
     put("some", "cuda", "2026-01-01", lists={"Asked": asked, "Empty": []})

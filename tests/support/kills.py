@@ -411,8 +411,8 @@ def page(found: Callable[[str, str], Outcome]) -> str:
 
 
 # Inf on one of two ranks or devices, by how they share the work.
-DATA = "the same parameters, gradients averaged"
-SPLIT = "each its own parameters"
+DATA = "the same parameters, averaged gradients"
+SPLIT = "own parameters on each rank"
 WAYS = (DATA, SPLIT)
 OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: scale, finite
 
@@ -420,10 +420,11 @@ OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: s
 def ranks_page(found: OnRanks) -> str:
     """The table of Inf on one of two ranks, in Markdown."""
     names = dict.fromkeys(name for scalers in found.values() for name in scalers)
+    heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
     lines = [
         "## Inf on one of two ranks",
         "",
-        f"| scaler | {' | '.join(f'{way}: scales' for way in WAYS)} | parameters at the end |",
+        f"| scaler | {heads} | parameters at the end |",
         "|---|---|---|---|",
     ]
     for name in names:

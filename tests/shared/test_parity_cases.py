@@ -108,7 +108,7 @@ def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
     assert error is not None
     assert error.op == mismatch.op
     assert error.side_by_side in str(error)
-    assert f"part is {mismatch.op}:" in str(error)
+    assert f"first op that differs is {mismatch.op}:" in str(error)
     assert bool(error.gaps) != mismatch.dtypes
     assert "parity_pairs.py:" in error.side_by_side
 

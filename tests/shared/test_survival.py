@@ -94,7 +94,9 @@ def test_a_killed_run_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["polymp, torch", "polymp, torch, fused", "polymp, JAX"])
-@pytest.mark.parametrize(("kind", "cause"), [(OVERFLOW, "at any scale"), (LOST, "the loss itself")])
+@pytest.mark.parametrize(
+    ("kind", "cause"), [(OVERFLOW, "at any loss scale"), (LOST, "the loss itself")]
+)
 def test_stuck_can_raise_or_call(name: str, kind: str, cause: str) -> None:
     need(SUBJECTS[name].framework)
     reports: list[GradientReport] = []

@@ -64,6 +64,9 @@ def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
                 carriers.append(x)
             carried[id(x)].add(number)
             left += holders[id(x)]
+    # Among frozen objects gc finds no referrers. They are not frozen again after: gc.freeze would
+    # take all that there is now, and what of it ends up in cycles would never be freed.
+    gc.unfreeze()
     sought = tuple(carriers[:_SOUGHT])  # itself a referrer, from Python 3.13 on
     ours = known | {id(x) for x in (young, tracers, carriers, sought, *holders.values())}
     older = [

@@ -305,6 +305,17 @@ STORES = {
 }
 
 
+@pytest.fixture(params=["collected", "frozen"])
+def older_objects(request):
+    """What there is before the test, as it may be for Python's collector."""
+    gc.unfreeze()
+    if request.param == "frozen":
+        gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("older_objects")
 @pytest.mark.parametrize("where", STORES)
 def test_wherever_a_value_is_stored_it_is_found(where):
     with pytest.raises(EscapedValueError, match=r"float32\[4,4\]"):
@@ -327,6 +338,7 @@ def remembered(key):
     return len(key)
 
 
+@pytest.mark.usefixtures("older_objects")
 def test_what_is_held_and_not_handed_out_is_no_escape():
     dropped = []
 

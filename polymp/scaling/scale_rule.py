@@ -86,7 +86,7 @@ def step(
     match torch, which multiplies in float64; float32 arrays multiply in float32.
 
     Args:
-        rule: the constants.
+        rule: the constants, as `checked` returns them: with bounds that float32 holds.
         state: the state the gradients were computed under.
         finite: bool []; True if every gradient was finite.
         where: `pick` for Python numbers, `torch.where`, or `jax.numpy.where`.
@@ -124,7 +124,8 @@ def step(
 def checked(rule: ScaleRule) -> ScaleRule:
     """Return a rule with its numbers as floats and ints, if every one is in its range.
 
-    An interval above 2**31 - 1, which no run reaches, becomes that.
+    An interval above 2**31 - 1, which no run reaches, becomes that. The bounds are rounded to the
+    nearest float32 number, so that Python numbers and arrays stop at the same scale.
 
     Args:
         rule: as the user gave it.

@@ -1,5 +1,9 @@
 """Functions of all kinds that run in a region: plain ones, generators, coroutines."""
 
+# The annotations below are not evaluated: `P.args` is a new object each time, and torch.compile
+# would guard on the one that it saw.
+from __future__ import annotations
+
 import functools
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""What a scaler is not made with and does not load: in both frameworks what the core says of it."""
+"""Arguments and states that a scaler refuses: both frameworks raise the errors of the core."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GENERATED = {"PKG-INFO", "setup.cfg"}  # and the folder polymp.egg-info
 
 
 class Built(NamedTuple):
-    """What was built.
+    """The sdist and the wheel that were built.
 
     Attributes:
         tracked: the files of the repository, with folders in place of links.

@@ -1,4 +1,4 @@
-"""What is suggested for measured data: rows, another dtype, a loss scale, or nothing."""
+"""Suggestions for measured data: rows, another dtype, a loss scale, or nothing."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ softmax = jax.nn.softmax  # a name of ours for it, so that no test depends on ho
 
 
 class Ran(NamedTuple):
-    """What a traced call decided: of each op that a row spoke of, and the dtypes that came out."""
+    """The decisions of a traced call, for each op that has a row, and the dtypes of its results."""
 
     ops: list[str]
     dtypes: list[tuple[str, ...]]

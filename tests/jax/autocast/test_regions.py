@@ -307,7 +307,7 @@ STORES = {
 
 @pytest.fixture(params=["collected", "frozen"])
 def older_objects(request):
-    """What there is before the test, as it may be for Python's collector."""
+    """Objects older than the test, frozen for Python's garbage collector or not."""
     gc.unfreeze()
     if request.param == "frozen":
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Weights stored in the dtypes that a program reads them in.
+"""Weights stored in low dtypes: for serving, and for training in 16 bits.
 
-Imports `autocast`.
+Imports `autocast`, `modules` and the core.
 """

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polymp.backends.torch.autocast import dtype_names, region_casts
 from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import compare_bits, freeze_usage
+from polymp.backends.torch.weights.dtype_reads import DtypeReads
 from polymp.backends.torch.weights.originals import Original
 from polymp.errors import PolicyError
 
@@ -72,7 +73,7 @@ class Trial:
         for case in self._cases:
             seen = self._uses()
             self._run(case, self._region, seen)
-            self._run(case, self._region, asks=freeze_usage.Asks(self.groups, self._paths))
+            self._run(case, self._region, asks=DtypeReads(self.groups, self._paths))
             self._plain.append((self._run(case, self._region), seen.ops))
         if not any(tree_leaves(results) for results, _ in self._plain):
             raise PolicyError(
@@ -128,7 +129,7 @@ class Trial:
         case: Case,
         region: Any = None,
         watch: freeze_usage.Uses | None = None,
-        asks: freeze_usage.Asks | None = None,
+        asks: DtypeReads | None = None,
     ) -> list[Any]:
         """Return the results of a call and their gradients; nothing is changed."""
         args, kwargs = _copied((case.example, self._kwargs))

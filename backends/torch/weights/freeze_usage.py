@@ -1,22 +1,17 @@
-"""The uses of a model's tensors in a program: casts, reads, writes, and reads of their dtypes.
+"""The uses of a model's tensors in a program: casts, reads and writes.
 
-For each group of tensors on one storage, the watches here note why it cannot be stored in the low
-dtype, if a use shows it. Ops are watched below autocast and autograd, where a cast is an op like
-any other.
+For each group of tensors on one storage, `Uses` notes why it cannot be stored in the low dtype, if
+a use shows it. Ops are watched below autocast and autograd, where a cast is an op like any other;
+`dtype_reads` has what no op shows.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import nn_modules, storage
 from polymp.backends.torch.weights import compare_bits
@@ -207,56 +202,6 @@ class Uses(TorchDispatchMode):
                 group.stays(f"written by {func}{_in(where)}")
             else:
                 group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
-
-
-# Attributes and functions that read the dtype of a tensor, or its values where no op is seen.
-_ASKS = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes")),
-    *(
-        getattr(torch.Tensor, name)
-        for name in "element_size type type_as numpy tolist __array__ __dlpack__ data_ptr storage "
-        "untyped_storage float double __deepcopy__ __reduce_ex__".split()
-    ),
-    torch.result_type,
-}
-
-# Functions in which the dtype changes nothing in a region: they raise errors outside of regions.
-_HARMLESS = {nn.RNNBase.check_input.__code__}
-
-
-class Asks(TorchFunctionMode):
-    """Notes tensors whose dtype the program reads: what depends on it cannot be seen."""
-
-    def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
-        super().__init__()
-        self.groups: dict[int, Group] = {
-            storage.storage_key(t): g for g in groups for t in g.each()
-        }
-        self.paths = paths
-
-    def __torch_function__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        asked: Sequence[Any] = ()
-        if func in _ASKS:
-            asked = args
-        elif func is torch.Tensor.to:
-            told = (*args[1:], *kwargs.values())
-            asked = args if torch.float32 in told else told
-        tensors = [t for t in asked if isinstance(t, torch.Tensor)]
-        if tensors and not _harmless(sys._getframe(1)):
-            for group in filter(None, (self.groups.get(storage.storage_key(t)) for t in tensors)):
-                group.stays(f"its dtype is read{_in(module_path(self.paths))}")
-        return func(*args, **kwargs)
-
-
-def _harmless(frame: FrameType) -> bool:
-    return code_origin.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS
 
 
 def module_path(paths: Mapping[int, str]) -> str:

@@ -1,4 +1,4 @@
-"""What `freeze` stores low, and what it leaves.
+"""The parameters that `freeze` stores in a low dtype, and those that it leaves.
 
 The oracle is the autocast function itself on the float32 parameters: results have to be the same
 bits in the same dtypes. `faults` says where they are not, and two planted faults show that it can.
@@ -30,7 +30,7 @@ def parameter(name: str, *shape: int) -> jax.Array:
 
 
 def bits(x: Any) -> Any:
-    """What an array holds, to the bit."""
+    """Return dtype, shape and bytes of an array."""
     x = np.asarray(x)
     return x.dtype.name, x.shape, x.tobytes()
 

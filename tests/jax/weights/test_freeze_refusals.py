@@ -1,4 +1,4 @@
-"""What `freeze`, and the functions that it makes, refuse; and what they say of themselves."""
+"""The errors of `freeze` and of the functions that it makes, and the text of these functions."""
 
 from __future__ import annotations
 

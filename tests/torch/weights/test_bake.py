@@ -68,7 +68,7 @@ def nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
 
 
 def calls(program: torch.export.ExportedProgram) -> list[str]:
-    """What a program calls, in order, without torch.export's own assertions."""
+    """Return the functions that a program calls, in order, without torch.export's assertions."""
     found = [str(node.target) for node in nodes(program) if node.op == "call_function"]
     return [name.removesuffix(".default") for name in found if "assert" not in name]
 

@@ -354,6 +354,7 @@ def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
         assert compare_bits.same(compiled(X), expected)
 
 
+@pytest.mark.long  # it compiles C++ for most of its time
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_inductor() -> None:
     torch.manual_seed(0)

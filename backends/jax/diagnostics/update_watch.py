@@ -1,0 +1,168 @@
+"""`UpdateWatch`: warns of low weights that rounding keeps where they are, without waiting.
+
+    bits of a sample before a step, bits after it  ->  counts on the device  ->  host, when they are
+                                                                                 there
+
+The watch runs on the host, after each step. In most steps it only counts; in one of `every` it
+keeps a sample of each low array, and compares it with the next step's.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from warnings import warn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.autocast.values import LOW
+from polymp.backends.jax.diagnostics.measures import few
+from polymp.backends.jax.modules.pin import leaf_path
+from polymp.backends.jax.weights.low_weights import LowWeightsState
+from polymp.errors import LowWeightsWarning
+from polymp.weights import lost_updates
+from polymp.weights.lost_updates import LostUpdates
+
+INSTEAD = "polymp.jax.low_weights(optimizer)"
+
+
+class _Sent(NamedTuple):
+    """Counts on their way to the host.
+
+    Attributes:
+        names: of the low arrays, and their dtypes.
+        counts: int32 [arrays, 2], updates and those that were lost.
+        gradients: whether those are updates whose gradient is not 0, or all.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    counts: jax.Array
+    gradients: bool
+
+
+class UpdateWatch:
+    """Warns when steps leave most low weights as they are.
+
+        watch = UpdateWatch()
+        for batch in batches:
+            params, opt_state = train_step(params, opt_state, batch)  # jitted
+            watch.watch(params, opt_state)
+        watch.finish()
+
+    It is for training on bfloat16 or float16 parameters without `low_weights`, and does nothing
+    with it. It never waits for the device but in `finish`, and parameters may be donated to the
+    next step.
+
+    Args:
+        every: one step in so many is looked at.
+        first: the first step that is looked at, counted from 0.
+
+    Attributes:
+        records: of the last step that was looked at and has arrived, one for each low array; from
+            up to 2,048 values of each, spread evenly.
+
+    Raises:
+        ValueError: one of them is too small.
+    """
+
+    def __init__(self, every: int = 1000, first: int = 10) -> None:
+        if every < 1 or first < 1:
+            raise ValueError(
+                f"UpdateWatch(every={every}, first={first}): both have to be 1 or more, since a "
+                "step is compared with the one before."
+            )
+        self.records: tuple[LostUpdates, ...] = ()
+        self._every, self._first = every, first
+        self._step = 0
+        self._before: list[jax.Array] | None = None
+        self._on_their_way: deque[_Sent] = deque()  # oldest first
+        self._told = False
+
+    def watch(self, params: object, opt_state: object = None, grads: object = None) -> None:
+        """Look at the parameters that a step returned.
+
+        Args:
+            params: a pytree of arrays, the same in each call.
+            opt_state: of the optimizer; where `low_weights` made it, nothing is looked at.
+            grads: those of the step, in the structure of `params`: weights whose gradient is 0 are
+                then not counted. None to count all, also rows of a table that no batch has read.
+
+        Raises:
+            TypeError: the parameters are traced.
+
+        Warns:
+            LowWeightsWarning: a tenth of the updates or more were lost; once.
+        """
+        step, self._step = self._step, self._step + 1
+        self._arrive(wait=False)
+        since = (step - self._first) % self._every
+        if since not in (0, self._every - 1) or is_kept(opt_state):
+            return
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        if any(isinstance(x, jax.core.Tracer) for _, x in paths):
+            raise TypeError(
+                "watch runs on the host: call it after the jitted step, with the parameters that "
+                "the step returned. Traced code has no values to look at."
+            )
+        at = [i for i, (_, x) in enumerate(paths) if is_float(x) and x.dtype.name in LOW]
+        low = [paths[i][1] for i in at]
+        if since == 0 and self._before is not None and low:
+            names = tuple((leaf_path(paths[i][0]), paths[i][1].dtype.name) for i in at)
+            tree: Any = jax.tree.structure(params)
+            given = [] if grads is None else [tree.flatten_up_to(grads)[i] for i in at]
+            counts = _counted(self._before, low, given)
+            counts.copy_to_host_async()
+            self._on_their_way.append(_Sent(names, counts, bool(given)))
+        self._before = sampled(low) if (step + 1 - self._first) % self._every == 0 else None
+
+    def finish(self) -> tuple[LostUpdates, ...]:
+        """Wait for what is on its way, and return the last records.
+
+        Returns:
+            `records`.
+
+        Warns:
+            LowWeightsWarning: as in `watch`.
+        """
+        self._arrive(wait=True)
+        return self.records
+
+    def _arrive(self, *, wait: bool) -> None:
+        while self._on_their_way and (wait or compat.is_ready(self._on_their_way[0].counts)):
+            sent = self._on_their_way.popleft()
+            table = np.asarray(sent.counts.addressable_data(0)).tolist()
+            self.records = tuple(
+                LostUpdates(*name, *row) for name, row in zip(sent.names, table, strict=True)
+            )
+            if lost_updates.share(self.records) >= lost_updates.TOO_MANY and not self._told:
+                self._told = True
+                text = lost_updates.message(self.records, INSTEAD, gradients=sent.gradients)
+                warn(text, LowWeightsWarning, stacklevel=3)
+
+
+def is_kept(opt_state: object) -> bool:
+    """True where `low_weights` keeps the updates: its state is in the tree."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LowWeightsState))
+    return any(isinstance(x, LowWeightsState) for x in leaves)
+
+
+@jax.jit
+def sampled(low: Sequence[jax.Array]) -> list[jax.Array]:
+    """The bits of a sample of each; never the array itself, which may be donated."""
+    return [lax.bitcast_convert_type(few(x), jnp.int16) for x in low]
+
+
+@jax.jit
+def _counted(
+    before: Sequence[jax.Array], low: Sequence[jax.Array], grads: Sequence[jax.Array]
+) -> jax.Array:
+    """Updates, and those that left the bits as they were; int32 [arrays, 2]."""
+    rows = []
+    for i, (old, new) in enumerate(zip(before, sampled(low), strict=True)):
+        moves = few(grads[i]) != 0 if grads else jnp.ones(old.shape, bool)
+        rows.append(jnp.stack([moves.sum(), (moves & (old == new)).sum()]))
+    return jnp.stack(rows).astype(jnp.int32)

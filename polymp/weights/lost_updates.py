@@ -1,0 +1,84 @@
+"""Updates that rounding takes away: weights that keep their bits though they have a gradient.
+
+A low weight that an optimizer writes directly moves by at least one last place or not at all. The
+share of weights with a gradient that is not 0, and whose step has changed no bit, says how much of
+the training is lost. Where something stands beside a weight, or rounding is random, no update is
+lost, and nothing is counted.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# A warning is given from this share of all updates on.
+TOO_MANY = 0.1
+
+
+class LostUpdates(NamedTuple):
+    """The updates of one parameter in a step, and how many of them were lost.
+
+    Attributes:
+        name: of the parameter.
+        dtype: its dtype, by its full name.
+        updates: elements whose gradient is not 0.
+        lost: those of them that the step left as they were.
+    """
+
+    name: str
+    dtype: str
+    updates: int
+    lost: int
+
+    @property
+    def share(self) -> float:
+        """The part of the updates that were lost, from 0 to 1."""
+        return self.lost / self.updates if self.updates else 0.0
+
+
+def share(records: Iterable[LostUpdates]) -> float:
+    """Return the part of all updates that were lost, from 0 to 1."""
+    records = list(records)
+    updates = sum(each.updates for each in records)
+    return sum(each.lost for each in records) / updates if updates else 0.0
+
+
+def joined(records: Iterable[LostUpdates]) -> list[LostUpdates]:
+    """Return one record for each parameter, its steps added up, in the order of the names."""
+    found: dict[tuple[str, str], LostUpdates] = {}
+    for each in records:
+        before = found.get(each[:2], LostUpdates(each.name, each.dtype, 0, 0))
+        found[each[:2]] = before._replace(
+            updates=before.updates + each.updates, lost=before.lost + each.lost
+        )
+    return list(found.values())
+
+
+def worst(records: Iterable[LostUpdates], count: int) -> list[LostUpdates]:
+    """Return the records with the largest share of lost updates, the largest first."""
+    lost = [each for each in records if each.updates]
+    return sorted(lost, key=lambda each: (-each.share, -each.updates))[:count]
+
+
+def message(
+    records: Iterable[LostUpdates], instead: str, *, gradients: bool = True, shown: int = 3
+) -> str:
+    """Return the warning about a step that lost updates.
+
+    Args:
+        records: one for each low parameter.
+        instead: the call that keeps them, such as "polymp.torch.low_weights(optimizer)".
+        gradients: True if it was seen that their gradients are not 0.
+        shown: how many parameters are named, those with the largest share first.
+
+    Returns:
+        The text, one paragraph.
+    """
+    records = list(records)
+    most = worst(records, shown)
+    names = ", ".join(f"{each.name} ({each.dtype}) {each.share:.0%}" for each in most)
+    seen = "the gradient is not 0, and " if gradients else ""
+    return (
+        f"{share(records):.0%} of the updates of low weights were rounded away in this step: "
+        f"{seen}the weight keeps its bits, because the update is below half of its last place. "
+        f"Most in: {names}. Such weights hardly learn. Write {instead}, which keeps the rest of "
+        "each weight beside it."
+    )

@@ -1,0 +1,105 @@
+"""How a weight is stored low, and read back for the optimizer: one rule for every mode.
+
+    mode         stored low                      beside it                  read back
+    master       cast, to nearest                the float32 number         what is beside
+    split        to nearest, ties from zero      the other 16 bits          both joined: exact
+    stochastic   up or down at random            nothing                    the low number
+    kahan        cast, to nearest                what was cut off           the sum of both
+
+An optimizer takes its step on what `load` returns, in float32, and `store` keeps the result.
+"""
+
+from typing import Any
+
+from polymp.weights import kahan, split, stochastic
+from polymp.weights.modes import Mode
+from polymp.weights.verbs import Verbs, wide
+
+
+def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -> tuple[Any, Any]:
+    """Return a float32 weight as it is kept.
+
+    Args:
+        verbs: of the framework.
+        mode: the mode.
+        dtype: of the low weight, "bfloat16" or "float16".
+        full: float32, any shape.
+        random: for `stochastic`, int32 of the same shape, from `random_bits.random16`.
+
+    Returns:
+        The low weight, and what stands beside it, of `mode.beside`; None if nothing does.
+    """
+    if mode.name == "split":
+        return split.split(verbs, full)
+    if mode.name == "kahan":
+        return kahan.store(verbs, full)
+    if mode.name == "stochastic":
+        return stochastic.rounded(verbs, full, random), None
+    return verbs.narrow(full, dtype), full
+
+
+def first(verbs: Verbs, mode: Mode, dtype: str, full: Any) -> tuple[Any, Any]:
+    """Return a float32 weight as it is kept before any step: as `store`, without random bits.
+
+    A mode without anything beside rounds to nearest here, as the cast does.
+    """
+    if mode.name == "stochastic":
+        return verbs.narrow(full, dtype), None
+    return store(verbs, mode, dtype, full)
+
+
+def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
+    """Return the float32 weight that an optimizer steps on.
+
+    Args:
+        verbs: of the framework.
+        mode: the mode.
+        low: the low weight.
+        beside: what stands beside it.
+
+    Returns:
+        float32 of the same shape.
+    """
+    if mode.name == "split":
+        return split.join(verbs, low, beside)
+    if mode.name == "kahan":
+        return kahan.load(verbs, low, beside)
+    if mode.name == "stochastic":
+        return wide(verbs, low)
+    return beside
+
+
+def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) -> Any:
+    """Return what has to stand beside weights some of which were written by hand.
+
+    A weight that was written holds the value that was written, and what stood beside it no longer
+    belongs to it. In `master` every such element shows: rounding the copy does not give the weight.
+    In `kahan` it shows where the sum of both would round to another weight. Elsewhere in `kahan`,
+    and in `split`, nothing shows, and the error is at most half of the last place of what was
+    written; a caller who knows that an array was written avoids that, too.
+
+    Args:
+        verbs: of the framework.
+        mode: the mode.
+        dtype: of the low weight.
+        low: the low weight, as it is now.
+        beside: what stood beside it after the last step.
+
+    Returns:
+        What stands beside it now; `beside` itself for `stochastic`.
+    """
+    if mode.name == "master":
+        same = verbs.bits16(verbs.narrow(beside, dtype)) == verbs.bits16(low)
+        return verbs.where(same, beside, as_float32(verbs, low, dtype))
+    if mode.name == "kahan":
+        again = verbs.narrow(kahan.load(verbs, low, beside), dtype)
+        same = verbs.bits16(again) == verbs.bits16(low)
+        return verbs.bfloat16(verbs.where(same, verbs.bits16(beside), kahan.NONE))
+    if mode.name == "split":
+        return verbs.where(split.is_torn(verbs, low, beside), 0, beside)
+    return beside
+
+
+def as_float32(verbs: Verbs, low: Any, dtype: str) -> Any:
+    """Return a low weight of that dtype as float32 with the same value."""
+    return wide(verbs, low) if dtype == "bfloat16" else verbs.from_half(low)

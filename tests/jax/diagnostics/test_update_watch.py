@@ -1,0 +1,173 @@
+"""`UpdateWatch`: low weights that do not learn are noticed, on any training, without waiting."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from polymp.errors import LowWeightsWarning
+from polymp.jax import UpdateWatch, audit, low_weights
+
+LARGE = {"body": {"w": jnp.ones((64, 64))}, "norm": jnp.ones(8)}
+
+
+def train(tx: Any, params: Any, watch: UpdateWatch, steps: int, grads: Any = None) -> Any:
+    opt_state = tx.init(params)
+    if hasattr(tx, "weights"):
+        params = tx.weights(params)
+
+    def step(params: Any, opt_state: Any) -> Any:
+        gradients = jax.tree.map(jnp.ones_like, params) if grads is None else grads
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.array, params)
+    for _ in range(steps):
+        params, opt_state = step(params, opt_state)
+        watch.watch(params, opt_state, grads)
+    return params
+
+
+def low(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
+def test_a_run_that_does_not_learn_is_named():
+    watch = UpdateWatch(every=5, first=2)
+    params = {"body": low(LARGE["body"]), "norm": LARGE["norm"]}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(optax.adamw(1e-3), params, watch, 12)
+        (record,) = watch.finish()
+    assert (record.name, record.dtype, record.updates, record.lost) == (
+        "body.w",
+        "bfloat16",
+        2048,
+        2048,
+    )
+    assert [each.category for each in told] == [LowWeightsWarning]
+    assert str(told[0].message) == (
+        "100% of the updates of low weights were rounded away in this step: the weight keeps its "
+        "bits, because the update is below half of its last place. "
+        "Most in: body.w (bfloat16) 100%. Such weights hardly learn. Write "
+        "polymp.jax.low_weights(optimizer), which keeps the rest of each weight beside it."
+    )
+
+
+@pytest.mark.parametrize("mode", ["split", "stochastic"])
+def test_low_weights_is_left_alone(mode):
+    watch = UpdateWatch(every=2, first=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(low_weights(optax.adamw(1e-3), mode), LARGE, watch, 6)
+        assert watch.finish() == ()
+
+
+def test_a_run_that_learns_is_not_named():
+    watch = UpdateWatch(every=2, first=1)
+    train(optax.sgd(0.5), low(LARGE), watch, 6)
+    assert [record.lost for record in watch.finish()] == [0, 0]
+
+
+def test_float32_weights_are_not_looked_at():
+    watch = UpdateWatch(every=2, first=1)
+    train(optax.adamw(1e-9), LARGE, watch, 6)
+    assert watch.finish() == ()
+
+
+def test_weights_without_a_gradient_are_not_counted():
+    """Half the rows of a table were read; all of those move."""
+    table = {"rows": jnp.ones((32, 4), jnp.bfloat16)}
+    grads = {"rows": jnp.zeros((32, 4)).at[::2].set(1.0)}
+    watch = UpdateWatch(every=2, first=1)
+    train(optax.sgd(0.5), table, watch, 4, grads)
+    (record,) = watch.finish()
+    assert (record.updates, record.lost) == (64, 0)
+
+
+def test_traced_parameters_are_refused():
+    watch = UpdateWatch(every=1, first=1)
+    with pytest.raises(TypeError, match="watch runs on the host: call it after the jitted step"):
+        jax.jit(lambda p: watch.watch(p))(jnp.ones(3, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("arguments", [{"every": 0}, {"first": 0}])
+def test_steps_that_cannot_be_compared_are_refused(arguments):
+    with pytest.raises(ValueError, match="both have to be 1 or more, since a step is compared"):
+        UpdateWatch(**arguments)
+
+
+# --- the audit ------------------------------------------------------------------------------------
+
+
+def stepping(tx: Any) -> Any:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+START = {"w": jnp.ones((8, 16)), "v": jnp.ones((16, 4))}
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_an_audit_has_the_updates_that_were_lost(jitted):
+    """Rows whose input is 0 have no gradient, and no update."""
+    tx, params = optax.adam(1e-4), low(START)
+    step = jax.jit(stepping(tx), donate_argnums=(0, 1)) if jitted else stepping(tx)
+    audited, opt_state = audit(step), tx.init(params)
+    x = jnp.ones((4, 8)).at[:, ::2].set(0)
+    for _ in range(2):
+        params, opt_state = audited(params, opt_state, x)
+    found = {each.name: each for each in audited.audit.lost_updates}
+    assert {name: (each.updates, each.lost) for name, each in found.items()} == {
+        "params['v']": (128, 128),
+        "params['w']": (128, 128),
+    }
+    assert "updates of low weights that were rounded away: 100" in str(audited.audit)
+
+
+def test_an_audit_of_low_weights_or_float32_has_none():
+    for tx, params in (
+        (low_weights(optax.adam(1e-4)), START),
+        (optax.adam(1e-9), START),
+    ):
+        audited, opt_state = audit(stepping(tx)), tx.init(params)
+        weights = tx.weights(params) if hasattr(tx, "weights") else params
+        audited(weights, opt_state, jnp.ones((4, 8)))
+        assert list(audited.audit.lost_updates) == []
+
+
+def test_an_audit_of_weights_that_move_counts_no_lost_ones():
+    tx, params = optax.sgd(0.5), low(START)
+    audited = audit(stepping(tx))
+    after, _ = audited(params, tx.init(params), jnp.ones((4, 8)))
+    same = {name: int((after[name] == params[name]).sum()) for name in params}
+    assert {each.name: each.lost for each in audited.audit.lost_updates} == {
+        f"params['{name}']": count for name, count in same.items()
+    }
+
+
+def test_an_audit_of_flax_nnx_looks_at_the_model_that_was_changed():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-7), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model))
+
+    audited = audit(step)
+    audited(model, optimizer, jnp.ones((4, 8)))
+    found = {each.name: each.lost for each in audited.audit.lost_updates}
+    assert sum(found.values()) >= 30, found

@@ -1,0 +1,124 @@
+"""Runs with low weights that are spread over devices, saved, killed and disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from polymp.jax import low_weights
+from polymp.weights import modes
+from tests.support.jax import eight_devices, low_weights_run
+from tests.support.jax.low_weights_run import CUT, STEPS, gradients, seen, start, trained
+from tests.support.jax.scaler_tools import bits
+
+MODES = tuple(modes.MODES)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("meshes")
+    return eight_devices.run("low_weights_run", "meshes", folder, python=())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bits_do_not_depend_on_the_mesh(found, mode):
+    """Nor on a checkpoint of one device that is read by eight."""
+    ways = found[mode]
+    assert ways.keys() == {"alone", "8x1", "2x4", "4x2", "resumed on eight"}
+    assert ways == dict.fromkeys(ways, ways["alone"])
+    assert ways["alone"] == seen(trained(mode, start(mode), range(STEPS)))
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_of_orbax_goes_on(mode, tmp_path):
+    half = trained(mode, start(mode), range(CUT))
+    low_weights_run.save(half, tmp_path / "half")
+    back = low_weights_run.restored(tmp_path / "half", start(mode))
+    assert bits(back) == bits(half)
+    whole = trained(mode, start(mode), range(STEPS))
+    assert bits(trained(mode, back, range(CUT, STEPS))) == bits(whole)
+
+
+def program(folder: Path, *rest: str) -> list[str]:
+    return [sys.executable, "-m", low_weights_run.__name__, "save", str(folder), *rest]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_was_killed_goes_on(mode, tmp_path):
+    running = subprocess.Popen(program(tmp_path, mode, "slow"), cwd=ROOT, env=os.environ)
+    try:
+        limit = time.monotonic() + 240
+        while not (tmp_path / "stopped").exists() and time.monotonic() < limit:
+            assert running.poll() is None
+            time.sleep(0.1)
+    finally:
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+    assert not (tmp_path / "end.json").exists()
+    subprocess.run(program(tmp_path, mode), cwd=ROOT, env=os.environ, check=True)
+    end = json.loads((tmp_path / "end.json").read_text())
+    assert end == seen(trained(mode, start(mode), range(STEPS)))
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def disturbed(mode: str, change: Any, optimizer: Any = None) -> tuple[Any, Any]:
+    """A run of one step, whose parameters are then written, and the step after it."""
+    tx = low_weights(optimizer or optax.sgd(2**-5), mode)
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    state, low = tx.init(params), tx.weights(params)
+    grads = {"w": gradients(0)["w"][:8, :8].repeat(8, 0).repeat(8, 1)}
+    updates, state = tx.update(grads, state, low)
+    low = {"w": change(optax.apply_updates(low, updates)["w"])}
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, grads), state, low)
+    return low["w"], optax.apply_updates(low, updates)["w"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("factor", [0.0, -0.5, 2.0, 3.0])
+def test_weights_that_were_written_by_hand_count(mode, factor):
+    """Also as a mask, and also where a rest of another weight is beside them."""
+    written, after = disturbed(mode, lambda w: w.at[::2].multiply(factor))
+    assert np.array_equal(written, after)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_with_inf_without_a_scaler_makes_what_it_makes_in_float32(mode):
+    tx, params = low_weights(optax.sgd(2**-5), mode), {"w": jnp.ones(4)}
+    grads = {"w": jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])}
+    state, low = tx.init(params), tx.weights(params)
+    updates, state = tx.update(grads, state, low)
+    after = np.asarray(optax.apply_updates(low, updates)["w"].astype(jnp.float32))
+    moved, _ = optax.sgd(2**-5).update(grads, optax.sgd(2**-5).init(params), params)
+    want = np.asarray(optax.apply_updates(params, moved)["w"])
+    assert np.array_equal(after[:3], want[:3], equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_schedule_goes_on_where_it_was(mode):
+    """The learning rate of a saved run is that of the step at which it was saved."""
+    schedule = optax.linear_schedule(0.5, 0.0, 4)
+    tx, params = low_weights(optax.sgd(schedule), mode), {"w": jnp.ones(8)}
+    state, low = tx.init(params), tx.weights(params)
+    for _ in range(4):
+        updates, state = tx.update({"w": jnp.ones(8)}, state, low)
+        low = optax.apply_updates(low, updates)
+    updates, _ = tx.update({"w": jnp.ones(8)}, state, low)
+    assert bits(optax.apply_updates(low, updates)) == bits(low)
+    assert abs(float(low["w"][0]) - (1 - 0.5 - 0.375 - 0.25 - 0.125)) < 1e-2

@@ -1,0 +1,279 @@
+"""Training with low weights: beside float32 weights under autocast, with flax and equinox.
+
+Where every low weight is only read low, `master` is that run bit for bit: the loss is
+differentiated by float32 views of the low weights, as float32 weights get float32 gradients. XLA
+may round a product and a sum once or twice, by what it has fused; these programs are compiled as
+users compile them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from polymp.jax import GradScaler, autocast, low_weights, needs_float32, nnx_train_step
+from polymp.weights import modes
+from tests.support.jax import transformer
+from tests.support.jax.hlo import AS_FOR_USERS
+from tests.support.jax.scaler_tools import bits
+from tests.support.sizes import size
+
+MODES = tuple(modes.MODES)
+STEPS = size(30, 1000)
+USERS = {"xla_backend_optimization_level": 3, **AS_FOR_USERS}
+
+SMALL = transformer.SMALL
+
+
+def perceptron() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
+    one, two = jax.random.split(jax.random.key(0))
+    params = {
+        "up": jax.random.normal(one, (16, 64)) / 4,
+        "down": jax.random.normal(two, (64, 4)) / 8,
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        out = jax.nn.relu(x @ params["up"]) @ params["down"]
+        return jnp.mean((out - jnp.sin(x[:, :4])) ** 2)
+
+    return params, loss, lambda key: jax.random.normal(key, (32, 16))
+
+
+def convolutions() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
+    one, two, three = jax.random.split(jax.random.key(1), 3)
+    params = {
+        "first": jax.random.normal(one, (3, 3, 2, 8)) / 4,
+        "second": jax.random.normal(two, (3, 3, 8, 8)) / 8,
+        "head": jax.random.normal(three, (8, 2)) / 3,
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        y = x
+        for name in ("first", "second"):
+            y = jax.lax.conv_general_dilated(
+                y, params[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            y = jnp.tanh(y)
+        out = y.mean((1, 2)) @ params["head"]
+        return jnp.mean((out - x.mean((1, 2))) ** 2)
+
+    return params, loss, lambda key: jax.random.normal(key, (4, 8, 8, 2))
+
+
+def language_model() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
+    """Its embeddings, norms and some biases are read in float32, and are kept."""
+    params = transformer.parameters(SMALL)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        return transformer.loss(params, tokens, heads=SMALL.heads)
+
+    def batch(key: Any) -> Any:
+        shape = (SMALL.batch, SMALL.length + 1)
+        return jax.random.randint(key, shape, 0, SMALL.vocabulary)
+
+    return params, loss, batch
+
+
+MODELS = {f.__name__: f for f in (perceptron, convolutions, language_model)}
+
+
+def float32(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def trained(tx: Any, params: Any, state: Any, loss: Any, batch: Any, steps: int) -> Any:
+    """Losses of all steps, and what they leave."""
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(float32(params), x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    keys = jax.random.split(jax.random.key(7), steps)
+    step = step.lower(params, state, batch(keys[0])).compile(USERS)
+    losses = []
+    for key in keys:
+        params, state, value = step(params, state, batch(key))
+        losses.append(value)
+    return jnp.stack(losses), params, state
+
+
+@pytest.mark.sized
+@pytest.mark.parametrize("name", MODELS)
+def test_master_is_float32_under_autocast_bit_for_bit(name):
+    params, loss, batch = MODELS[name]()
+    low_loss = autocast(loss)
+    keep = needs_float32(low_loss, params, batch(jax.random.key(0)))
+    tx = low_weights(optax.adamw(1e-3), "master", keep=keep)
+    optimizer = optax.adamw(1e-3)
+    want, full, inner = trained(optimizer, params, optimizer.init(params), low_loss, batch, STEPS)
+    losses, low, state = trained(tx, tx.weights(params), tx.init(params), low_loss, batch, STEPS)
+    assert "bfloat16" in {x.dtype.name for x in jax.tree.leaves(low)}
+    assert bits(losses) == bits(want)
+    assert bits(state.inner) == bits(inner)
+    masked = jax.tree.map(lambda p, w: w.astype(p.dtype), low, full)
+    assert bits(low) == bits(masked)
+    assert float(losses[-1]) < float(losses[0])
+
+
+def test_this_oracle_finds_gradients_that_are_rounded():
+    """Of low parameters JAX gives low gradients, so this is another run than float32's."""
+    params, loss, batch = perceptron()
+    tx = low_weights(optax.adamw(1e-3), "master")
+    want, *_ = trained(tx, tx.weights(params), tx.init(params), autocast(loss), batch, 10)
+
+    def rounded(params: Any, x: Any) -> Any:
+        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        return autocast(loss)(low, x)
+
+    losses, *_ = trained(tx, tx.weights(params), tx.init(params), rounded, batch, 10)
+    assert bits(losses[:1]) == bits(want[:1])
+    assert bits(losses) != bits(want)
+
+
+# --- what learns only with low_weights ------------------------------------------------------------
+
+
+def test_naive_bfloat16_weights_stay_and_low_weights_move():
+    """AdamW at 1e-3 on weights of 1: the update is below half of bfloat16's last place."""
+    params, grads = {"w": jnp.ones((64, 64))}, {"w": jnp.ones((64, 64))}
+    naive = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    optimizer = optax.adamw(1e-3)
+    state = optimizer.init(naive)
+    for _ in range(50):
+        updates, state = optimizer.update(grads, state, naive)
+        naive = optax.apply_updates(naive, updates)
+    assert np.all(np.asarray(naive["w"]) == 1)
+    for mode in MODES:
+        tx = low_weights(optimizer, mode)
+        low, state = tx.weights(params), tx.init(params)
+        for _ in range(50):
+            updates, state = tx.update(grads, state, low)
+            low = optax.apply_updates(low, updates)
+        assert abs(float(low["w"].astype(jnp.float32).mean()) - 0.95) < 0.005, mode
+
+
+# --- flax and equinox -----------------------------------------------------------------------------
+
+X = jax.random.normal(jax.random.key(3), (16, 8))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(4)(nn.LayerNorm()(nn.relu(nn.Dense(32)(x))))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(8, 32, rngs=rngs)
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.last = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.norm(nnx.relu(self.first(x))))
+
+
+@autocast
+def linen_loss(params: Any, x: Any) -> Any:
+    return jnp.mean((Linen().apply(params, x) - x[:, :4]) ** 2)
+
+
+@autocast
+def module_loss(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x) - x[:, :4]) ** 2)
+
+
+@autocast
+def equinox_loss(model: Any, x: Any) -> Any:
+    return jnp.mean((jax.vmap(model)(x) - x[:, :4]) ** 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_train_state_of_flax(mode):
+    params = Linen().init(jax.random.key(0), X)
+    tx = low_weights(optax.adamw(1e-2), mode, keep=needs_float32(linen_loss, params, X))
+    state = TrainState.create(apply_fn=Linen().apply, params=params, tx=tx)
+    state = state.replace(params=tx.weights(state.params))
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(linen_loss)(state.params, x)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(20):
+        state, loss = step(state, X)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    dtypes = jax.tree.map(lambda x: x.dtype.name, state.params)["params"]
+    assert dtypes["Dense_0"]["kernel"] == dtypes["Dense_1"]["kernel"] == "bfloat16"
+    assert dtypes["LayerNorm_0"] == {"bias": "float32", "scale": "float32"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_of_flax_nnx(mode):
+    model = Nnx(nnx.Rngs(0))
+    tx = low_weights(optax.adamw(1e-2), mode, keep=needs_float32(module_loss, model, X))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(model, tx.weights(nnx.state(model, nnx.Param)))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(module_loss)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, X)) for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert model.first.kernel[...].dtype == jnp.bfloat16
+    assert model.norm.scale[...].dtype == jnp.float32
+    assert int(optimizer.opt_state.step[...]) == 20
+
+
+def test_a_scaler_step_of_flax_nnx_that_skips_leaves_every_bit():
+    model = Nnx(nnx.Rngs(0))
+    tx = low_weights(optax.adamw(1e-2), "stochastic")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(model, tx.weights(nnx.state(model, nnx.Param)))
+    scaler, seen = GradScaler(2.0**10), []
+    loss = autocast(module_loss.__wrapped__, dtype=jnp.float16)
+    for x in (X, X * jnp.nan, X):
+        _, scaler, finite = nnx_train_step(scaler, model, optimizer, loss, x)
+        seen.append((bool(finite), bits(nnx.state((model, optimizer.opt_state)))))
+    assert [finite for finite, _ in seen] == [True, False, True]
+    assert seen[0][1] == seen[1][1] != seen[2][1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_of_equinox(mode):
+    """Optax's `apply_updates` rounds to the dtype of the weights; equinox's own does not."""
+    model = eqx.nn.MLP(8, 4, 32, 1, key=jax.random.key(0))
+    tx = low_weights(optax.adamw(1e-2), mode)
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    model = tx.weights(model)
+
+    @eqx.filter_jit
+    def step(model: Any, state: Any, x: Any) -> Any:
+        loss, grads = eqx.filter_value_and_grad(equinox_loss)(model, x)
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        updates, state = tx.update(grads, state, params)
+        return eqx.combine(optax.apply_updates(params, updates), static), state, loss
+
+    losses = []
+    for _ in range(20):
+        model, state, loss = step(model, state, X)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert model.layers[0].weight.dtype == jnp.bfloat16

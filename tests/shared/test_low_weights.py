@@ -1,0 +1,87 @@
+"""Low weights in torch and in JAX: the same bits, as in NumPy, for the same numbers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polymp.weights import modes, random_bits, store
+from tests.conftest import need
+from tests.support.low_weights import BF16, NUMPY, edges, spread
+from tests.support.sizes import size
+
+# Inf and overflow are among the numbers, and NumPy warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
+
+N = size(2**16, 2**20)
+VERBS = {
+    "torch": "polymp.backends.torch.weights.low_arrays",
+    "jax": "polymp.backends.jax.weights.low_leaf",
+}
+
+
+def array(framework: str, x: np.ndarray) -> Any:
+    if framework == "torch":
+        torch = importlib.import_module("torch")
+        if x.dtype == BF16:
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x)
+    return importlib.import_module("jax.numpy").asarray(x)
+
+
+def bits(x: Any) -> np.ndarray:
+    """The bits of an array of any framework, as whole numbers."""
+    if type(x).__module__ == "torch":
+        torch = importlib.import_module("torch")
+        x = x.view({2: torch.int16, 4: torch.int32}[x.element_size()]).numpy()
+    x = np.asarray(x)
+    return x.view({2: np.int16, 4: np.int32}[x.itemsize])
+
+
+def numbers(mode: str) -> np.ndarray:
+    """All kinds; without subnormal numbers where floats are added, which XLA on a CPU flushes."""
+    x = np.concatenate([edges(), spread(N)])
+    if mode == "kahan":
+        x = x[np.isfinite(x) & (np.abs(x) > 1e-30)]
+    return x if mode == "split" else x[~np.isnan(x)]  # a cast may change a NaN
+
+
+@pytest.mark.parametrize("framework", VERBS)
+@pytest.mark.parametrize("mode", modes.MODES)
+def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode: str) -> None:
+    need(framework)
+    verbs = importlib.import_module(VERBS[framework]).VERBS
+    x = numbers(mode)
+    index = np.arange(x.size, dtype=np.int32)
+    key = random_bits.key(3, 5, 7)
+    random = random_bits.random16(key, array(framework, index))
+    expected_random = random_bits.random16(key, index)
+    assert (bits(random) == expected_random).all()
+    kept = modes.MODES[mode]
+    low, beside = store.store(verbs, kept, "bfloat16", array(framework, x), random)
+    expected, expected_beside = store.store(NUMPY, kept, "bfloat16", x, expected_random)
+    assert (bits(low) == bits(expected)).all()
+    if beside is not None:
+        assert (bits(beside) == bits(expected_beside)).all()
+    read = store.load(verbs, kept, low, beside)
+    assert (bits(read) == bits(store.load(NUMPY, kept, expected, expected_beside))).all()
+
+
+def test_random_rounding_of_torch_is_that_of_torchao() -> None:
+    """Given the same random bits, up to the largest bfloat16 number; above it torchao has Inf."""
+    need("torch")
+    torch = importlib.import_module("torch")
+    quant = pytest.importorskip(
+        "torchao.optim.quant_utils", reason="torchao is not among the packages of the tests"
+    )
+    verbs = importlib.import_module(VERBS["torch"]).VERBS
+    x = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    theirs = quant._fp32_to_bf16_sr(x)
+    torch.manual_seed(1)
+    random = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
+    ours, _ = store.store(verbs, modes.MODES["stochastic"], "bfloat16", x, random)
+    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))

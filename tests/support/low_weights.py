@@ -1,0 +1,58 @@
+"""The verbs of low weights in NumPy, float32 numbers to try them on, and a rounding by another way.
+
+`nearest` and `up_or_down` compute in float64 what the core computes in bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from polymp.weights.verbs import Verbs
+
+BF16 = ml_dtypes.bfloat16
+LOW = {"bfloat16": BF16, "float16": np.float16}
+
+
+def _narrow(x: Any, name: str) -> Any:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(LOW[name])
+
+
+NUMPY = Verbs(
+    bits=lambda x: x.view(np.int32),
+    float32=lambda x: x.view(np.float32),
+    bits16=lambda x: x.view(np.int16),
+    bfloat16=lambda x: x.view(BF16),
+    to_int32=lambda x: x.astype(np.int32),
+    to_int16=lambda x: x.astype(np.int16),
+    narrow=_narrow,
+    from_half=lambda x: x.astype(np.float32),
+    where=lambda condition, one, other: np.where(
+        condition, one, np.asarray(other, getattr(one, "dtype", None))
+    ),
+)
+
+
+def edges() -> Any:
+    """Numbers at which rounding or bits could go wrong, of both signs; float32."""
+    ends = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    upper = (
+        0x0000, 0x0001, 0x0002, 0x007F, 0x0080, 0x0081, 0x00FF, 0x0100, 0x3F7F, 0x3F80, 0x3F81,
+        0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FC1, 0x7FFE, 0x7FFF,
+    )  # fmt: skip
+    bits = [sign | (up << 16) | low for sign in (0, 1 << 31) for up in upper for low in ends]
+    return np.array(bits, np.uint32).view(np.float32)
+
+
+def spread(n: int, seed: int = 0) -> Any:
+    """Return n float32 numbers of random bits: every exponent, sign and payload of NaN."""
+    return np.random.default_rng(seed).integers(0, 2**32, n, np.uint32).view(np.float32)
+
+
+def ties(x: Any) -> Any:
+    """Return where float32 numbers are finite and midway between two bfloat16 numbers."""
+    bits = x.view(np.uint32)
+    return np.isfinite(x) & (bits & 0xFFFF == 0x8000)

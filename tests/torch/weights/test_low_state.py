@@ -1,0 +1,184 @@
+"""The state_dict of an optimizer with low weights; checkpoints in float32; runs that are killed."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polymp.torch import low_weights
+from tests import STRICT
+from tests.support.torch import low_killed
+from tests.support.torch.low_killed import step
+from tests.support.torch.low_training import low, made, same_bits, weights
+
+MODES = ("master", "split", "stochastic", "kahan")
+
+
+def start(mode: str | None) -> tuple[Any, Any]:
+    model = made("mlp")
+    return model, low("mlp", model, torch.optim.AdamW(model.parameters(), lr=1e-3), mode)
+
+
+def go(model: Any, optimizer: Any, first: int, last: int) -> None:
+    for at in range(first, last):
+        step(model, optimizer, at)
+
+
+def through_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def state_bits(optimizer: Any) -> Any:
+    return [
+        {k: (str(v.dtype), v.reshape(-1).view(torch.uint8).tolist()) for k, v in own.items()}
+        for own in optimizer.state_dict()["state"].values()
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("saved_at", [0, 5])
+def test_a_run_goes_on_exactly(mode: str, order: str, saved_at: int) -> None:
+    model, optimizer = start(mode)
+    go(model, optimizer, 0, saved_at)
+    of_model, of_optimizer = through_file((model.state_dict(), optimizer.state_dict()))
+    go(model, optimizer, saved_at, 10)
+    other, second = start(mode)
+    go(other, second, 20, 22)  # whatever was there before
+    if order == "model first":
+        other.load_state_dict(of_model)
+        second.load_state_dict(of_optimizer)
+    else:
+        second.load_state_dict(of_optimizer)
+        other.load_state_dict(of_model)
+    if saved_at == 0:  # Adam's own state was not there yet, and torch drops what is
+        assert all(set(own) <= {"beside", "low_steps"} for own in second.state.values())
+    go(other, second, saved_at, 10)
+    assert same_bits(weights(model, optimizer), weights(other, second))
+    assert state_bits(optimizer) == state_bits(second)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_stays_float32_and_what_is_beside_keeps_its_bits(mode: str) -> None:
+    """torch casts a state to the dtype of its parameter, which would be bfloat16."""
+    model, optimizer = start(mode)
+    go(model, optimizer, 0, 3)
+    before = state_bits(optimizer)
+    optimizer.load_state_dict(through_file(optimizer.state_dict()))
+    assert state_bits(optimizer) == before
+    for p in optimizer.low:
+        assert optimizer.state[p]["exp_avg"].dtype is torch.float32
+
+
+def test_load_hooks_see_the_low_parameters() -> None:
+    model, optimizer = start("split")
+    go(model, optimizer, 0, 1)
+    seen: list[Any] = []
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append([p.dtype for p in o.param_groups[0]["params"]])
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [[torch.bfloat16] * 4]
+    assert optimizer.low == list(model.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_to_float32_and_from_float32(mode: str) -> None:
+    """A plain float32 run goes on from a low one, and a low one from it."""
+    model, optimizer = start(mode)
+    go(model, optimizer, 0, 5)
+    full = through_file(optimizer.float32_state_dict(model))
+    assert {t.dtype for t in full.values()} == {torch.float32}
+    plain, adam = start(None)
+    plain.load_state_dict(full)
+    adam.load_state_dict(through_file(optimizer.state_dict()))
+    go(plain, adam, 5, 8)
+    go(model, optimizer, 5, 8)
+    if mode == "master":
+        assert same_bits(weights(plain), weights(model, optimizer))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_from_a_plain_float32_run(mode: str) -> None:
+    plain, adam = start(None)
+    go(plain, adam, 0, 5)
+    model, optimizer = start(mode)
+    optimizer.load_state_dict(through_file(adam.state_dict()))
+    optimizer.load_float32_state_dict(model, through_file(plain.state_dict()))
+    if mode in ("master", "split"):
+        assert same_bits(weights(model, optimizer), weights(plain))
+    go(plain, adam, 5, 8)
+    go(model, optimizer, 5, 8)
+    if mode == "master":
+        assert same_bits(weights(model, optimizer), weights(plain))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_float32_checkpoint_of_the_model_alone_rounds(mode: str) -> None:
+    plain, adam = start(None)
+    go(plain, adam, 0, 5)
+    model, optimizer = start(mode)
+    go(model, optimizer, 0, 3)
+    model.load_state_dict(plain.state_dict())
+    full = weights(model, optimizer)
+    for name, t in plain.state_dict().items():
+        assert torch.equal(full[name], t.bfloat16().float())
+
+
+def test_the_state_of_another_mode_is_refused() -> None:
+    model, optimizer = start("split")
+    go(model, optimizer, 0, 2)
+    other, second = start("kahan")
+    go(other, second, 0, 2)
+    before = state_bits(second)
+    with pytest.raises(ValueError, match="load_state_dict") as error:
+        second.load_state_dict(optimizer.state_dict())
+    assert str(error.value) == (
+        "load_state_dict(): the state was saved with mode 'split', and this optimizer keeps its "
+        "weights with mode 'kahan'. Make it with low_weights(optimizer, mode='split'). To change "
+        "the mode, load both there, take float32_state_dict(model), and load that with "
+        "load_float32_state_dict(model, ...) here."
+    )
+    assert state_bits(second) == before
+
+
+def test_a_state_with_other_parameters_low_is_refused() -> None:
+    _, optimizer = start("split")
+    other = made("mlp")
+    second = low_weights(torch.optim.AdamW(other.parameters()), keep=[other[0].bias])
+    with pytest.raises(ValueError, match="load_state_dict") as error:
+        second.load_state_dict(optimizer.state_dict())
+    assert str(error.value) == (
+        "load_state_dict(): parameter 1, of shape (32,), was low in the run that saved the state, "
+        "and is kept here. Call low_weights() with the same keep= as there."
+    )
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_is_killed_goes_on_exactly(mode: str, tmp_path: Path) -> None:
+    command = [sys.executable, *STRICT, "-m", "tests.support.torch.low_killed", mode, str(tmp_path)]
+    file = tmp_path / low_killed.FILE
+    process = subprocess.Popen(command)
+    until = time.monotonic() + 120
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    reached = torch.load(file, weights_only=True)["step"]
+    assert 0 < reached < low_killed.STEPS
+    model, optimizer = low_killed.train(mode, tmp_path)
+    whole, second = low_killed.train(mode)
+    assert same_bits(weights(model, optimizer), weights(whole, second))
+    assert state_bits(optimizer) == state_bits(second)
+    print(f"{mode}: killed after step {reached} of {low_killed.STEPS}, and bit-equal at the end")

@@ -1,0 +1,555 @@
+"""`low_weights`: what it takes and refuses, and that the optimizer is used as before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from polymp.backends.torch.weights import low_step
+from polymp.torch import GradScaler, explain, hold_casts, low_weights, needs_float32
+from tests.support.torch.low_training import batch, loss_of, low, made, same_bits, train, weights
+
+# Scaling has no effect in bfloat16, which the region is.
+pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
+
+MODES = ("master", "split", "stochastic", "kahan")
+
+
+def adamw(model: nn.Module, **options: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def step(model: nn.Module, optimizer: Any, at: int, name: str = "mlp") -> float:
+    optimizer.zero_grad()
+    loss = loss_of(name, model, at)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def bits(optimizer: Any) -> list[bytes]:
+    """Everything that a step may change, weights first."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in params]
+    for p in params:
+        for key, value in sorted(optimizer.state[p].items()):
+            if isinstance(value, torch.Tensor):
+                raw = value.detach().reshape(-1).contiguous().view(torch.uint8)
+                found.append(key.encode() + raw.numpy().tobytes())
+    return found
+
+
+# What it makes of an optimizer
+
+
+def test_the_optimizer_and_its_parameters_stay_the_same_objects() -> None:
+    model = made("mlp")
+    optimizer, params = adamw(model), list(model.parameters())
+    returned = low_weights(optimizer)
+    assert returned is optimizer
+    assert isinstance(returned, torch.optim.AdamW)
+    assert type(returned).__name__ == "LowAdamW"
+    assert [id(p) for p in model.parameters()] == [id(p) for p in params]
+    assert {p.dtype for p in params} == {torch.bfloat16}
+    assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in params)
+    assert returned.low == params
+    assert returned.kept == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "beside", "most"),
+    [("master", 4, 16.1), ("split", 2, 14.1), ("stochastic", 0, 12.1), ("kahan", 2, 14.1)],
+)
+def test_bytes_a_parameter_with_adam(mode: str, beside: int, most: float) -> None:
+    """All tensors that are alive between backward and the step, counted by their storages."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    optimizer = low_weights(adamw(model), mode)
+    for at in range(2):
+        optimizer.zero_grad()
+        model(torch.full((4, 256), 0.1 + at, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    alive: list[torch.Tensor] = []
+    for p in model.parameters():
+        assert p.grad is not None
+        alive += [p, p.grad, *(t for t in optimizer.state[p].values() if torch.is_tensor(t))]
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+    each = sum(stored.values()) / sum(p.numel() for p in model.parameters())
+    print(f"{mode}: {each:.3f} bytes a parameter")
+    assert 12 + beside <= each <= most
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_holds_no_second_float32_model(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 memory made in a step, the optimizer's own aside: that of one piece."""
+    monkeypatch.setattr(low_step, "LENT", 4 * 64 * 64)
+    params = [nn.Parameter(torch.randn(64, 64)) for _ in range(20)]
+    optimizer = low_weights(torch.optim.SGD(params, lr=0.1, foreach=False), mode)
+    for p in params:
+        p.grad = torch.randn(64, 64, dtype=torch.bfloat16)
+    lent: list[int] = []
+    before = low_step.Loan.give
+
+    def give(self: Any) -> None:
+        before(self)
+        lent.append(sum(t.numel() for t in self.lent.values()))
+
+    monkeypatch.setattr(low_step.Loan, "give", give)
+    optimizer.step()
+    assert sum(lent) == 20 * 64 * 64
+    assert max(lent) == 64 * 64
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pieces_change_no_bit(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, one, _ = train("tokens", mode, 5)
+    monkeypatch.setattr(low_step, "LENT", 1)
+    pieces, other, _ = train("tokens", mode, 5)
+    assert bits(one) == bits(other)
+    assert same_bits(weights(whole, one), weights(pieces, other))
+
+
+# What is kept
+
+
+def test_parameters_that_the_region_reads_in_float32_are_kept() -> None:
+    model = made("tokens")
+    optimizer = low("tokens", model, adamw(model), "split")
+    names = {p: name for name, p in model.named_parameters()}
+    kept = {names[p]: why for p, why in optimizer.kept.items()}
+    assert set(kept) == {
+        "embedding.weight", "norm.weight", "norm.bias", "last.weight", "last.bias",
+    }  # fmt: skip
+    assert all(why.startswith("read in float32 by aten.") for why in kept.values())
+    assert {p.dtype for p in optimizer.kept} == {torch.float32}
+    assert len(optimizer.low) == len(names) - 5
+
+
+def casts(model: nn.Module) -> int:
+    """The casts that `explain` shows at the linear layers, forward."""
+    with explain(model=model) as report:
+        loss_of("mlp", model, 0)
+    return sum(call.casts for call in report.calls if call.op == "linear")
+
+
+def test_a_low_weight_is_never_cast() -> None:
+    model = made("mlp")
+    before = casts(model)
+    low("mlp", model, adamw(model), "split")
+    assert before - casts(model) == 4
+
+
+def test_keep_adds_parameters_and_modules() -> None:
+    model = made("mlp")
+    optimizer = low_weights(adamw(model), keep=[model[0], model[2].bias])
+    assert set(optimizer.kept) == {*model[0].parameters(), model[2].bias}
+    assert set(optimizer.kept.values()) == {"is in keep="}
+    assert optimizer.low == [model[2].weight]
+    step(model, optimizer, 0)
+    assert model[0].weight.dtype is torch.float32
+
+
+def test_parameters_without_use_are_kept() -> None:
+    model = made("mlp")
+    extra = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    keep = needs_float32(optimizer, lambda: loss_of("mlp", model, 0))
+    optimizer = low_weights(optimizer, keep=keep)
+    assert optimizer.kept == {extra: "is not used in forward()"}
+
+
+def test_other_dtypes_are_kept() -> None:
+    double = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    empty = nn.Parameter(torch.zeros(0))
+    one = nn.Parameter(torch.zeros(3))
+    optimizer = low_weights(torch.optim.SGD([double, empty, one], lr=0.1))
+    assert optimizer.kept == {double: "is float64", empty: "is empty"}
+
+
+def test_parameters_in_bfloat16_already_get_what_they_need() -> None:
+    """A model that was loaded in bfloat16: nothing is beside its weights yet."""
+    p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = low_weights(torch.optim.SGD([p], lr=1.0))
+    for _ in range(10):
+        p.grad = torch.full_like(p, 2.0**-10)
+        optimizer.step()
+    assert p.detach().float().tolist() == [1 - 2.0**-7] * 8  # 1 - 10 * 2**-10, rounded
+
+
+# The rest of the loop
+
+
+def test_step_hooks_run_once_and_see_the_low_parameters() -> None:
+    model = made("mlp")
+    optimizer = low_weights(adamw(model))
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.append([p.dtype for p in o.param_groups[0]["params"]])
+    )
+    optimizer.register_step_post_hook(
+        lambda o, *_: seen.append([p.dtype for p in o.param_groups[0]["params"]])
+    )
+    step(model, optimizer, 0)
+    assert seen == [[torch.bfloat16] * 4] * 2
+
+
+def test_a_scheduler_sets_the_rate_of_every_mode_as_of_float32() -> None:
+    def run(mode: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = made("mlp")
+        optimizer = low("mlp", model, adamw(model), mode)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
+        rates = []
+        for at in range(15):
+            step(model, optimizer, at)
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates, weights(model, optimizer)
+
+    plain, master = run(None), run("master")
+    assert plain[0] == master[0] == run("split")[0]
+    assert same_bits(plain[1], master[1])
+
+
+def test_groups_have_their_own_rates_and_can_be_added() -> None:
+    def run(mode: str | None) -> tuple[Any, Any]:
+        model = made("mlp")
+        optimizer: Any = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        if mode:
+            optimizer = low_weights(optimizer, mode)
+        for at in range(6):
+            if at == 3:
+                optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
+            step(model, optimizer, at)
+        return model, optimizer
+
+    plain, (model, optimizer) = run(None)[0], run("master")
+    assert same_bits(weights(plain), weights(model, optimizer))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert [g["low_weights"] for g in optimizer.param_groups] == ["master", "master"]
+
+
+class Sam(torch.optim.Optimizer):
+    """A user's optimizer: looks at all parameters together, calls its closure twice."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.norms: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        self.norms.append(float(norm))
+        for p in params:
+            self.state[p]["old"] = p.detach().clone()
+            p.add_(p.grad, alpha=0.05 / float(norm))
+        with torch.enable_grad():
+            closure()
+        for p in params:
+            p.copy_(self.state[p]["old"] - 0.05 * p.grad)
+        return loss
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_of_a_user_sees_all_parameters_at_once(mode: str) -> None:
+    plain, one, losses = train("mlp", None, 8, Sam)
+    model, other, low_losses = train("mlp", mode, 8, Sam)
+    assert other.norms == pytest.approx(one.norms, rel=0.1)
+    if mode == "master":
+        assert other.norms == one.norms
+        assert losses == low_losses
+        assert same_bits(weights(model, other), weights(plain))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_a_block_that_holds_casts(mode: str) -> None:
+    def run(hold: bool) -> Any:
+        model = made("tokens")
+        optimizer = low("tokens", model, adamw(model), mode)
+        if not hold:
+            return [step(model, optimizer, at, "tokens") for at in range(4)], bits(optimizer)
+        with hold_casts(model, check=True):
+            return [step(model, optimizer, at, "tokens") for at in range(4)], bits(optimizer)
+
+    assert run(True) == run(False)
+
+
+def test_an_average_in_float32_follows_low_weights() -> None:
+    """AveragedModel, made before the weights are low, and with a function for single tensors."""
+    model = made("mlp")
+    average = torch.optim.swa_utils.AveragedModel(
+        model, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9)
+    )
+    optimizer = low_weights(adamw(model))
+    for at in range(5):
+        step(model, optimizer, at)
+        average.update_parameters(model)
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+    for mean, p in zip(average.module.parameters(), model.parameters(), strict=True):
+        assert 0 < (mean - p.float()).abs().max() < 0.02
+
+
+def test_deepcopy_and_pickle() -> None:
+    model = made("mlp")
+    optimizer = low_weights(adamw(model))
+    step(model, optimizer, 0)
+    twin, other = copy.deepcopy((model, optimizer))
+    step(model, optimizer, 1)
+    step(twin, other, 1)
+    assert bits(optimizer) == bits(other)
+    third, last = pickle.loads(pickle.dumps((model, optimizer)))
+    step(model, optimizer, 2)
+    step(third, last, 2)
+    assert bits(optimizer) == bits(last)
+    assert type(last) is type(optimizer)
+
+
+# Faults
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_leaves_every_bit(mode: str, scaler_class: Any, fused: bool) -> None:
+    scaler = scaler_class("cpu", init_scale=4.0)
+    model = made("mlp")
+    optimizer = low("mlp", model, adamw(model, fused=fused), mode)
+    for at in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of("mlp", model, at)).backward()
+        before = bits(optimizer)
+        if at == 2:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert (bits(optimizer) == before) == (at == 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_the_device_takes_back_leaves_every_bit(mode: str) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0, skip_on="device")
+    model = made("mlp")
+    optimizer = low("mlp", model, adamw(model), mode)
+    twin = made("mlp")
+    plain = low("mlp", twin, adamw(twin), mode)
+    for at in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of("mlp", model, at)).backward()
+        before = bits(optimizer)
+        if at == 2:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        if at == 2:
+            assert bits(optimizer) == before
+        else:
+            step(twin, plain, at)
+    assert bits(optimizer) == bits(plain)  # the remainders were not taken for outdated ones
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closure_whose_gradients_are_inf_leaves_every_bit(mode: str) -> None:
+    scaler = GradScaler("cpu", init_scale=4.0)
+    model = made("mlp")
+    optimizer = low_weights(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), mode)
+    bad = False
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of("mlp", model, 0)
+        scaler.scale(loss).backward()
+        if bad:
+            model[0].weight.grad[0, 0] = torch.inf
+        return loss
+
+    scaler.step(optimizer, closure)
+    scaler.update()
+    before = bits(optimizer)
+    bad = True
+    scaler.step(optimizer, closure)
+    assert bits(optimizer) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inf_gradients_without_a_scaler_do_what_they_do_in_float32(mode: str) -> None:
+    p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = low_weights(torch.optim.SGD([p], lr=0.1), mode)
+    plain = torch.optim.SGD([q], lr=0.1)
+    for grad in ([1.0, torch.inf, -torch.inf, torch.nan], [1.0, 0.0, 0.0, 0.0]):
+        p.grad, q.grad = torch.tensor(grad).bfloat16(), torch.tensor(grad)
+        optimizer.step()
+        plain.step()
+    kinds = [p.detach().float().isnan(), q.detach().isnan()]
+    assert kinds[0].tolist() == kinds[1].tolist()
+    assert p.detach().float().isinf().tolist() == q.detach().isinf().tolist()
+
+
+WRITES = {
+    "copy_": lambda p, new: p.copy_(new),
+    "data": lambda p, new: p.data.copy_(new),
+    "fill_": lambda p, new: p.fill_(new.flatten()[0]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_by_hand_are_what_was_written(mode: str, write: str) -> None:
+    model = made("mlp")
+    optimizer = low("mlp", model, adamw(model), mode)
+    for at in range(3):
+        step(model, optimizer, at)
+    with torch.no_grad():
+        new = torch.full_like(model[0].weight, 0.625)
+        WRITES[write](model[0].weight, new)
+    full = weights(model, optimizer)["0.weight"]
+    if write == "data" and mode in ("split", "kahan"):  # shows nowhere: half of the last place
+        assert (full - 0.625).abs().max() <= 2.0**-9
+    else:
+        assert (full == 0.625).all()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    assert (model[0].weight == 0.625).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_that_was_cleared_is_made_again(mode: str) -> None:
+    model = made("mlp")
+    optimizer = low("mlp", model, adamw(model), mode)
+    step(model, optimizer, 0)
+    low_before = [p.detach().clone() for p in model.parameters()]
+    optimizer.state.clear()
+    full = weights(model, optimizer)
+    for (name, p), before in zip(model.named_parameters(), low_before, strict=True):
+        assert torch.equal(p, before)
+        assert torch.equal(full[name], before.float())
+    step(model, optimizer, 1)
+
+
+def test_an_error_in_a_step_puts_the_parameters_back() -> None:
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            raise RuntimeError("broken")
+
+    model = made("mlp")
+    optimizer = low_weights(Broken(model.parameters(), lr=0.1))
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match="broken"):
+        step(model, optimizer, 0)
+    assert optimizer.param_groups[0]["params"] == params
+    assert all("beside" in optimizer.state[p] for p in params)
+
+
+# Refusals
+
+
+def text(error: Any) -> str:
+    return str(error.value)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError) as error:
+        low_weights("adam")  # type: ignore[arg-type]
+    assert text(error) == (
+        "low_weights() takes a torch.optim.Optimizer, got 'adam'. Write: optimizer = "
+        "low_weights(torch.optim.AdamW(model.parameters()))."
+    )
+
+
+def test_a_second_call_is_refused() -> None:
+    optimizer = low_weights(adamw(made("mlp")))
+    with pytest.raises(TypeError) as error:
+        low_weights(optimizer)
+    assert text(error) == (
+        "low_weights(): this LowAdamW keeps its parameters low already, with mode 'split'. Make a "
+        "new optimizer to change the mode."
+    )
+
+
+def test_sparse_adam_and_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(8, 4, sparse=True)
+    with pytest.raises(TypeError) as error:
+        low_weights(torch.optim.SparseAdam(model.parameters()))
+    assert text(error) == (
+        "low_weights() does not take SparseAdam: it updates the rows that have a gradient, and a "
+        "step on low weights would store the whole weight again. Give the embeddings SparseAdam on "
+        "float32, and the other parameters an optimizer of their own."
+    )
+    optimizer = low_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.tensor([1])).sum().backward()
+    before = bits(optimizer)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    assert bits(optimizer) == before
+    assert text(error) == (
+        "low_weights(): the gradient of parameter 0 of group 0, of shape (8, 4), is sparse. The "
+        "step would have to store the whole weight again, and rows without a gradient would not "
+        "stay as they are. Make the embedding with sparse=False, or give its weight an optimizer "
+        "of its own."
+    )
+
+
+def test_a_scheduler_made_before_is_refused() -> None:
+    model = made("mlp")
+    optimizer = adamw(model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="low_weights") as error:
+        low_weights(optimizer)
+    assert text(error) == (
+        "low_weights(): the step of this AdamW was replaced, as a learning-rate scheduler does. "
+        "Call low_weights() first, and make the scheduler with what it returns."
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_forward_pass_outside_of_a_region_is_refused() -> None:
+    model = made("mlp")
+    with pytest.raises(ValueError, match="needs_float32") as error:
+        needs_float32(adamw(model), lambda: model(batch("mlp", 0)[0]))
+    assert text(error) == (
+        "needs_float32(): forward() cast no parameter of the optimizer to bfloat16. It has to run "
+        "the model in its region: with autocast(device, dtype=torch.bfloat16): model(x)."
+    )
+    with pytest.raises(TypeError) as error:
+        needs_float32(adamw(model), model(batch("mlp", 0)[0]))
+    assert text(error) == (
+        "needs_float32() takes an optimizer and a function that runs the model in its region, got "
+        "AdamW and Tensor. Write: needs_float32(optimizer, lambda: loss_of(model, batch))."
+    )
+
+
+def test_nothing_to_store_is_refused() -> None:
+    model = made("mlp")
+    with pytest.raises(ValueError, match="low_weights") as error:
+        low_weights(adamw(model), keep=model)
+    assert text(error) == (
+        "low_weights(): no parameter of this AdamW can be stored low: is in keep=."
+    )
+    with pytest.raises(TypeError) as error:
+        low_weights(adamw(model), keep=["0.weight"])  # type: ignore[list-item]
+    assert text(error) == (
+        "low_weights(keep=...) takes parameters and modules, got '0.weight'. Write "
+        "keep=[model.head, model.embedding.weight]."
+    )
+
+
+def test_float16_is_for_master() -> None:
+    model = made("mlp")
+    optimizer = low_weights(adamw(model), "master", "fp16")
+    scaler = GradScaler("cpu", allow_fp16=True)
+    for at in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of("mlp", model, at, torch.float16)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    with pytest.raises(ValueError, match="keeps weights in bfloat16, not in float16"):
+        low_weights(adamw(made("mlp")), "kahan", torch.float16)

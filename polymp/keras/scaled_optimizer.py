@@ -1,0 +1,223 @@
+"""`ScaledOptimizer`: a GradScaler where Keras has its LossScaleOptimizer.
+
+Keras asks its optimizer to scale the loss (`scale_loss`) and to apply the gradients
+(`stateless_apply`): both go through the rule of `polymp.jax.GradScaler`, whose state is among the
+variables of the optimizer, so that Keras saves, loads and shards it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polymp import integrations
+
+keras = integrations.require("keras")
+
+if TYPE_CHECKING:
+    from polymp.jax import GradScaler
+
+
+_Optimizer: Any = keras.optimizers.Optimizer
+
+
+@keras.saving.register_keras_serializable(package="polymp")
+class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
+    """An optimizer whose loss is scaled, in place of Keras' LossScaleOptimizer.
+
+        model.compile(polymp.keras.ScaledOptimizer(keras.optimizers.Adam()), "mse")
+
+    `use(model, dtype="float16")` makes it. It scales the loss and divides the gradients by the rule
+    of `GradScaler`, and skips steps whose gradients are not finite: all variables of the model and
+    of the inner optimizer stay as they were.
+
+    Args:
+        inner_optimizer: any Keras optimizer, its settings included, but for `loss_scale_factor`.
+        scaler: with its first scale and its rule; None for `GradScaler()`.
+        name: of the optimizer.
+
+    Attributes:
+        inner_optimizer: the optimizer inside.
+
+    Raises:
+        ValueError: the inner optimizer scales the loss itself.
+    """
+
+    def __init__(
+        self, inner_optimizer: Any, scaler: "GradScaler | None" = None, name: str | None = None
+    ) -> None:
+        from polymp.jax import GradScaler
+
+        refuse_scaling(inner_optimizer, "ScaledOptimizer(inner_optimizer)")
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.scalings = 0
+        self._first = GradScaler() if scaler is None else scaler
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the variables of the scaler's state and of the inner optimizer.
+
+        Args:
+            variables: to train.
+        """
+        for name, value in self._first.state._asdict().items():
+            constant = keras.initializers.Constant(value.item())
+            self.add_variable((), constant, value.dtype.name, name=name)
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        super().build(variables)
+        self._trained = _Untracked(list(variables))
+
+    @property
+    def variables(self) -> list[Any]:
+        """Those of Keras' base class, the scaler's state, then those of the inner optimizer."""
+        return [*super().variables, *self.inner_optimizer.variables]
+
+    @property
+    def scaler(self) -> "GradScaler":
+        """The scaler with its present state."""
+        return self.scaler_of([v.value for v in self.variables]) if self.built else self._first
+
+    def scaler_of(self, optimizer_variables: Sequence[Any]) -> "GradScaler":
+        """Return the scaler whose state is among the values of this optimizer's variables.
+
+        Args:
+            optimizer_variables: the values, as `stateless_apply` takes them.
+
+        Returns:
+            The scaler.
+        """
+        import jax
+
+        tree: Any = jax.tree.structure(self._first)
+        end = len(super().variables)
+        scaler: GradScaler = jax.tree.unflatten(
+            tree, optimizer_variables[end - tree.num_leaves : end]
+        )
+        return scaler
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiply a loss by the scale.
+
+        Args:
+            loss: float [].
+
+        Returns:
+            The product, float32 or wider [].
+        """
+        self.scalings += 1
+        return self.scaler.scale(loss)
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Divide gradients by the scale, and take the step or skip it.
+
+        Args:
+            optimizer_variables: values of `variables`.
+            grads: multiplied by the scale.
+            trainable_variables: values of the variables to train.
+
+        Returns:
+            The next values of the variables to train, and of `variables`.
+        """
+        import jax
+
+        def update(grads: Any, trainable: Any, inner: Any) -> tuple[Any, Any]:
+            found: tuple[Any, Any] = self.inner_optimizer.stateless_apply(inner, grads, trainable)
+            return found
+
+        end = len(super().variables)
+        scaler, inner = self.scaler_of(optimizer_variables), list(optimizer_variables[end:])
+        (trainable, inner), scaler, _ = scaler.step(grads, update, list(trainable_variables), inner)
+        state = jax.tree.leaves(scaler)
+        return trainable, [*optimizer_variables[: end - len(state)], *state, *inner]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Divide gradients by the scale, and step or skip, in place.
+
+        Args:
+            grads: multiplied by the scale.
+            trainable_variables: needed in the first call, if the optimizer is not built.
+        """
+        if not self.built:
+            self.build(list(trainable_variables))
+        variables = self._trained.variables
+        values = [v.value for v in variables]
+        trainable, own = self.stateless_apply([v.value for v in self.variables], grads, values)
+        for variable, value in zip((*variables, *self.variables), (*trainable, *own), strict=True):
+            variable.assign(value)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Let the inner optimizer set the variables to their averages, at the end of training.
+
+        Args:
+            var_list: the trained variables.
+        """
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's: steps that were taken."""
+        return self.inner_optimizer.iterations
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments as plain data: the scaler's first state and rule, the optimizer."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner, "scaler": self._first.state_dict()}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
+        """Make the optimizer that `get_config` described.
+
+        Args:
+            config: as `get_config` returned it.
+            custom_objects: classes by name, for Keras.
+
+        Returns:
+            The optimizer, not built.
+        """
+        from polymp.jax import GradScaler
+
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
+        return cls(inner, GradScaler().load_state_dict(config["scaler"]), config["name"])
+
+
+class _Untracked:
+    """Holds the variables to train; a list of them would count as the optimizer's own.
+
+    Args:
+        variables: of the model.
+    """
+
+    def __init__(self, variables: list[Any]) -> None:
+        self.variables = variables
+
+
+def refuse_scaling(optimizer: Any, what: str) -> None:
+    """Raise if an optimizer scales the loss itself.
+
+    Args:
+        optimizer: of Keras.
+        what: the call that was given it.
+
+    Raises:
+        ValueError: it does; gradients would be divided by two scales.
+    """
+    if isinstance(optimizer, (keras.optimizers.LossScaleOptimizer, ScaledOptimizer)):
+        raise ValueError(
+            f"{what}: {optimizer.name!r} is a {type(optimizer).__name__}, which scales the loss "
+            "itself. Give the optimizer in it: optimizer.inner_optimizer."
+        )
+    if optimizer.loss_scale_factor is not None:
+        raise ValueError(
+            f"{what}: {optimizer.name!r} scales the loss itself, by loss_scale_factor="
+            f"{optimizer.loss_scale_factor!r}. Make the optimizer without that argument."
+        )

@@ -1,0 +1,184 @@
+"""FSDP2 and regions: parameters are gathered in the dtype in which the policy uses them.
+
+    for block in model.blocks:
+        polymp.torch.fsdp.fully_shard(block, "lean", torch.bfloat16)
+    polymp.torch.fsdp.fully_shard(model, "lean", torch.bfloat16)
+    with polymp.torch.autocast("cuda", torch.bfloat16, policy="lean"): ...
+
+A region casts the weight of a linear layer where it is used. FSDP can cast the piece of each rank
+before it is sent: half the bytes, and the same bits. A weight that the policy uses in float32, such
+as that of a normalisation, has to be sent in float32. Gradients are added up in float32.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+from polymp.backends.torch.autocast import dtype_names, torch_table
+from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.compat.accelerators import accelerator
+from polymp.rules import policy_files
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Rule
+
+M = TypeVar("M", bound=nn.Module)
+
+__all__ = ["fully_shard", "mixed_precision"]
+
+# The op that reads the parameters of a module itself. Those of other classes are sent in float32.
+_OPS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Bilinear: "bilinear",
+    nn.MultiheadAttention: "linear",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+}
+
+
+def mixed_precision(
+    policy: PolicyLike | None = None, dtype: torch.dtype | str = torch.bfloat16, path: str = ""
+) -> fsdp.MixedPrecisionPolicy:
+    """Return the FSDP2 policy that goes with a region: gather low, add up gradients in float32.
+
+        fully_shard(model, mp_policy=mixed_precision("lean", torch.bfloat16))
+
+    For torch's own `fully_shard`, which sends all parameters of a group in one dtype: also those
+    that the region uses in float32, which are rounded then. `polymp.torch.fsdp.fully_shard` sends
+    these in float32. Inputs of the module are not cast: the region does it, op by op.
+
+    Args:
+        policy: of the region; None for torch's own table.
+        dtype: the low dtype of the region, bfloat16 or float16.
+        path: of the module in the model, for a policy with rules by module path.
+
+    Returns:
+        A `torch.distributed.fsdp.MixedPrecisionPolicy`; it gathers in the parameters' own dtype if
+        the policy does not run linear layers low.
+
+    Raises:
+        TypeError: `dtype` is no dtype, or `path` no string.
+        ValueError: `dtype` is not a low dtype.
+        PolicyError: the policy cannot be read.
+    """
+    uses = _Uses(policy, dtype, path, "mixed_precision()", accelerator())
+    return uses.sent(uses.are_low(nn.Linear, path))
+
+
+def fully_shard(
+    module: M,
+    policy: PolicyLike | None = None,
+    dtype: torch.dtype | str = torch.bfloat16,
+    *,
+    path: str = "",
+    **kwargs: Any,
+) -> M:
+    """Shard a module as torch's `fully_shard` does, with each parameter sent as the region uses it.
+
+    Parameters that the policy uses low (those of linear layers, convolutions and attention) are
+    gathered in `dtype`, all others in float32; the two kinds make two groups. The results are the
+    same bits as those of the region without FSDP, on one rank. Modules inside that are sharded
+    already are left alone, so shard from the inside out, as with torch's.
+
+    Args:
+        module: a block or the model, in float32.
+        policy: of the region; None for torch's own table.
+        dtype: the low dtype of the region, bfloat16 or float16.
+        path: of the module in the model, for a policy with rules by module path.
+        kwargs: of torch's `fully_shard`, but for `mp_policy`: mesh, reshard_after_forward, ...
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: `module` is no module, `dtype` no dtype, `path` no string, or `mp_policy` was
+            given.
+        ValueError: `dtype` is not a low dtype.
+        PolicyError: the policy cannot be read.
+    """
+    if "mp_policy" in kwargs:
+        raise TypeError(
+            "polymp.torch.fsdp.fully_shard() makes mp_policy from policy and dtype. Leave it out, "
+            "or call torch.distributed.fsdp.fully_shard(module, mp_policy=...)."
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"polymp.torch.fsdp.fully_shard() takes a torch.nn.Module, got {module!r}.")
+    uses = _Uses(policy, dtype, path, "fully_shard()", _device(module))
+    low = uses.of(module, path)
+    most = low.get(module, any(low.values()))  # of the module's own group
+    others: list[nn.Module] = []
+    settled = set[nn.Module]()
+    for name, m in module.named_modules():
+        if m in settled or low.get(m, most) is most:
+            continue
+        inside = [n for n in m.modules() if n in low]
+        settled.update(inside)
+        if any(low[n] is most for n in inside):
+            fully_shard(m, policy, dtype, path=_joined(path, name), **kwargs)
+        else:
+            others.append(m)
+    if others:
+        fsdp.fully_shard(others, mp_policy=uses.sent(not most), **kwargs)
+    fsdp.fully_shard(module, mp_policy=uses.sent(most), **kwargs)
+    return module
+
+
+class _Uses:
+    """How the region of a policy uses parameters.
+
+    Args:
+        policy: of the region.
+        dtype: its low dtype.
+        path: of the module in the model.
+        what: the call, for messages.
+        device: whose table is used without a policy.
+    """
+
+    def __init__(self, policy: Any, dtype: Any, path: object, what: str, device: str) -> None:
+        if not isinstance(path, str):
+            raise TypeError(
+                f"{what}: path is that of the module in the model, such as 'layers.0', got {path!r}"
+            )
+        self.dtype = dtype_names.of(dtype, f"{what}: dtype", LOW)
+        table = torch_table.policy(device)
+        self.policy: Policy = table if policy is None else policy_files.load(policy)
+
+    def sent(self, low: bool) -> fsdp.MixedPrecisionPolicy:
+        """The FSDP policy of a group of parameters that the region uses low, or does not."""
+        return fsdp.MixedPrecisionPolicy(
+            param_dtype=self.dtype if low else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+
+    def are_low(self, kind: type[nn.Module], path: str) -> bool:
+        """Whether the op that reads the parameters of such a module at a path runs low."""
+        op = next((op for known, op in _OPS.items() if issubclass(kind, known)), "")
+        row = self.policy.at(path).winner(op, dtype_names.NAMES[self.dtype]) if op else None
+        return row is not None and row.rule is Rule.LOWER
+
+    def of(self, module: nn.Module, path: str) -> dict[nn.Module, bool]:
+        """The modules inside with parameters that are not sharded yet, and whether all are low."""
+        found: dict[nn.Module, bool] = {}
+        full: set[nn.Parameter] = set()
+        for name, m in module.named_modules():
+            own = list(m.parameters(recurse=False))
+            if own and not any(isinstance(p, DTensor) for p in own):
+                found[m] = self.are_low(type(m), _joined(path, name))
+                full.update(() if found[m] else own)
+        return {m: low and full.isdisjoint(m.parameters(recurse=False)) for m, low in found.items()}
+
+
+def _joined(path: str, name: str) -> str:
+    return ".".join(filter(None, (path, name)))
+
+
+def _device(module: nn.Module) -> str:
+    kinds = {p.device.type for p in module.parameters()} - {"meta"}
+    return kinds.pop() if kinds else accelerator()

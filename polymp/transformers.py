@@ -1,0 +1,119 @@
+"""Mixed precision for the Trainer of transformers: a policy and polymp's loss scaler.
+
+    trainer = polymp.transformers.use(Trainer(model, TrainingArguments(bf16=True)), policy="lean")
+
+The Trainer leaves regions and scaling to its `Accelerator`, and so does this module: see
+`polymp.accelerate`.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+from polymp import accelerate
+from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.errors import BackendMissingError
+from polymp.torch import GradScaler
+from polymp.torch._trainers import extend, metrics
+
+try:
+    from transformers import Trainer
+except ImportError as error:
+    raise BackendMissingError(
+        "polymp.transformers needs the transformers package: pip install 'polymp[transformers]'."
+    ) from error
+
+__all__ = ["use"]
+
+T = TypeVar("T", bound=Trainer)
+
+_WORDS = accelerate.Words(
+    opener="the Trainer",
+    use="polymp.transformers.use",
+    argument="trainer",
+    mode="TrainingArguments({}=True)",
+    order=(
+        "Call it right after Trainer(...), before trainer.train(), trainer.evaluate() and "
+        "trainer.predict()"
+    ),
+)
+
+
+def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | None = None) -> T:
+    """Have a `Trainer` use a policy, and polymp's loss scaler if it trains in float16.
+
+        trainer = use(Trainer(model, TrainingArguments(bf16=True), ...), policy="lean")
+        trainer.train()
+
+    Call it before `train` and `evaluate`. It works for subclasses of Trainer, with a `compute_loss`
+    of their own. The policy holds in every call of the model, also in `generate`, and in what
+    gradient checkpointing recomputes, of both kinds. It may have rules for modules. In float16, the
+    Trainer's logs have `loss_scale` and `skipped_steps`, and fp16=True works on the CPU as well.
+    Checkpoints are those of the Trainer without polymp, and each resumes the other's.
+
+    To cast less, write `with polymp.torch.hold_casts(model): trainer.train()`.
+
+    Args:
+        trainer: with bf16=True or fp16=True. It is changed in place.
+        policy: which ops run in which dtype, as in `polymp.torch.scoped`.
+        scaler: for fp16, a loss scaler with other settings than `GradScaler(device)`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is no Trainer, or `scaler` no `polymp.torch.GradScaler`.
+        ValueError: the trainer uses neither bf16 nor fp16, or nn.DataParallel; or as in
+            `polymp.accelerate.use`.
+        PolicyError: as in `polymp.accelerate.use`.
+
+    Source:
+        transformers 5.23, `transformers.Trainer`.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            "polymp.transformers.use() takes a transformers.Trainer, got "
+            f"{type(trainer).__name__}. Write trainer = Trainer(...), and then "
+            "polymp.transformers.use(trainer, policy=...)."
+        )
+    if isinstance(trainer, _Trainer):
+        raise ValueError(
+            "polymp.transformers.use() was called for this Trainer before. Call it once, with the "
+            "policy and the scaler."
+        )
+    if trainer.accelerator.mixed_precision not in ("bf16", "fp16"):
+        raise ValueError(
+            "polymp.transformers.use(): the Trainer opens no region that a policy could act in. "
+            "Write TrainingArguments(bf16=True), or fp16=True."
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"polymp.transformers.use(): on {trainer.args.n_gpu} GPUs in one process the Trainer "
+            "uses nn.DataParallel, without a region. Start one process for each GPU: "
+            f"torchrun --nproc_per_node {trainer.args.n_gpu} ..."
+        )
+    accelerate.use_as(_WORDS, trainer.accelerator, policy, scaler)
+    extend(trainer, _Trainer)
+    setattr(trainer, "polymp", _Settings(policy, scaler))  # noqa: B010
+    return trainer
+
+
+class _Settings(NamedTuple):
+    """The arguments of `use`."""
+
+    policy: PolicyLike | None
+    scaler: GradScaler | None
+
+
+class _Trainer:
+    """The methods of a Trainer that differ after `use`; the first base of its class."""
+
+    polymp: _Settings
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Prepare another accelerator, as a search for hyperparameters does for each trial."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerate.use_as(_WORDS, self.accelerator, self.polymp.policy, self.polymp.scaler)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        logs.update(metrics(self.accelerator.scaler))
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]

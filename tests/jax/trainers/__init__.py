@@ -1,0 +1,1 @@
+"""Tests of the adapters for libraries that train with jax."""

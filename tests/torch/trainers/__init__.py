@@ -1,0 +1,1 @@
+"""The adapters of training frameworks, against the frameworks themselves."""

@@ -1,0 +1,228 @@
+"""`polymp.lightning.Precision` in Lightning's Trainer, beside Lightning's own plugins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import need
+
+need("lightning")
+
+from lightning.pytorch import plugins  # noqa: E402
+
+from polymp.lightning import Precision  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
+from tests.support.torch.lightning_models import QUIET, Regression, batches, fit  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("left_as_found"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+    # Advice on speed and on what may have been forgotten.
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+]
+
+SMALL_SCALE: dict[str, Any] = {"init_scale": 2.0**10}
+
+
+def theirs(precision: str) -> Any:
+    if precision == "32-true":
+        return plugins.Precision()
+    half = precision == "16-mixed"
+    scaler = torch.amp.GradScaler("cpu", **SMALL_SCALE) if half else None
+    return plugins.MixedPrecision(precision, "cpu", scaler)
+
+
+def ours(precision: str, policy: Any = None, **settings: Any) -> Precision:
+    if precision == "16-mixed":
+        settings.setdefault("scaler", GradScaler("cpu", **SMALL_SCALE))
+    return Precision(precision, policy, **settings)
+
+
+MODES = ("bf16-mixed", "16-mixed", "32-true")
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped by norm": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulated": {"accumulate_grad_batches": 4},
+    "accumulated and clipped": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("precision", MODES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_losses_and_norms_are_lightnings_bit_for_bit(precision: str, loop: str) -> None:
+    policy = "torch-cpu" if loop == "plain" else None
+    expected = fit(theirs(precision), **LOOPS[loop])
+    model = fit(ours(precision, policy), **LOOPS[loop])
+    assert model.losses == expected.losses
+    assert model.norms == expected.norms
+
+
+@pytest.mark.parametrize("precision", MODES)
+def test_the_policy_decides(precision: str) -> None:
+    """So that equal losses above are no matter of course; in 32-true it has no effect."""
+    policy = {"name": "mine", "rules": {"linear": "fp32"}}
+    plain = fit(ours(precision)).losses
+    mixed = precision != "32-true"
+    assert (fit(ours(precision, policy)).losses != plain) == mixed
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, torch.float32)
+    assert fit(ours(precision, "lean")).dtypes == {low}
+
+
+def test_manual_optimization() -> None:
+    expected = fit(theirs("16-mixed"), Regression(manual=True))
+    model = fit(ours("16-mixed"), Regression(manual=True))
+    assert (model.losses, model.norms) == (expected.losses, expected.norms)
+
+
+class Two(Regression):
+    """Two optimizers that share each backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[at].parameters(), lr=0.1) for at in (0, 3)]
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizers: Any = self.optimizers()
+        loss = torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_two_optimizers_that_share_a_backward_pass_get_true_gradients() -> None:
+    """The scale grows after every step, and is used for both."""
+    scaler = GradScaler("cpu", init_scale=0.25, growth_interval=1)
+    losses = fit(Precision("16-mixed", scaler=scaler), Two()).losses
+    assert losses == pytest.approx(fit(ours("32-true"), Two()).losses, rel=0.01)
+    assert scaler.get_scale() == 2.0 ** (len(batches()) - 2)
+
+
+def test_a_fused_optimizer_is_clipped_and_its_hooks_see_true_gradients() -> None:
+    expected = fit(ours("32-true"), Regression("fused"), gradient_clip_val=0.1)
+    model = fit(ours("16-mixed"), Regression("fused"), gradient_clip_val=0.1)
+    assert model.norms == pytest.approx(expected.norms, rel=0.02)
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(theirs("16-mixed"), Regression("fused"), gradient_clip_val=0.1)
+
+
+def test_lbfgs_trains_in_float16() -> None:
+    model = fit(ours("16-mixed"), Regression("lbfgs"))
+    exact = fit(ours("32-true"), Regression("lbfgs"))
+    assert len(model.losses) > 2 * len(batches())  # several evaluations a step
+    assert len(model.norms) == len(model.losses)
+    assert model.losses[:3] == pytest.approx(exact.losses[:3], rel=0.02)
+    assert model.losses[-1] < model.losses[0] / 2
+    with pytest.raises(Exception, match="LBFGS optimizer are not compatible"):
+        fit(theirs("16-mixed"), Regression("lbfgs"))
+
+
+def test_skipped_steps_and_the_scale_are_logged() -> None:
+    data = batches()
+    data[3][1][0] = 1e6  # its gradient overflows
+    data[5][1][0] = float("inf")  # no scale would help: the scale stays
+    model = fit(ours("16-mixed"), data=data)
+    logged = model.trainer.progress_bar_metrics
+    assert logged == {"loss_scale": 2.0**9, "skipped_steps": 2.0}
+    assert model.trainer.callback_metrics.keys() == logged.keys()
+    assert not fit(ours("bf16-mixed")).trainer.callback_metrics
+
+
+def test_the_scale_is_logged_in_each_epoch() -> None:
+    """Also if the host does not know it, as with fused optimizers, which skip on the device."""
+    for epochs in (1, 2):
+        trainer = fit(ours("16-mixed"), Regression("fused"), epochs).trainer
+        assert trainer.callback_metrics.keys() == {"loss_scale", "skipped_steps"}
+
+
+def test_barebones_logs_nothing() -> None:
+    bare = dict.fromkeys(QUIET, None) | {"barebones": True, "accelerator": "cpu"}
+    assert fit(ours("16-mixed"), **bare).losses == fit(theirs("16-mixed")).losses
+
+
+def test_a_training_step_that_returns_none_is_left_out() -> None:
+    class Sometimes(Regression):
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            return None if index % 2 else loss
+
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        model = fit(ours("16-mixed"), Sometimes())
+    assert len(model.norms) == len(batches()) / 2
+    assert model.trainer.precision_plugin.scaler._get_growth_tracker() == len(model.norms)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_held_casts_change_no_bit_and_are_let_go(precision: str) -> None:
+    settings: dict[str, Any] = {"accumulate_grad_batches": 4}
+
+    class Large(Regression):
+        """With weights that are large enough to be held."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(16, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 4)
+            )
+
+    torch.manual_seed(3)
+    plain = fit(ours(precision), Large(), **settings)
+    torch.manual_seed(3)
+    plugin = ours(precision, hold_casts=True)
+    blocks: list[Any] = []
+
+    class Watched(Large):
+        def on_train_end(self) -> None:
+            blocks.append(plugin._held)
+
+    model = fit(plugin, Watched(), **settings)
+    assert model.losses == plain.losses
+    assert blocks[0].saved == blocks[0].made * 3  # two weights, cast once for four batches
+    assert plugin._held is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("theirs", "ours"), ("ours", "theirs"), ("ours", "ours")]
+)
+def test_each_resumes_the_other(first: str, second: str, tmp_path: Path) -> None:
+    make = {"theirs": theirs, "ours": ours}
+    data = batches()
+    data[2][1][0] = 1e6  # a skip, so that the scale says where it comes from
+    whole = fit(theirs("16-mixed"), epochs=2, data=data)
+    start = fit(make[first]("16-mixed"), epochs=1, data=data)
+    start.trainer.save_checkpoint(tmp_path / "here.ckpt")
+    plugin = make[second]("16-mixed")
+    rest = fit(plugin, epochs=2, data=data, ckpt_path=tmp_path / "here.ckpt")
+    assert start.losses + rest.losses == whole.losses
+    assert plugin.scaler.get_scale() == whole.trainer.precision_plugin.scaler.get_scale()
+    assert plugin.scaler._get_growth_tracker() == len(data) - 3
+
+
+def test_validation_runs_in_the_region_without_a_fit() -> None:
+    import lightning
+    from torch.utils.data import DataLoader
+
+    model = Regression()
+    trainer = lightning.Trainer(plugins=[ours("bf16-mixed", "lean")], **QUIET)
+    trainer.validate(model, DataLoader(batches(), batch_size=None), verbose=False)  # type: ignore[arg-type]
+    assert model.dtypes == {torch.bfloat16}
+
+
+def test_a_forward_without_gradients_before_one_with_them() -> None:
+    """torch's cache of casts lost the gradients then, before torch 2.13."""
+
+    class Peeks(Regression):
+        def training_step(self, batch: Any, index: int) -> Any:
+            with torch.no_grad():
+                self(batch[0])
+            return super().training_step(batch, index)
+
+    assert fit(ours("bf16-mixed"), Peeks()).losses == fit(ours("bf16-mixed")).losses

@@ -1,0 +1,405 @@
+"""Calls that the adapters refuse, before anything has changed, and the line to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tests.conftest import need
+
+for _name in ("lightning", "accelerate", "transformers"):
+    need(_name)
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import GradScalerKwargs  # noqa: E402
+from lightning import Fabric  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+import polymp  # noqa: E402
+import polymp.accelerate  # noqa: E402
+import polymp.lightning  # noqa: E402
+import polymp.transformers  # noqa: E402
+from polymp.errors import PolicyError  # noqa: E402
+from polymp.lightning import FabricPrecision, Precision  # noqa: E402
+from polymp.torch import GradScaler, autocast  # noqa: E402
+from tests.support import processes  # noqa: E402
+from tests.support.torch.lightning_models import Regression, fit  # noqa: E402
+from tests.support.torch.trainer_models import bert  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("left_as_found"),
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def reset() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+SCOPED = polymp.policy("amp").override(name="mine", scopes={"*.head": {"linear": "fp32"}})
+OFF = GradScaler("cpu", enabled=False)
+
+
+def accelerator(mode: str = "bf16", **settings: Any) -> Any:
+    return Accelerator(mixed_precision=mode, cpu=True, **settings)
+
+
+def trainer(**settings: Any) -> Any:
+    return Trainer(bert(), TrainingArguments("unused", use_cpu=True, report_to=[], **settings))
+
+
+def prepared() -> Any:
+    found = accelerator()
+    found.prepare(nn.Linear(2, 2))
+    return found
+
+
+class DeepSpeed(Accelerator):
+    """An Accelerator that says that it has another engine."""
+
+    distributed_type = DistributedType.DEEPSPEED  # type: ignore[assignment]
+
+
+def deepspeed() -> Any:
+    found = accelerator()
+    found.__class__ = DeepSpeed
+    return found
+
+
+def two_gpus() -> Any:
+    found = trainer(bf16=True)
+    found.args._n_gpu = 2
+    return found
+
+
+def fit_in_a_region() -> None:
+    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
+        fit(Precision("bf16-mixed", "amp"), Regression())
+
+
+def model_in_a_region() -> None:
+    used = polymp.accelerate.use(accelerator(), "amp")
+    model = used.prepare(nn.Linear(2, 2))
+    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
+        model(torch.ones(1, 2))
+
+
+def prepared_trainer() -> Any:
+    found = trainer(bf16=True)
+    found.accelerator.prepare(found.model)
+    return found
+
+
+def trainer_model_in_a_region() -> None:
+    used = use_trainer(trainer(bf16=True), "amp")
+    model = used.accelerator.prepare(nn.Linear(2, 2))
+    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
+        model(torch.ones(1, 2))
+
+
+def trainer_plugin_in_fabric() -> None:
+    fabric = Fabric(accelerator="cpu", plugins=[Precision()])
+    fabric.setup(nn.Linear(2, 2))(torch.ones(1, 2))
+
+
+def fabric_clips_twice() -> None:
+    fabric = Fabric(accelerator="cpu", plugins=[FabricPrecision("16-mixed")])
+    net = nn.Linear(2, 2)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(2):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+
+
+def accumulate_after_clipping() -> None:
+    used = use(accelerator("fp16"))
+    net = nn.Linear(2, 2)
+    model, _ = used.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(2):
+        used.backward(model(torch.ones(1, 2)).sum())
+        used.clip_grad_norm_(model.parameters(), 1.0)
+
+
+class Refusal(NamedTuple):
+    """A combination that is refused.
+
+    Attributes:
+        what: the combination.
+        call: does it.
+        error: the type of the error.
+        text: its text.
+    """
+
+    what: str
+    call: Callable[[], Any]
+    error: type[Exception]
+    text: str
+
+
+use, use_trainer = polymp.accelerate.use, polymp.transformers.use
+ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()"
+
+REFUSALS = (
+    # Lightning and Fabric.
+    Refusal(
+        "an unknown precision", lambda: Precision("bf16-true"), ValueError,
+        "Precision('bf16-true'): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
+        "Precision('bf16-mixed', policy=...). Lightning's other modes work without this plugin.",
+    ),
+    Refusal(
+        "Lightning's number for a precision", lambda: FabricPrecision(16), ValueError,  # type: ignore[arg-type]
+        "FabricPrecision(16): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
+        "FabricPrecision('16-mixed', policy=...). Lightning's other modes work without this "
+        "plugin.",
+    ),
+    Refusal(
+        "the Trainer's plugin in Fabric", trainer_plugin_in_fabric, RuntimeError,
+        "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
+        "Fabric(plugins=[FabricPrecision('bf16-mixed', policy=...)]).",
+    ),
+    Refusal(
+        "Fabric clips twice", fabric_clips_twice, RuntimeError,
+        "the gradients of this optimizer were clipped before, and are clipped again. Clip once, "
+        "after the last fabric.backward(...) and before optimizer.step().",
+    ),
+    Refusal(
+        "scopes in a region", lambda: Precision("bf16-mixed", SCOPED), PolicyError,
+        "policy 'mine' has rules for modules (*.head), whose paths a region does not see. Write "
+        "polymp.torch.scoped(model, policy), and then plugins=[Precision('bf16-mixed')].",
+    ),
+    Refusal(
+        "scopes in a region of Fabric", lambda: FabricPrecision("16-mixed", SCOPED), PolicyError,
+        "policy 'mine' has rules for modules (*.head), whose paths a region does not see. Write "
+        "polymp.torch.scoped(model, policy), and then plugins=[FabricPrecision('16-mixed')].",
+    ),
+    Refusal(
+        "a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
+        ValueError,
+        "Precision('bf16-mixed') takes no scaler: loss scaling is for float16. Leave it out, or "
+        "write Precision('16-mixed', scaler=scaler).",
+    ),
+    Refusal(
+        "another scaler than polymp's",
+        lambda: Precision("16-mixed", scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
+        TypeError,
+        "Precision('16-mixed') takes a polymp.torch.GradScaler, got "
+        "torch.amp.grad_scaler.GradScaler. Leave scaler out, or write "
+        "scaler=polymp.torch.GradScaler(device, ...).",
+    ),
+    Refusal(
+        "float16 without a scaler", lambda: FabricPrecision("16-mixed", scaler=OFF), ValueError,
+        "FabricPrecision('16-mixed') needs a loss scaler, and the one given is disabled, so that "
+        "small gradients would become zero. It was made for 'cpu'; leave scaler out, or write "
+        "scaler=polymp.torch.GradScaler(device) for the device that is used.",
+    ),
+    Refusal(
+        "a fit in a region", fit_in_a_region, PolicyError,
+        "Precision opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 with "
+        "policy 'lean', which would have no effect. Leave the outer region out, and write "
+        "Precision('bf16-mixed', policy=...).",
+    ),
+    Refusal(
+        "Fabric without a device", lambda: FabricPrecision().forward_context(), RuntimeError,
+        "FabricPrecision does not know its device before fabric.setup(model). Write "
+        "FabricPrecision('bf16-mixed', device='cuda').",
+    ),
+    # accelerate.
+    Refusal(
+        "something else than an Accelerator", lambda: use(nn.Linear(1, 1)), TypeError,  # type: ignore[type-var]
+        f"{ACCELERATE} takes an accelerate.Accelerator, got Linear. Write accelerator = "
+        "polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of transformers, "
+        "polymp.transformers.use(trainer, policy=...).",
+    ),
+    Refusal(
+        "no mixed precision", lambda: use(accelerator("no"), "lean"), ValueError,
+        f"{ACCELERATE}: Accelerator(mixed_precision='no') opens no region that a policy could act "
+        "in, and does not unscale gradients before it clips them. Write "
+        "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16').",
+    ),
+    Refusal(
+        "DeepSpeed", lambda: use(deepspeed(), "lean"), ValueError,
+        f"{ACCELERATE}: DEEPSPEED casts and scales by itself, and no policy sees it. Use DDP or "
+        "FSDP.",
+    ),
+    Refusal(
+        "too late", lambda: use(prepared(), "lean"), ValueError,
+        f"{ACCELERATE} comes too late: a model or an optimizer is prepared already. Write "
+        "accelerator = polymp.accelerate.use(Accelerator(...), ...), and then "
+        "accelerator.prepare(...).",
+    ),
+    Refusal(
+        "twice", lambda: use(use(accelerator()), "lean"), ValueError,
+        f"{ACCELERATE} was called for this Accelerator before. Call it once, with the policy and "
+        "the scaler.",
+    ),
+    Refusal(
+        "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
+        f"{ACCELERATE}: Accelerator(mixed_precision='bf16') takes no scaler: loss scaling is for "
+        "float16. Leave it out, or write Accelerator(mixed_precision='fp16').",
+    ),
+    Refusal(
+        "fp16 without a scaler", lambda: use(accelerator("fp16"), scaler=OFF), ValueError,
+        f"{ACCELERATE} with Accelerator(mixed_precision='fp16') needs a loss scaler, and the one "
+        "given is disabled, so that small gradients would become zero. It was made for 'cpu'; "
+        "leave scaler out, or write scaler=polymp.torch.GradScaler(device) for the device that is "
+        "used.",
+    ),
+    Refusal(
+        "fp16 with GradScalerKwargs that disable the scaler",
+        lambda: use(accelerator("fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])),
+        ValueError,
+        f"{ACCELERATE}: GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so "
+        "that small gradients would become zero. Leave enabled=False out.",
+    ),
+    Refusal(
+        "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
+        "these gradients were clipped before the last accelerator.backward(), which has added "
+        "scaled ones. Clip once, before the step. To accumulate gradients, write "
+        "Accelerator(gradient_accumulation_steps=...) and with accelerator.accumulate(model): "
+        "..., and if accelerator.sync_gradients: accelerator.clip_grad_norm_(...).",
+    ),
+    Refusal(
+        "two scalers",
+        lambda: use(
+            accelerator("fp16", kwargs_handlers=[GradScalerKwargs()]), scaler=GradScaler("cpu")
+        ),
+        ValueError,
+        f"{ACCELERATE}: there are two loss scalers: scaler=... and the Accelerator's "
+        "GradScalerKwargs. Leave one of them out.",
+    ),
+    Refusal(
+        "a model called in a region", model_in_a_region, PolicyError,
+        "accelerate opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 with "
+        "policy 'lean', which would have no effect. Leave the outer region out, and write "
+        "polymp.accelerate.use(accelerator, policy=...).",
+    ),
+    # transformers.
+    Refusal(
+        "something else than a Trainer", lambda: use_trainer(3), TypeError,  # type: ignore[type-var]
+        f"{TRANSFORMERS} takes a transformers.Trainer, got int. Write trainer = Trainer(...), "
+        "and then polymp.transformers.use(trainer, policy=...).",
+    ),
+    Refusal(
+        "a Trainer that has prepared its model", lambda: use_trainer(prepared_trainer(), "lean"),
+        ValueError,
+        f"{TRANSFORMERS} comes too late: a model or an optimizer is prepared already. Call it "
+        "right after Trainer(...), before trainer.train(), trainer.evaluate() and "
+        "trainer.predict().",
+    ),
+    Refusal(
+        "a Trainer's model called in a region", trainer_model_in_a_region, PolicyError,
+        "the Trainer opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 "
+        "with policy 'lean', which would have no effect. Leave the outer region out, and write "
+        "polymp.transformers.use(trainer, policy=...).",
+    ),
+    Refusal(
+        "a Trainer in float32", lambda: use_trainer(trainer(), "lean"), ValueError,
+        f"{TRANSFORMERS}: the Trainer opens no region that a policy could act in. Write "
+        "TrainingArguments(bf16=True), or fp16=True.",
+    ),
+    Refusal(
+        "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
+        f"{TRANSFORMERS} was called for this Trainer before. Call it once, with the policy and the "
+        "scaler.",
+    ),
+    Refusal(
+        "DataParallel", lambda: use_trainer(two_gpus()), ValueError,
+        f"{TRANSFORMERS}: on 2 GPUs in one process the Trainer uses nn.DataParallel, without a "
+        "region. Start one process for each GPU: torchrun --nproc_per_node 2 ...",
+    ),
+    Refusal(
+        "a Trainer with a scaler for bf16",
+        lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
+        f"{TRANSFORMERS}: TrainingArguments(bf16=True) takes no scaler: loss scaling is for "
+        "float16. Leave it out, or write TrainingArguments(fp16=True).",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
+def test_what_cannot_work_is_refused(refusal: Refusal) -> None:
+    with pytest.raises(refusal.error) as refused:
+        refusal.call()
+    assert str(refused.value) == refusal.text
+
+
+def test_nothing_has_changed_after_a_refusal() -> None:
+    found = trainer()
+    before = type(found), type(found.accelerator)
+    with pytest.raises(ValueError, match="opens no region"):
+        use_trainer(found, "lean")
+    assert (type(found), type(found.accelerator)) == before
+    reset()
+    found = accelerator("fp16")
+    with pytest.raises(PolicyError, match="no policy 'nonesuch'"):
+        use(found, "nonesuch")
+    assert (type(found), found.scaler, found.native_amp) == (Accelerator, None, False)
+
+
+def test_lightning_refuses_a_mode_beside_the_plugin() -> None:
+    with pytest.raises(Exception, match="Received both `precision=bf16-mixed` and `plugins="):
+        fit(Precision("bf16-mixed"), precision="bf16-mixed")
+
+
+def test_the_same_region_around_is_no_mistake() -> None:
+    with autocast("cpu", dtype=torch.bfloat16, policy="amp"):
+        assert fit(Precision("bf16-mixed", "amp")).dtypes == {torch.bfloat16}
+
+
+def test_every_refusal_of_the_table_is_another_one() -> None:
+    assert len({refusal.what for refusal in REFUSALS}) == len(REFUSALS)
+
+
+MISSING = """
+import sys
+sys.modules.update(dict.fromkeys(("lightning", "accelerate", "transformers")))
+import polymp.torch
+for name in ("lightning", "accelerate"):
+    try:
+        __import__(f"polymp.{name}")
+    except polymp.BackendMissingError as error:
+        print(error)
+loaded = {name.partition(".")[0] for name, module in sys.modules.items() if module}
+print(*sorted(loaded & {"lightning", "accelerate", "transformers", "jax"}))
+"""
+
+
+def test_a_missing_package_is_named() -> None:
+    """In a fresh interpreter without them; polymp.torch imports none of them."""
+    assert processes.run(MISSING).splitlines() == [
+        "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'.",
+        "polymp.accelerate needs the accelerate package: pip install 'polymp[accelerate]'.",
+        "",
+    ]
+
+
+def test_the_names_of_the_frameworks_that_the_adapters_rely_on() -> None:
+    """Those that their documentation does not promise; a version that changes one fails here."""
+    from lightning.pytorch.plugins.precision import Precision as Base
+
+    assert list(inspect.signature(Base._after_closure).parameters) == ["self", "model", "optimizer"]
+    found = accelerator()
+    assert (found._models, found._optimizers, found.scaler, found.native_amp) == (
+        [],
+        [],
+        None,
+        True,
+    )
+    assert isinstance(inspect.getattr_static(AcceleratedOptimizer, "step_was_skipped"), property)
+    assert "create_accelerator_and_postprocess" in vars(Trainer)

@@ -24,6 +24,7 @@ class Audit(AuditRecord):
     Attributes:
         results: of ops, in the order in which they were first reached.
         gradients: of parameters, by name.
+        lost_updates: of low parameters that an optimizer wrote, added up over the steps.
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
@@ -92,4 +93,5 @@ class Audit(AuditRecord):
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],
             "gradients": [m.to_dict() for m in self.gradients],
+            "lost_updates": [each._asdict() for each in self.lost_updates],
         }

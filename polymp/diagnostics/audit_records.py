@@ -13,6 +13,7 @@ from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.rules.row import Row
+from polymp.weights.lost_updates import LostUpdates
 
 
 class Measured(NamedTuple):
@@ -125,10 +126,11 @@ class Fault(NamedTuple):
     region: str = ""
 
     def __str__(self) -> str:
-        place = " ".join(filter(None, (self.module and f"in {self.module}", self.source)))
+        module = f" in module {self.module!r}" if self.module else ""
+        place = f"{module} at {self.source}" if self.source else module
         rule = f", by the row {self.row}" if self.row else ""
         lines = [
-            f"{self.op} ({self.spelling}) {place}, {self.direction}, ran in {self.run}{rule}",
+            f"{self.op} ({self.spelling}){place}, {self.direction}, ran in {self.run}{rule}",
             f"  {self.kind}: {self.why}",
             *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)),
         ]
@@ -141,6 +143,7 @@ class AuditRecord:
     def __init__(self) -> None:
         self.results: Sequence[Measured] = ()
         self.gradients: Sequence[Measured] = ()
+        self.lost_updates: Sequence[LostUpdates] = ()
         self.fault: Fault | None = None
         self.steps: int = 0
         self.scale: float = 1.0

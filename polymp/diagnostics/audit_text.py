@@ -13,6 +13,7 @@ from polymp.diagnostics.audit_records import AuditRecord, Measured
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW
 from polymp.diagnostics.report_text import OUTSIDE
+from polymp.weights import lost_updates
 
 SECTIONS = {
     FORWARD: "forward: results of ops",
@@ -26,6 +27,7 @@ _HEADS = (
     *(f"in {plain_text.short(name)}" for name in _OTHERS), "here",
 )  # fmt: skip
 _RIGHT = _HEADS[2:-1]
+_WORST = 8  # parameters named of those that lose updates
 
 
 def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
@@ -47,6 +49,8 @@ def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
         ]
     if audit.backward:
         lines += ["", *plain_text.folded("\n".join(scales(audit)), width)]
+    if audit.lost_updates:
+        lines += ["", *plain_text.folded("\n".join(lost(audit)), width)]
     rows: list[str | tuple[str, ...]] = []
     for direction, name in SECTIONS.items():
         found = [(m.module, m.op, m) for m in audit.results if m.direction == direction]
@@ -82,6 +86,18 @@ def scales(audit: AuditRecord) -> list[str]:
         f"loss scale: {used}; the largest at which no {_FIRST} gradient overflows: "
         f"{power(fitting)}",
         f"gradients that become zero in {_FIRST}: {lost[0]} unscaled, {lost[1]} at that scale",
+    ]
+
+
+def lost(audit: AuditRecord) -> list[str]:
+    """The share of updates of low weights that were rounded away, and the worst parameters."""
+    records = audit.lost_updates
+    share = plain_text.share(lost_updates.share(records)) or "none"
+    advice = "" if share == "none" else "; low_weights() keeps them"
+    worst = [each for each in lost_updates.worst(records, _WORST) if each.lost]
+    return [
+        f"updates of low weights that were rounded away: {share}{advice}",
+        *(f"  {each.name} ({each.dtype}): {plain_text.share(each.share)}" for each in worst),
     ]
 
 

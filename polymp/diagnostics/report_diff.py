@@ -1,53 +1,20 @@
 """Two reports of one model compared: under two policies, or from the two frameworks.
 
-    calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
-
-Nothing here knows a framework. Module paths that differ only by the way a container names its
-parts count as equal.
+`call_differences` finds the differences; here they become a table, data and a page. Nothing here
+knows a framework. Module paths that differ only by the way a container names its parts count as
+equal.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterator
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 from polymp import plain_text
 from polymp.diagnostics import module_paths, page
+from polymp.diagnostics.call_differences import DTYPES, Difference, differences
 from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
-
-_DTYPES = ("inputs", "run", "outputs")
-_COMPARED = (*_DTYPES, "rule", "casts", "cast_bytes", "times")
-
-
-class Difference(NamedTuple):
-    """A call that only one report has, or that differs between them.
-
-    Attributes:
-        module: its path, as the first report has it.
-        direction: "forward", "backward" or "recompute".
-        op: its name.
-        one: the call of the first report; None if only the other has it.
-        other: the call of the other report; None if only the first has it.
-        changed: what differs: of "inputs", "run", "outputs", "rule", "casts", "cast_bytes",
-            "times"; () if only one has it.
-    """
-
-    module: str
-    direction: str
-    op: str
-    one: Call | None
-    other: Call | None
-    changed: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        sides = {"one": self.one, "other": self.other}
-        return self._asdict() | {
-            "changed": list(self.changed),
-            **{name: call and call.to_dict() for name, call in sides.items()},
-        }
 
 
 class ReportDiff:
@@ -82,23 +49,13 @@ class ReportDiff:
             )
         else:
             self._names = {module: modules(module) for module in theirs}
-        self.rows: tuple[Difference, ...] = tuple(self._differences())
-
-    def _differences(self) -> Iterator[Difference]:
-        left, right = _grouped(self.one.calls, {}), _grouped(self.other.calls, self._names)
-        order = {direction: at for at, direction in enumerate(SECTIONS)}
-        for place in sorted({**left, **right}, key=lambda place: order[place[1]]):
-            for one, other in _pairs(left.get(place, []), right.get(place, [])):
-                op = one.op if one else other.op if other else ""
-                changed = _changed(one, other) if one and other else ()
-                if changed or one is None or other is None:
-                    yield Difference(*place, op, one, other, changed)
+        self.rows: tuple[Difference, ...] = tuple(differences(one.calls, other.calls, self._names))
 
     @property
     def same(self) -> bool:
         """True if both have the same calls, and each the same dtypes: input, run and output."""
         return not any(
-            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
+            row.one is None or row.other is None or {*DTYPES} & {*row.changed} for row in self.rows
         )
 
     @property
@@ -168,7 +125,7 @@ class ReportDiff:
             return f"only in {self.names[1]}"
         if row.other is None:
             return f"only in {self.names[0]}"
-        kinds = {**dict.fromkeys(_DTYPES, "dtypes"), "cast_bytes": "casts"}
+        kinds = {**dict.fromkeys(DTYPES, "dtypes"), "cast_bytes": "casts"}
         return ", ".join(dict.fromkeys(kinds.get(name, name) for name in row.changed))
 
     def _headline(self) -> str:
@@ -224,37 +181,6 @@ class ReportDiff:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
 
 
-def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str, str], list[Call]]:
-    """The calls by module, renamed, and direction, in order."""
-    groups: dict[tuple[str, str], list[Call]] = {}
-    for call in calls:
-        place = names.get(call.module, call.module), call.direction
-        groups.setdefault(place, []).append(call)
-    return groups
-
-
-def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
-    """The calls side by side, by op and in order; None where there is none."""
-    ops = [call.op for call in left], [call.op for call in right]
-    if ops[0] == ops[1]:
-        yield from zip(left, right, strict=True)
-        return
-    for what, i, to_i, j, to_j in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
-        if what == "equal":
-            yield from zip(left[i:to_i], right[j:to_j], strict=True)
-        else:
-            yield from ((call, None) for call in left[i:to_i])
-            yield from ((None, call) for call in right[j:to_j])
-
-
-def _changed(one: Call, other: Call) -> tuple[str, ...]:
-    def value(call: Call, name: str) -> Any:
-        inputs = name == "inputs" and one.backend != other.backend
-        return {*call.inputs} if inputs else getattr(call, name)
-
-    return tuple(name for name in _COMPARED if value(one, name) != value(other, name))
-
-
 def _sides(row: Difference) -> tuple[str, str]:
     """The cells of a difference: for each report, the fields that differ."""
     one, other = (_cell(call, row.changed) for call in (row.one, row.other))
@@ -266,7 +192,7 @@ def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
         return "not called"
     alone = not changed
     parts = []
-    if alone or {*_DTYPES} & {*changed}:
+    if alone or {*DTYPES} & {*changed}:
         parts.append(plain_text.dtypes(call.inputs, call.run, call.outputs))
     if alone or "rule" in changed:
         parts.append(ruled(call) or "no region")

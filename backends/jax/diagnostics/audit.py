@@ -24,6 +24,8 @@ from polymp.backends.jax.diagnostics.locate import blamed, fault
 from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, inputs, measured, names
 from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import called
+from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
+from polymp.backends.jax.diagnostics.written_weights import Sampled, lost, written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
@@ -50,6 +52,7 @@ class Audited:
         self.fn = fn
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[_Measurement] = []
+        self._written: list[tuple[int, Sampled]] = []  # with the number of the call
         self._read: tuple[int, Audit] | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -82,13 +85,22 @@ class Audited:
         program = self._programs[key]
         facts = program.run(arrays)
         self._measured.append((program, facts, _scale_of((args, kwargs))))
-        return self.fn(*args, **kwargs)
+        weights = [] if is_kept((args, kwargs)) else written(program, arrays)
+        before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
+        result = self.fn(*args, **kwargs)
+        if weights:
+            modules = nnx.among((args, kwargs))  # which fn has changed in place
+            after = called(self.fn, args, kwargs)[1:] if modules else result
+            left = [leaf for leaf in jax.tree.leaves(after) if is_array(leaf)]
+            now = sampled([left[w.before if modules else w.after] for w in weights])
+            self._written.append((len(self._measured) - 1, Sampled(weights, before, now)))
+        return result
 
     @property
     def audit(self) -> Audit:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
-            self._read = len(self._measured), _read(self._measured)
+            self._read = len(self._measured), _read(self._measured, self._written)
         return self._read[1]
 
     def __enter__(self) -> NoReturn:
@@ -176,7 +188,7 @@ def _scale_of(tree: object) -> jax.Array | float:
 # Reading what was measured
 
 
-def _read(measured: Sequence[_Measurement]) -> Audit:
+def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled]]) -> Audit:
     audit = Audit()
     audit.steps = len(measured)
     results: dict[Hashable, list[Measured]] = {}
@@ -196,6 +208,12 @@ def _read(measured: Sequence[_Measurement]) -> Audit:
                 audit.fault = fault(program, found, None, facts, peaks)
     audit.results = [_together(many) for many in results.values()]
     audit.gradients = [_together(many) for many in gradients.values()]
+    samples = []
+    for number, sample in weights:
+        program, facts, _ = measured[number]
+        events = {name: event for event, many in _handed(program).items() for name in many}
+        samples.append((sample, jax.device_get(facts)[0], events, program.traced.results))
+    audit.lost_updates = lost(samples)
     return audit
 
 

@@ -93,6 +93,25 @@ class CallSites:
         return ""
 
 
+def exchange(frame: FrameType | None) -> str:
+    """Return what FSDP2 sends while a frame runs: "all_gather", "reduce_scatter", or "".
+
+    Casts that FSDP makes to send parameters and gradients run in its own functions, from hooks.
+    """
+    while frame is not None and _kind(frame.f_code.co_filename) in ("library", "fsdp"):
+        if _kind(frame.f_code.co_filename) == "fsdp" and frame.f_code.co_name in _SENDS:
+            return _SENDS[frame.f_code.co_name]
+        frame = frame.f_back
+    return ""
+
+
+# The functions of FSDP2 that gather parameters, and the one that adds up gradients.
+_SENDS = {
+    "unshard": "all_gather",
+    "wait_for_unshard": "all_gather",
+    "foreach_reduce": "reduce_scatter",
+}
+
 # The functions of torch.utils.checkpoint that run a forward again.
 _RECOMPUTES = frozenset({"recompute_fn", "unpack_hook", "backward"})
 
@@ -106,11 +125,13 @@ def _name(filename: str) -> str:
 
 @cache
 def _kind(filename: str) -> str:
-    """Return the kind of code in a file: "user", "engine", "checkpoint", "update", "library"."""
+    """Return the kind of a file: "user", "engine", "checkpoint", "update", "fsdp", "library"."""
     if filename.startswith(_TORCH):
         end = filename.removeprefix(_TORCH)
         if end.startswith(_OPTIM):
             return "update"
+        if end.startswith(_FSDP):
+            return "fsdp"
         return _TORCH_S.get(end, "library")
     if filename in _SCALING:
         return "update"
@@ -123,6 +144,7 @@ _TORCH_S = {
     str(Path("amp", "grad_scaler.py")): "update",
 }
 _OPTIM = "optim" + os.sep
+_FSDP = str(Path("distributed", "fsdp", "_fully_shard")) + os.sep
 _SCALING = frozenset(
     module.__file__
     for module in (fused_step, grad_scaler, loss_scalers, properties, scale_update, unscale)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
-from polymp.backends.torch.diagnostics.audit import Measures
+from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.scaler.properties import PARTS
 from polymp.diagnostics.audit_records import Fault
@@ -71,7 +71,7 @@ def locate(
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    tracer = Measures(model, operands=True)
+    tracer = ValueTracer(model, operands=True)
     with _put_back():
         try:
             with tracer:

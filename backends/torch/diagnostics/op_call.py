@@ -36,6 +36,7 @@ class OpCall:
         kept: bytes of float32 kept for backward.
         backward: the backward of this call, once a part of it has run.
         ops: the number of ops that ran in it, without casts.
+        sends: True for parameters and gradients that FSDP2 sends to other ranks.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class OpCall:
         self.kept = 0
         self.backward: OpCall | None = None
         self.ops: int = 0
+        self.sends: bool = False
         self.cast_storages: set[int] = set()
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
@@ -94,6 +96,18 @@ class OpCall:
         self.flops += flops
         self.outputs = made or self.outputs
         self.ops += 1
+
+    def sent(self, reads: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """Note tensors that FSDP copies into a buffer; where dtypes differ, that is a cast."""
+        sources = [t for t in reads if not any(t is target for target in into)]
+        if not sources or not into:
+            return
+        target = into[0]
+        self.inputs, self.run, self.outputs = dtypes(sources), dtypes([target]), dtypes([target])
+        for source in sources:
+            if source.dtype is not target.dtype:
+                self.casts += 1
+                self.cast_bytes += source.nbytes + source.numel() * target.element_size()
 
     def spared(self, given: Any) -> None:
         """Note casts of parameters that were not needed: it ran low, and none was made."""

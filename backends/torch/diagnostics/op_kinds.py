@@ -1,6 +1,6 @@
 """Kinds of ops, by name and arguments: views, casts, ops of the vocabulary."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -56,6 +56,15 @@ def float_tensors(tree: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _collect(tree, found)
     return found
+
+
+def written(
+    func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[torch.Tensor]:
+    """Return the float tensors that an op writes into, among its arguments."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    places = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return float_tensors([named.get(place) for place in places])
 
 
 def _collect(tree: object, found: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polymp.backends.torch.autocast import lent_kernels, regions
 from polymp.backends.torch.compat import autograd, modes
 from polymp.backends.torch.diagnostics import own_ops
-from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites
+from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites, exchange
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import (
     dtypes,
@@ -30,6 +30,7 @@ from polymp.backends.torch.diagnostics.op_kinds import (
     is_cast,
     kind_of,
     name_of,
+    written,
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
@@ -139,6 +140,13 @@ class OpTracer(decision_log.Recorder):
         """Return the call that an op is part of; a new one if it is part of none."""
         if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
+        if sent := exchange(frame):
+            place, direction, _ = self._where(frame)
+            made = OpCall(sent, f"aten:{func.name().removeprefix('aten::')}", place, direction)
+            made.sends = True
+            if self.counts:
+                self.calls.append(made)
+            return made
         node = autograd.backward_node()
         known = None if node is None else self._of_node.get(node)
         if known is not None and known.backward is not None and not torch.is_grad_enabled():
@@ -204,15 +212,10 @@ class OpTracer(decision_log.Recorder):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._pauses = 0
         self.go_on()
-        self._stack.__exit__(kind, error, traceback)
+        self._stack.__exit__(*error)
 
     def pause(self) -> None:
         """Follow nothing until `go_on`; free of cost if no other mode is inside of this one.
@@ -272,8 +275,9 @@ class _Mode(TorchDispatchMode):
             tracer.unwatched(result)
             return result
         op_call = tracer.op_call(func, sys._getframe(1))
-        tracer.made_by(op_call)
-        if op_call.inputs is None and not op_call.region:
+        if not op_call.sends:
+            tracer.made_by(op_call)
+        if op_call.inputs is None and not op_call.region and not op_call.sends:
             op_call.region = _low(reads[0])
         if casts:
             result = func(*args, **kwargs)
@@ -288,6 +292,10 @@ class _Mode(TorchDispatchMode):
         made = float_tensors(result)
         if tracer.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
+        if op_call.sends and tracer.counts:
+            op_call.sent(reads, written(func, args, kwargs) or made)
+            if not op_call.casts:  # copied into a buffer, or sent
+                tracer.calls.pop()
         tracer.after(ran, result, made, kept)
         return result
 

@@ -99,7 +99,7 @@ def test_what_became_of_the_values_here_is_told() -> None:
 def test_the_fault_stands_first() -> None:
     audit = audits.transformer(8)
     text = str(audit)
-    said = text.index("first value that is not finite:\nmatmul (aten:matmul) in blocks.0.attn")
+    said = text.index("first value that is not finite:\nmatmul (aten:matmul) in module 'blocks")
     assert said < text.index("loss scale") < text.index("encoder.blocks.0")
     assert max(map(len, text.splitlines())) == 100
     assert "not finite" not in str(audits.transformer(8, faulty=False))
@@ -341,6 +341,19 @@ def test_bad_input_is_refused_before_anything_is_drawn(
         small().plot(tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
     assert str(small()) == PRINTED, "the table needs no package"
+
+
+def test_a_fault_has_its_module_and_line_if_they_are_known() -> None:
+    fault = audits.transformer(8).fault
+    assert fault is not None
+    known = fault._replace(module="0", source="train.py:12")
+    first, *_ = str(known).splitlines()
+    assert first == (
+        "matmul (aten:matmul) in module '0' at train.py:12, forward, ran in float16, "
+        f"by the row {fault.row}"
+    )
+    bare, *_ = str(fault._replace(module="", source="", row=None)).splitlines()
+    assert bare == "matmul (aten:matmul), forward, ran in float16"
 
 
 def test_an_operand_has_its_shares_in_percent() -> None:

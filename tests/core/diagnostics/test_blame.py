@@ -90,7 +90,7 @@ def test_a_spoiled_input_that_leads_nowhere_is_no_fault() -> None:
 
 
 def test_a_test_is_no_end_and_a_question_of_a_scaler_is_one() -> None:
-    """What is compared only is not used; what is asked whether it is finite is."""
+    """A value that is only compared is not used; one that a scaler checks for Inf and NaN is."""
     made, used = node(bad="Inf"), node(0)
     assert who(made, used, node(0, value=False, run="")) is None
     assert who(made, used, node(0, value=False, run="", asks=True)) == (0, "operation")

@@ -50,7 +50,7 @@ ALL_EDGES = sorted({x for dtype in NARROW for x in edges(dtype)})
 
 
 def rounded(values: Any, dtype: str) -> Shares:
-    """What becomes of the values, one by one, by the framework that rounds them."""
+    """Return the shares of values that a framework's cast makes Inf, zero or subnormal."""
     wide = np.abs(np.asarray(values, np.float32))
     with np.errstate(over="ignore"):
         low = wide.astype(DTYPES[dtype]).astype(np.float32)

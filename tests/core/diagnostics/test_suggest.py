@@ -23,7 +23,7 @@ LOWER, LINEAR = Row("matmul", Rule.LOWER), Row("linear", Rule.LOWER)
 
 
 def of(values: Sequence[float] = (1.0,), **told: Any) -> Magnitudes:
-    """What is counted in values."""
+    """Make the magnitudes of values."""
     bins = [0] * BINS
     for value in values:
         bins[of_float(value)] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,24 +11,13 @@ import pytest
 from flax import linen, nnx
 
 import polymp
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.report import Report
 from polymp.jax import autocast, explain
+from tests.support.reports import line_of, only
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
 LENGTH = 5
-
-
-def line_of(fn: Callable[..., Any], text: str) -> str:
-    """The place of the one line of a function that has a text in it."""
-    lines, first = inspect.getsourcelines(fn)
-    (at,) = (number for number, line in enumerate(lines, first) if text in line)
-    return f"test_call_site.py:{at}"
-
-
-def only(report: Report, op: str, direction: str) -> Call:
-    (call,) = (c for c in report.of(op) if c.direction == direction)
-    return call
 
 
 def graded(fn: Callable[..., Any], dtype: str = "bfloat16") -> Report:

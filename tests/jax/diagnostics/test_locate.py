@@ -24,7 +24,7 @@ def line_of(fn: Callable[..., Any], after: int = 1) -> str:
 
 
 def operand(values: Any, name: str = "") -> Operand:
-    """What is in an array, counted by numpy."""
+    """Make the Operand of an array; numpy counts its values."""
     array = np.abs(np.asarray(values).astype(np.float64))
     finite = array[np.isfinite(array)]
     smallest = finite[finite > 0].min(initial=math.inf)

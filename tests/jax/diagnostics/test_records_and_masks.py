@@ -1,4 +1,4 @@
-"""What was seen wrong once: masks in `assert_parity`, lines in shard_map, records of records."""
+"""Faults of the past: masks in `assert_parity`, lines in shard_map, records of records."""
 
 import math
 from typing import Any

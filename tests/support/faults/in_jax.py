@@ -58,7 +58,7 @@ class Training:
 
     @property
     def state(self) -> Any:
-        """What a step changes, as it is at the start."""
+        """Return the arrays that a step changes, as they are at the start."""
         shapes = jax.eval_shape(self.optimizer.init, self.model)
         moments = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
         return self.model, moments, self.scaler

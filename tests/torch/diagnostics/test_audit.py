@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import polymp.torch
-from polymp.backends.torch.diagnostics import audit as module
 from polymp.backends.torch.diagnostics import measure
+from polymp.backends.torch.diagnostics import value_tracer as module
 from polymp.torch import autocast
 from tests.support.audits import magnitudes
 from tests.support.torch.audit_trainings import DTYPES, OPTIMIZERS, Training, same
@@ -29,7 +29,7 @@ FACTORS = (1.0, 1.0, 1e6, 1.0)  # the third overflows in float16
 
 
 def trained(audited: bool, *what: Any) -> tuple[list[torch.Tensor], Any]:
-    """What a training leaves, its losses among it; and its audit."""
+    """Train, and return the losses and the final state, and the audit."""
     training, found = Training(*what), None
     if not audited:
         losses = [training.step(factor) for factor in FACTORS]

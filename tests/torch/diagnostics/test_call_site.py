@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,27 +13,15 @@ from torch.utils.checkpoint import checkpoint
 import polymp
 from polymp.backends.torch.autocast import kernel_registry, torch_table
 from polymp.backends.torch.compat import modes
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
-from polymp.diagnostics.report import Report
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
 from polymp.torch import autocast, explain
+from tests.support.reports import line_of, only
 from tests.support.threads import in_thread
 from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-def line_of(fn: Callable[..., Any], text: str) -> str:
-    """The place of the one line of a function that has a text in it."""
-    lines, first = inspect.getsourcelines(fn)
-    (at,) = (number for number, line in enumerate(lines, first) if text in line)
-    return f"test_call_site.py:{at}"
-
-
-def only(report: Report, op: str, direction: str) -> Call:
-    (call,) = (c for c in report.of(op) if c.direction == direction)
-    return call
 
 
 class Cubed(torch.autograd.Function):

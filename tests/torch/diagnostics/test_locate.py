@@ -25,7 +25,7 @@ locate = polymp.torch.locate
 
 
 def operand(t: torch.Tensor, name: str = "") -> Operand:
-    """What is in a tensor, counted by hand."""
+    """Make the Operand of a tensor; its values are counted by hand."""
     sizes = [abs(x) for x in t.detach().double().flatten().tolist()]
     finite = [x for x in sizes if math.isfinite(x)]
     return Operand(

@@ -1,4 +1,4 @@
-"""What was seen wrong once: records of records, closures, masks, scales that do not fit."""
+"""Faults of the past: records of records, closures, masks, scales that do not fit."""
 
 from contextlib import nullcontext
 from typing import Any

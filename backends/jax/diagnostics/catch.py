@@ -1,0 +1,329 @@
+"""`catch`: stop a training at the first step whose numbers break, and name the op.
+
+every call      the losses are checked on the device
+every N calls   the findings are read, the state is checked, and the arguments are copied
+at a bad value  repeat the calls from that copy with every check, stop at the first bad one, and
+                let `locate` look at it
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polymp import code_origin
+from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.diagnostics import locate as finder
+from polymp.backends.jax.diagnostics.loss_checks import LossChecks, Means
+from polymp.backends.jax.diagnostics.recorded_calls import Leaves, Made, RecordedCalls, donated
+from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.bad_step import BadStep, FunctionStep, checked_arguments, in_a_row
+from polymp.errors import BadStepError, CatchWarning
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def catch(
+    step: Callable[P, R],
+    *,
+    every: int = ...,
+    on_bad: Literal["raise", "report"] = ...,
+    jump: float | None = ...,
+) -> "Catch[P, R]": ...
+
+
+@overload
+def catch(
+    step: None = None,
+    *,
+    every: int = ...,
+    on_bad: Literal["raise", "report"] = ...,
+    jump: float | None = ...,
+) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
+
+
+def catch(
+    step: Callable[P, R] | None = None,
+    *,
+    every: int = 100,
+    on_bad: Literal["raise", "report"] = "raise",
+    jump: float | None = None,
+) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
+    """Wrap a training step, so that a loss or a weight that is not finite stops it.
+
+        step = polymp.jax.catch(train_step)  # jitted, and it may donate its arguments
+        for batch in batches:
+            params, opt_state, loss = step(params, opt_state, batch)
+
+    Every call checks on the device, without a wait, that the floats among the results are finite;
+    results with one element count, such as the loss. Every `every` calls the arguments are checked
+    and copied. When something is not finite, the calls are repeated from the last copy up to the
+    first bad one, and `locate` names the op. Arguments that an earlier call returned are the state,
+    and are computed again; others, such as the batch, are kept for up to `every` calls, and must
+    not be donated.
+
+    Args:
+        step: does one step of training: jitted or not, with any optimizer and scaler, or without.
+        every: calls between two copies.
+        on_bad: "raise" raises the error, whose `last_good` has the arguments of the bad step, in
+            the state before it. "report" warns, and the results have that state in place of the
+            bad one, so that training goes on without the batch; the losses are returned as they
+            are; three bad steps in a row raise. flax nnx objects among the arguments are put back
+            in both cases.
+        jump: also stop when a loss is more than this factor above the mean of its last values.
+
+    Returns:
+        The wrapped step, with the same arguments and results; without `step`, a decorator.
+
+    Raises:
+        TypeError: `step` is not callable, or `every` is no whole number.
+        ValueError: another argument is out of its range.
+    """
+    checked_arguments(step, every, on_bad, jump)
+    if step is None:
+        return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump)
+    return Catch(step, every, on_bad == "raise", jump)
+
+
+class Catch(FunctionStep, Generic[P, R]):
+    """A training step that `catch` has wrapped.
+
+    Args:
+        step: the function.
+        every: as in `catch`.
+        raises: whether a bad step raises.
+        jump: as in `catch`.
+
+    Attributes:
+        step: the number of calls so far, which is the number of the next step.
+        reports: a `BadStep` for each bad step so far.
+    """
+
+    def __init__(self, step: Callable[P, R], every: int, raises: bool, jump: float | None) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.step: int = 0
+        self.reports: list[BadStep] = []
+        self._fn, self._every, self._raises, self._jump = step, every, raises, jump
+        self._recorded = RecordedCalls()
+        self._fed: dict[int, int] = {}  # places in the results that come back as arguments
+        self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
+        self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
+        self._checks = LossChecks(jump)
+        self._means: Means = {}  # when the arguments were copied
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do a step, and check it.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            The step's results.
+
+        Raises:
+            BadStepError: a value is not finite.
+            TypeError: the call is traced.
+
+        Warns:
+            CatchWarning: likewise, if `on_bad` is "report".
+        """
+        given, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in given):
+            raise TypeError(
+                "the step of catch was called by code that is traced, where there are no values. "
+                "Write catch(jax.jit(step)), and call it outside of jit."
+            )
+        positional: Any = args
+        named: Any = kwargs
+        self._objects = _nnx_objects(args, kwargs)
+        linked = self._recorded.linked(given)
+        changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
+        if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
+            good = self._good(given, linked, tree)
+            if good is not given:  # of a bad step, whose state is good and whose batch is not
+                pairs = zip(linked, given, good, strict=True)
+                good = [state if isinstance(it, Made) else leaf for it, leaf, state in pairs]
+                positional, named = self._put_back(jax.tree.unflatten(tree, good))
+            self._recorded.restart(good)
+            self._means, given = self._checks.means, good
+        recorded = self._recorded
+        recorded.add(given, tree)
+        self._fed |= recorded.calls[-1].fed
+        self.step += 1
+        result = self._fn(*positional, **named)
+        recorded.returned(result, (positional, named))
+        if not self._checks.add(self._losses(result)):
+            return result
+        good = self._stop(None, tree)
+        leaves, of_result = jax.tree.flatten(result)
+        back = {made: at for made, at in self._fed.items() if made < len(leaves)}
+        kept = [good[back[at]] if at in back else leaf for at, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(of_result, kept)  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """Check what the last step returned, and wait for the device: before saving a checkpoint.
+
+        What the program has let go of is not checked.
+
+        Raises:
+            BadStepError: a value is not finite, whatever `on_bad` is.
+        """
+        if not (calls := self._recorded.calls):
+            return
+        returned, tree = self._recorded.alive(), calls[-1].tree
+        state = {at: returned[made] for made, at in self._fed.items() if made in returned}
+        places = {at: made for made, at in self._fed.items()}
+        last = [Made(places[at]) if at in state else None for at in range(tree.num_leaves)]
+        if self._checks.now() or self._described(state, tree):
+            raises, self._raises = self._raises, True
+            try:
+                self._stop(last, tree)
+            finally:
+                self._raises = raises
+
+    def _good(self, leaves: Leaves, linked: Leaves, tree: Any) -> Leaves:
+        """Return arguments that are finite: these, or if they are not, those of a bad step."""
+        if not self._recorded.calls:
+            found = _not_finite(dict(enumerate(leaves)))
+            self._infinite = frozenset(found)  # on purpose, such as a best loss so far
+            return leaves
+        state = {at: leaves[at] for at, it in enumerate(linked) if isinstance(it, Made)}
+        if self._checks.now() or self._described(state, tree):
+            return self._stop(linked, tree)
+        return leaves
+
+    def _put_back(self, good: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
+        """Give the flax nnx objects of the last call good values; return these with them."""
+        args, kwargs = list(good[0]), dict(good[1])
+        for place, it in self._objects.items():
+            values: Any = args if isinstance(place, int) else kwargs
+            sys.modules["flax.nnx"].update(it, sys.modules["flax.nnx"].state(values[place]))
+            values[place] = it
+        return tuple(args), kwargs
+
+    def _losses(self, result: object) -> dict[int, jax.Array]:
+        """Return the floats with one element that a call returned and that are no state."""
+        leaves = enumerate(jax.tree.leaves(result))
+        return {
+            at: leaf
+            for at, leaf in leaves
+            if at not in self._fed and is_float(leaf) and np.size(leaf) == 1
+        }
+
+    def _stop(self, last: Leaves | None, tree: Any) -> Leaves:
+        """Find the first bad step, and say which it was.
+
+        Args:
+            last: arguments of a call that is about to be made, linked; None if there is none.
+            tree: of these, or of the last call's.
+
+        Returns:
+            The arguments of the bad step, in memory of their own.
+
+        Raises:
+            BadStepError: `on_bad` is "raise", or there is nothing to go on from.
+        """
+        report, good = self._replayed(last)
+        self.reports.append(report)
+        self._recorded = RecordedCalls()
+        self._checks = LossChecks(self._jump, self._means)
+        last_good = None if good is None else self._put_back(jax.tree.unflatten(tree, good))
+        if self._raises or good is None or not self._fed or in_a_row(self.reports):
+            raise BadStepError(report, last_good)
+        warnings.warn(str(report), CatchWarning, stacklevel=code_origin.outside())
+        return good
+
+    def _replayed(self, last: Leaves | None) -> tuple[BadStep, Leaves | None]:
+        calls = self._recorded.calls
+        here, many = self.step - len(calls), len(calls)
+        if donated([leaf for call in calls[1:] for leaf in call.leaves]):  # the first's were copied
+            return BadStep(self.step - 1, _SOMETHING, undone=0, note=_DONATED), None
+        losses: list[float] = []
+        checks = LossChecks(self._jump, self._means)
+        for run in self._recorded.repeated(self._fn, last):
+            found_losses = self._losses(run.result)
+            found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
+            if found:
+                fault, note = _located(self._fn, run.before, calls[run.at].tree)
+                step, undone = here + run.at, many - run.at
+                return BadStep(step, found, fault, tuple(losses), undone, note), run.before
+            losses += [float(loss) for loss in found_losses.values()]
+        return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
+
+    def _described(self, state: Mapping[int, Any], tree: Any) -> str:
+        """Say which part of the state is not finite; "" if none."""
+        found = _not_finite(state)
+        bad = {at: what for at, what in found.items() if at not in self._infinite}
+        if not bad:
+            return ""
+        at, what = next(iter(bad.items()))
+        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+        return f"{_name(tree, at)} is {what} after it{more}"
+
+
+_SOMETHING = "a value is not finite"
+_DONATED = (
+    "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "
+    "the batch, or a state that other code changes between the calls. Donate what it returns alone."
+)
+_UNREPEATED = (
+    "Repeating the steps did not give that value again: the step reads its batch itself, or other "
+    "code changed an argument in place. Give the step all that it reads as arguments."
+)
+
+
+def _name(tree: Any, at: int) -> str:
+    """The name of an argument, as the caller would write it."""
+    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+    (args, kwargs) = numbered
+    for kind in (args, kwargs):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(kind):
+            if leaf == at:
+                return f"argument {jax.tree_util.keystr(path)}"
+    return "an argument"
+
+
+def _located(fn: Callable[..., object], leaves: Leaves, tree: Any) -> tuple[Fault | None, str]:
+    args, kwargs = jax.tree.unflatten(tree, leaves)
+    try:
+        return finder.locate(fn, *args, **kwargs), ""
+    except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
+        line = str(error).strip().splitlines()[0]
+        return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
+
+
+def _nnx_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    """Return the flax nnx objects among arguments, by their places; a step changes these."""
+    nnx = sys.modules.get("flax.nnx")
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {at: it for at, it in given if nnx is not None and isinstance(it, nnx.Pytree)}
+
+
+@jax.jit
+def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether each array is finite: bool [2, n], whether it has no NaN, and no Inf."""
+    return jnp.stack([jnp.array([~jnp.isnan(x).any(), ~jnp.isinf(x).any()]) for x in arrays], 1)
+
+
+def _not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
+    """Return the places of floats that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
+    by_devices: dict[Any, list[int]] = {}
+    for at, leaf in leaves.items():
+        if is_float(leaf) and np.size(leaf):
+            devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+            by_devices.setdefault(frozenset(devices), []).append(at)
+    found = {}
+    for places in by_devices.values():
+        no_nan, no_inf = np.asarray(_finite([leaves[at] for at in places]))
+        for at, numbers, bounded in zip(places, no_nan, no_inf, strict=True):
+            if not (numbers and bounded):
+                found[at] = "NaN" if not numbers else "Inf"
+    return dict(sorted(found.items()))

@@ -1,0 +1,329 @@
+"""`catch`: stop a training at the first step whose numbers break, and name the op.
+
+every call      the loss is checked on the device; without a loss scaler, gradients are, too
+every N calls   the findings are read, the weights are checked, and the state is copied
+at a bad value  go back to the copy, repeat the steps one by one with every check, stop before
+                the first bad one, and let `locate` replay it
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from polymp import code_origin
+from polymp.backends.torch.diagnostics import locate as replay
+from polymp.backends.torch.diagnostics import step_checks
+from polymp.backends.torch.diagnostics.step_checks import MeanLoss, StepChecks
+from polymp.backends.torch.diagnostics.training_objects import TrainingObjects, training_objects
+from polymp.backends.torch.diagnostics.training_state import (
+    Settings,
+    TrainingState,
+    named_tensors,
+    put_settings,
+    settings,
+    weights,
+)
+from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.bad_step import BadStep, FunctionStep, checked_arguments, in_a_row
+from polymp.errors import BadStepError, CatchWarning
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Call(NamedTuple):
+    """A call of the step, to be repeated.
+
+    Attributes:
+        args: positional.
+        kwargs: by name.
+        versions: of the tensors among them, when it was made.
+        settings: of the optimizers, such as the learning rate, which code outside may change.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: tuple[int, ...]
+    settings: Settings
+
+
+class _Copy:
+    """The state of the training before a step, and the calls since.
+
+    Args:
+        objects: of the training.
+        mean: of the losses so far.
+
+    Attributes:
+        objects: likewise.
+        mean: likewise.
+        state: of the objects.
+        named: their tensors by name.
+        calls: since then.
+        left: the versions of the tensors when the last call ended.
+    """
+
+    def __init__(self, objects: TrainingObjects, mean: MeanLoss) -> None:
+        self.objects: TrainingObjects = objects
+        self.mean: MeanLoss = mean
+        self.state: TrainingState = TrainingState(objects)
+        self.named: dict[str, torch.Tensor] = named_tensors(objects)
+        self.calls: list[_Call] = []
+        self.left: tuple[int, ...] = _versions(self.named)
+
+    def written(self) -> str:
+        """Return the name of a tensor that was written since the last call ended; "" if none."""
+        now = _versions(self.named)
+        if now == self.left:
+            return ""
+        pairs = zip(self.named, self.left, now, strict=True)
+        return next(name for name, was, version in pairs if was != version)
+
+
+@overload
+def catch(
+    step: Callable[P, R],
+    *,
+    every: int = ...,
+    on_bad: Literal["raise", "report"] = ...,
+    jump: float | None = ...,
+    of: object = ...,
+) -> "Catch[P, R]": ...
+
+
+@overload
+def catch(
+    step: None = None,
+    *,
+    every: int = ...,
+    on_bad: Literal["raise", "report"] = ...,
+    jump: float | None = ...,
+    of: object = ...,
+) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
+
+
+def catch(
+    step: Callable[P, R] | None = None,
+    *,
+    every: int = 100,
+    on_bad: Literal["raise", "report"] = "raise",
+    jump: float | None = None,
+    of: object = (),
+) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
+    """Wrap a training step, so that a loss, gradient or weight that is not finite stops it.
+
+        step = polymp.torch.catch(step)
+        for batch in batches:
+            loss = step(*batch)
+
+    Every call checks on the device, without a wait, that the floats among its results are finite;
+    results with one element count, such as the loss. Without a loss scaler, it also checks the
+    gradients that optimizers step with. Every `every` calls the state of the training is copied.
+    When something is not finite, the training goes back to the last copy, repeats the calls up to
+    the first bad one, and stops before it: models, optimizers, schedulers, loss scalers and random
+    numbers are as they were after the last good step. `locate` then names the op.
+
+    The models and optimizers are found by looking at the step as Python does when it runs it: at
+    its arguments, closure, globals, and the object whose method it is. The arguments of up to
+    `every` calls are kept. Give the batch as an argument: what a step draws from an iterator
+    itself cannot be repeated. Under several ranks, every rank wraps its step.
+
+    Args:
+        step: does one step of training, with any optimizer, region and scaler, or without.
+        every: calls between two copies.
+        on_bad: "raise" raises the error; "report" warns, and training goes on without the bad
+            step, whose batch is left out. Its results are returned as they are. Three bad steps in
+            a row raise: to leave out batches does not help.
+        jump: also stop when the loss is more than this factor above the mean of the last ones.
+        of: models, optimizers and others to copy that are not found, in a list.
+
+    Returns:
+        The wrapped step, with the same arguments and results; without `step`, a decorator.
+
+    Raises:
+        TypeError: `step` is not callable, or `every` is no whole number.
+        ValueError: another argument is out of its range.
+    """
+    checked_arguments(step, every, on_bad, jump)
+    if step is None:
+        return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump, of=of)
+    return Catch(step, every, on_bad == "raise", jump, of)
+
+
+class Catch(FunctionStep, Generic[P, R]):
+    """A training step that `catch` has wrapped.
+
+    Args:
+        step: the function.
+        every: as in `catch`.
+        raises: whether a bad step raises.
+        jump: as in `catch`.
+        of: as in `catch`.
+
+    Attributes:
+        step: the number of calls so far, which is the number of the next step.
+        reports: a `BadStep` for each bad step so far.
+    """
+
+    def __init__(
+        self, step: Callable[P, R], every: int, raises: bool, jump: float | None, of: object
+    ) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.step: int = 0
+        self.reports: list[BadStep] = []
+        self._fn, self._every, self._raises, self._jump, self._of = step, every, raises, jump, of
+        self._copy: _Copy | None = None
+        self._checks = StepChecks(jump)
+        self._written = 0  # calls in a row between which other code wrote to the training
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do a step, and check it.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            The step's results.
+
+        Raises:
+            BadStepError: a value is not finite. The training is in the state before that step.
+            ValueError: no model and no optimizer was found.
+
+        Warns:
+            CatchWarning: likewise, if `on_bad` is "report".
+        """
+        copy, bad = self._current(args, kwargs), list[torch.Tensor]()
+        versions = _versions((args, kwargs))
+        copy.calls.append(_Call(args, kwargs, versions, settings(copy.objects)))
+        self.step += 1
+
+        def look(params: Sequence[torch.Tensor]) -> None:
+            bad.extend(step_checks.bad(p.grad for p in params if p.grad is not None))
+
+        with step_checks.stepping(None if copy.objects.scaled else look):
+            result = self._fn(*args, **kwargs)
+        copy.left = _versions(copy.named)
+        if self._checks.add(result, bad):
+            self._stop(copy)
+        return result
+
+    def check(self) -> None:
+        """Check losses and weights now, and wait for the device: before saving a checkpoint.
+
+        Under several ranks, every rank calls it.
+
+        Raises:
+            BadStepError: as a call does.
+
+        Warns:
+            CatchWarning: as a call does.
+        """
+        if self._copy is not None:
+            bad_weights = step_checks.bad(weights(self._copy.objects).values())
+            found = self._checks.now() or any(map(bool, bad_weights))
+            if step_checks.any_rank(found):
+                self._stop(self._copy)
+
+    def _current(self, args: Sequence[object], kwargs: Mapping[str, object]) -> _Copy:
+        """Return the copy to go back to; a new one, after a check, if it is time for one."""
+        copy = self._copy
+        written = copy.written() if copy is not None else ""
+        self._written = self._written + 1 if written else 0
+        if self._written == _OFTEN:
+            warnings.warn(
+                f"catch: {written!r} is written between two calls of the step, again and again, so "
+                "that the training is copied before each. Do all of it in the step that is "
+                "wrapped: forward, backward, optimizer.step() and what follows it.",
+                CatchWarning,
+                stacklevel=code_origin.outside(),
+            )
+        if copy is not None and not written and len(copy.calls) < self._every:
+            return copy
+        self.check()
+        self._copy = copy = None  # gives its memory back
+        objects = training_objects(self._fn, [self._of, *args, *kwargs.values()])
+        if not (objects.models or objects.optimizers):
+            raise ValueError(
+                f"catch found no model and no optimizer in {self._fn!r}. Name them: "
+                "catch(step, of=[model, optimizer])."
+            )
+        self._copy = copy = _Copy(objects, self._checks.mean)
+        return copy
+
+    def _stop(self, copy: _Copy) -> None:
+        """Go back to before the first bad step, and say which it was."""
+        report = self._replayed(copy)
+        self.reports.append(report)
+        self._copy, self._checks = None, StepChecks(self._jump, copy.mean)
+        if self._raises or in_a_row(self.reports):
+            raise BadStepError(report)
+        warnings.warn(str(report), CatchWarning, stacklevel=code_origin.outside())
+
+    def _replayed(self, copy: _Copy) -> BadStep:
+        objects, calls, mean = copy.objects, copy.calls, copy.mean
+        names = {id(t): name for name, t in copy.named.items()}
+        broken = TrainingState(objects)
+        copy.state.put_back()
+        losses: list[float] = []
+        for at, call in enumerate(calls):
+            put_settings(objects, call.settings)
+            before, gradients = TrainingState(objects), dict[str, str]()
+
+            def look(params: Sequence[torch.Tensor], found: dict[str, str] = gradients) -> None:
+                grads = {names.get(id(p), "of no model"): p.grad for p in params}
+                found |= step_checks.not_finite({n: g for n, g in grads.items() if g is not None})
+
+            try:
+                with step_checks.stepping(None if objects.scaled else look):
+                    result = self._fn(*call.args, **call.kwargs)
+            except StopIteration:  # the iterator that the step reads has ended
+                before.put_back()
+                return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED)
+            found = (
+                step_checks.described_losses(result, mean, self._jump)
+                or step_checks.described("the gradient of", gradients)
+                or step_checks.described("the weight", step_checks.not_finite(weights(objects)))
+            )
+            if not step_checks.any_rank(bool(found)):
+                losses += step_checks.values(result)
+                mean = step_checks.mean_after(result, mean)
+                continue
+            before.put_back()
+            first, undone = self.step - len(calls) + at, len(calls) - at
+            note = "" if call.versions == _versions(call[:2]) else _WRITTEN
+            fault = _located(self._fn, call, objects)
+            before.put_back()  # locate leaves what it does not know, such as schedulers
+            return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note)
+        repeated = TrainingState(objects)
+        broken.put_back()
+        fault = _located(self._fn, calls[-1], objects)
+        repeated.put_back()
+        return BadStep(self.step - 1, _SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
+
+
+# After so many calls in a row that found the training written by other code, say so.
+_OFTEN = 3
+
+_ELSEWHERE = "another rank found a value that is not finite"
+_SOMETHING = "a value is not finite"
+_WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
+_UNREPEATED = (
+    "Repeating the steps did not give that value again, and the training is now in the state after "
+    "them. The step reads its batch itself, or other code changed the training in a way that does "
+    "not show: give the step its batch as an argument, and do all of the step in it."
+)
+
+
+def _located(fn: Callable[..., Any], call: _Call, objects: TrainingObjects) -> Fault | None:
+    model = objects.models[0] if len(objects.models) == 1 else None
+    return replay.locate(fn, *call.args, model=model, **call.kwargs)
+
+
+def _versions(given: object) -> tuple[int, ...]:
+    tensors = (t for t in tree_leaves(given) if isinstance(t, torch.Tensor))
+    return tuple(t._version for t in tensors if not t.is_inference())

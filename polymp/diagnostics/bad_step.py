@@ -1,0 +1,151 @@
+"""`BadStep`: the first step of a training whose numbers broke, and what to change.
+
+`catch` of both frameworks finds the step and makes this record. Nothing here knows a framework.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, NoReturn, Self, overload
+
+from polymp.diagnostics.audit_records import Fault
+
+# The loss has run away if it grew by this factor within the steps that were replayed.
+RUNAWAY = 10.0
+
+# After so many bad steps in a row, training does not go on.
+MANY = 3
+
+# Products of numbers of this size overflow in every dtype; no weight that trains has it.
+HUGE = 1e18
+
+
+class BadStep(NamedTuple):
+    """A step that made a value that is not finite, or whose loss jumped; `print` shows it.
+
+    Attributes:
+        step: its number; 0 is the first call of the step.
+        found: what broke: "the loss is NaN".
+        fault: the op at which it broke; None if every op of the step has finite results.
+        losses: of the steps before it, as far as they were replayed; the latest is the last.
+        undone: the number of steps that were taken back, this one included.
+        note: a sentence on what a replay could not show; "" if there is nothing to say.
+    """
+
+    step: int
+    found: str
+    fault: Fault | None = None
+    losses: tuple[float, ...] = ()
+    undone: int = 1
+    note: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """The change that helps, in a sentence."""
+        fault = self.fault
+        if fault is not None and fault.kind == "input":
+            return "Look at the data: an argument or a parameter is not finite before any op runs."
+        if grown := _grown(self.losses, fault):
+            return f"{grown}: lower the learning rate, or clip the gradients."
+        if fault is None:
+            return "Lower the learning rate, or clip the gradients."
+        place = f" in {fault.module}" if fault.module else ""
+        if fault.kind == "number":
+            return f"Use a larger constant, or give {fault.op} the rule fp32{place}."
+        if fault.kind == "operation" or fault.run == "float32":
+            return f"Change the code: {fault.op} has no finite result there in float32 either."
+        other = ", or use bfloat16" if fault.run == "float16" else ""
+        return f"Give {fault.op} the rule fp32{place}{other}."
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}: {self.found}"]
+        if self.fault is not None:
+            lines += [f"  {line}" for line in str(self.fault).splitlines()]
+        if self.losses:
+            lines.append(
+                f"  losses before: {', '.join(f'{loss:.4g}' for loss in self.losses[-5:])}"
+            )
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join([*lines, f"  {self.remedy}"])
+
+
+def _grown(losses: Sequence[float], fault: Fault | None) -> str:
+    """Say what has grown without bound before a step; "" if nothing has."""
+    if len(losses) > 1 and losses[-1] > RUNAWAY * abs(min(losses)) > 0:
+        return f"The loss grew from {min(losses):.3g} to {losses[-1]:.3g} in the steps before"
+    for i, operand in enumerate(fault.inputs if fault is not None else ()):
+        if operand.largest > HUGE:
+            name = operand.name or f"input {i} of {fault.op if fault else ''}"
+            return f"{name} has grown to {operand.largest:.3g}"
+    return ""
+
+
+class FunctionStep:
+    """A wrapped step that is no method: state would be shared by all objects of the class."""
+
+    __name__: str
+
+    @overload
+    def __get__(self, it: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, it: object, owner: type | None = None) -> NoReturn: ...
+
+    def __get__(self, it: object, owner: type | None = None) -> Self:
+        """Refuse to be called as a method.
+
+        Args:
+            it: the object whose method it would be; None for the class itself.
+            owner: its class.
+
+        Returns:
+            The wrapped step, if it is read from the class.
+
+        Raises:
+            TypeError: it is read from an object.
+        """
+        if it is None:
+            return self
+        name = self.__name__
+        raise TypeError(
+            f"catch wraps a function, or the method of one object, and {type(it).__name__}.{name} "
+            "was wrapped in its class. Remove the decorator, and write in __init__: "
+            f"self.{name} = catch(self.{name})"
+        )
+
+
+def in_a_row(reports: Sequence[BadStep]) -> bool:
+    """Return whether the last bad steps followed each other, so that undoing does not help."""
+    last = reports[-MANY:]
+    return len(last) == MANY and all(b.step == a.step + a.undone for a, b in pairwise(last))
+
+
+def checked_arguments(step: object, every: object, on_bad: object, jump: object) -> None:
+    """Check the arguments of `catch`.
+
+    Args:
+        step: the training step; None if `catch` is a decorator with arguments.
+        every: steps between two copies.
+        on_bad: what happens at a bad step.
+        jump: the factor by which a loss may grow.
+
+    Raises:
+        TypeError: `step` is not callable, or `every` is no whole number.
+        ValueError: another argument is out of its range.
+    """
+    if step is not None and not callable(step):
+        raise TypeError(
+            f"catch(step) needs the function that does a training step, got {step!r}. Give the "
+            "function, not what it returned."
+        )
+    if not isinstance(every, int) or isinstance(every, bool):
+        raise TypeError(f"catch(every=...) is a number of steps, a positive int, got {every!r}")
+    if every < 1:
+        raise ValueError(f"catch(every=...) is a number of steps, a positive int, got {every!r}")
+    if on_bad not in ("raise", "report"):
+        raise ValueError(f"catch(on_bad=...) is 'raise' or 'report', got {on_bad!r}")
+    if jump is not None and not (isinstance(jump, (int, float)) and jump > 1):
+        raise ValueError(
+            "catch(jump=...) is the factor by which a loss may grow, above 1, or None, got "
+            f"{jump!r}"
+        )

@@ -1,0 +1,97 @@
+"""The calls of two reports side by side, and in what they differ.
+
+calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
+
+from polymp.diagnostics.call_record import Call
+from polymp.diagnostics.report_text import SECTIONS
+
+DTYPES = ("inputs", "run", "outputs")
+_COMPARED = (*DTYPES, "rule", "casts", "cast_bytes", "times")
+
+
+class Difference(NamedTuple):
+    """A call that only one report has, or that differs between them.
+
+    Attributes:
+        module: its path, as the first report has it.
+        direction: "forward", "backward" or "recompute".
+        op: its name.
+        one: the call of the first report; None if only the other has it.
+        other: the call of the other report; None if only the first has it.
+        changed: what differs: of "inputs", "run", "outputs", "rule", "casts", "cast_bytes",
+            "times"; () if only one has it.
+    """
+
+    module: str
+    direction: str
+    op: str
+    one: Call | None
+    other: Call | None
+    changed: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        sides = {"one": self.one, "other": self.other}
+        return self._asdict() | {
+            "changed": list(self.changed),
+            **{name: call and call.to_dict() for name, call in sides.items()},
+        }
+
+
+def differences(
+    ones: Iterable[Call], others: Iterable[Call], names: Mapping[str, str]
+) -> Iterator[Difference]:
+    """Yield the differences between the calls of two reports, by direction and module.
+
+    Args:
+        ones: the calls of the first report.
+        others: those of the other.
+        names: module paths of the first report, by those of the other.
+
+    Yields:
+        The differences.
+    """
+    left, right = _grouped(ones, {}), _grouped(others, names)
+    order = {direction: at for at, direction in enumerate(SECTIONS)}
+    for place in sorted({**left, **right}, key=lambda place: order[place[1]]):
+        for one, other in _pairs(left.get(place, []), right.get(place, [])):
+            op = one.op if one else other.op if other else ""
+            changed = _changed(one, other) if one and other else ()
+            if changed or one is None or other is None:
+                yield Difference(*place, op, one, other, changed)
+
+
+def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str, str], list[Call]]:
+    """The calls by module, renamed, and direction, in order."""
+    groups: dict[tuple[str, str], list[Call]] = {}
+    for call in calls:
+        place = names.get(call.module, call.module), call.direction
+        groups.setdefault(place, []).append(call)
+    return groups
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    ops = [call.op for call in left], [call.op for call in right]
+    if ops[0] == ops[1]:
+        yield from zip(left, right, strict=True)
+        return
+    for what, i, to_i, j, to_j in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
+        if what == "equal":
+            yield from zip(left[i:to_i], right[j:to_j], strict=True)
+        else:
+            yield from ((call, None) for call in left[i:to_i])
+            yield from ((None, call) for call in right[j:to_j])
+
+
+def _changed(one: Call, other: Call) -> tuple[str, ...]:
+    def value(call: Call, name: str) -> Any:
+        inputs = name == "inputs" and one.backend != other.backend
+        return {*call.inputs} if inputs else getattr(call, name)
+
+    return tuple(name for name in _COMPARED if value(one, name) != value(other, name))

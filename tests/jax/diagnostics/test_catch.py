@@ -1,0 +1,321 @@
+"""`catch` in JAX: the step that is stopped at, the state that is given back, what it cannot see."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from polymp.errors import BadStepError, CatchWarning
+from polymp.jax import GradScaler, autocast, catch
+from tests.support.sizes import size
+
+TX = optax.adam(1e-2)
+X = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+
+
+def loss_fn(params: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ params["up"]) @ params["down"]) ** 2
+
+
+def start() -> tuple[Any, Any, GradScaler]:
+    key = jax.random.key(0)
+    params = {"up": jax.random.normal(key, (8, 6)), "down": jax.random.normal(key, (6, 2))}
+    return params, TX.init(params), GradScaler(init_scale=2.0**10)
+
+
+@cache
+def train_step(dtype: str, donate: bool) -> Any:
+    """A step that returns its state and the loss, with a scaler in float16."""
+    low = autocast(loss_fn, dtype=dtype)
+
+    def update(grads: Any, params: Any, moments: Any) -> Any:
+        updates, moments = TX.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    def step(params: Any, moments: Any, scaler: GradScaler, x: Any) -> Any:
+        if dtype == "float16":
+            grads, loss = jax.grad(lambda p: (scaler.scale(loss := low(p, x)), loss), has_aux=True)(
+                params
+            )
+            (params, moments), scaler, _ = scaler.step(grads, update, params, moments)
+        else:
+            loss, grads = jax.value_and_grad(low)(params, x)
+            params, moments = update(grads, params, moments)
+        return params, moments, scaler, loss
+
+    return jax.jit(step, donate_argnums=(0, 1, 2) if donate else ())
+
+
+def by_hand(dtype: str, factors: list[float]) -> Any:
+    state = start()
+    for factor in factors:
+        *state, _ = train_step(dtype, False)(*state, X * np.float32(factor))
+    return state
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if all bits are; the trees may differ in tuples and lists."""
+    one, other = jax.tree.leaves(one), jax.tree.leaves(other)
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def checked(step: Any, *args: Any) -> Any:
+    """Do a step, and wait for what it found."""
+    result = step(*args)
+    step.check()
+    return result
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_healthy_training_is_left_alone_and_the_state_before_a_bad_step_is_given(
+    dtype: str, donate: bool
+) -> None:
+    step, state, factors = catch(train_step(dtype, donate), every=3), start(), [1.0, 0.5, 2.0, 1.5]
+    for factor in factors:
+        *state, _ = step(*state, X * np.float32(factor))
+    expected = by_hand(dtype, factors)
+    assert same(state, expected)
+    with pytest.raises(BadStepError, match=r"^step 4: the loss is NaN\n  linear") as raised:
+        checked(step, *state, X * np.float32(math.nan))
+    (*last_good, x), _ = raised.value.last_good
+    assert same(last_good, expected)
+    assert np.isnan(x).all()
+    *state, loss = step(*last_good, X)
+    assert jnp.isfinite(loss)
+    assert same(state, by_hand(dtype, [*factors, 1.0]))
+
+
+@settings(max_examples=size(15, 150), deadline=None)
+@given(
+    bad=st.lists(st.booleans(), min_size=1, max_size=10),
+    every=st.integers(1, 4),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+    donate=st.booleans(),
+)
+def test_training_goes_on_without_the_bad_batches(
+    bad: list[bool], every: int, dtype: str, donate: bool
+) -> None:
+    """`on_bad="report"`: the state is that of a training that never saw them."""
+    bad[0] = False  # before the first step has returned there is no state to go back to
+    step = catch(train_step(dtype, donate), every=every, on_bad="report")
+    state, taken = start(), list[float]()
+    for at, spoiled in enumerate(bad):
+        factor = math.nan if spoiled else 1.0 + at / 8
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CatchWarning)
+            try:
+                *state, _ = step(*state, X * np.float32(factor))
+            except BadStepError:  # the third in a row
+                return
+        taken += [] if spoiled else [factor]
+    seen = [r.step for r in step.reports]
+    assert all(bad[at] for at in seen)
+    if every == 1 and not bad[step.step - 1]:  # found out before the next step began
+        assert seen == [at for at, spoiled in enumerate(bad[: step.step]) if spoiled]
+        assert same(state, by_hand(dtype, taken))
+
+
+def test_a_bad_step_that_shows_at_the_next_call_leaves_that_call_its_own_batch() -> None:
+    """The weight is NaN under a finite loss, which shows when the next call begins."""
+
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.sqrt(jnp.abs(w * x)).sum())(w)
+        return w - 0.1 * grad, loss
+
+    good, bad = jnp.array([1.0, 2.0, 3.0]), jnp.array([1.0, 0.0, 1.0])
+    caught, w = catch(step, every=1, on_bad="report"), jnp.ones(3)
+    for x in (good, bad):
+        w, _ = caught(w, x)
+    with pytest.warns(CatchWarning, match="step 1: argument"):
+        w, _ = caught(w, good)
+    expected = jnp.ones(3)
+    for _ in range(2):
+        expected, _ = step(expected, good)
+    assert same(w, expected)
+
+
+def test_a_bad_state_under_a_finite_loss() -> None:
+    """The gradient is NaN where the loss is not; the weights show it before the next copy."""
+
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.sqrt(jnp.abs(w * x)).sum())(w)
+        return w - 0.1 * grad, loss
+
+    caught = catch(step, every=1)
+    w, _ = caught(jnp.ones(3), jnp.ones(3))
+    w, loss = caught(w, jnp.array([1.0, 0.0, 1.0]))
+    assert jnp.isfinite(loss)
+    with pytest.raises(BadStepError, match=r"^step 1: argument \[0\] is NaN after it\n") as raised:
+        caught(w, jnp.ones(3))
+    report: Any = raised.value.report
+    assert (report.fault.op, report.fault.kind) == (
+        "reciprocal",
+        "operation",
+    )  # of sqrt's derivative
+
+
+def test_flax_objects_are_put_back_in_place() -> None:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda m: autocast(lambda m: m(x).mean())(m))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    caught = catch(step, every=2)
+    for _ in range(3):
+        caught(model, optimizer, jnp.ones((2, 3)))
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    with pytest.raises(BadStepError, match=r"^step 3: the loss is NaN") as raised:
+        checked(caught, model, optimizer, jnp.full((2, 3), jnp.nan))
+    assert same(nnx.state((model, optimizer)), before)
+    assert raised.value.report.fault is not None
+
+
+def test_a_jump_of_the_loss() -> None:
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x * w) ** 2) + 1)(w)
+        return w - 1e-6 * grad, loss
+
+    caught, w = catch(step, jump=5.0, every=4), jnp.ones(3)
+    for _ in range(15):
+        w, _ = caught(w, jnp.ones(3))
+    message = r"step 15: the loss is .*; the mean of the last ones is"
+    with pytest.raises(BadStepError, match=message):
+        checked(caught, w, jnp.full(3, 100.0))
+
+
+def test_a_scan_of_steps_and_a_state_that_is_infinite_on_purpose() -> None:
+    """The best loss starts at Inf; that is no fault."""
+
+    @jax.jit
+    def steps(w: Any, best: Any, xs: Any) -> Any:
+        def one(carry: Any, x: Any) -> Any:
+            w, best = carry
+            loss, grad = jax.value_and_grad(lambda w: jnp.exp(w * x).sum())(w)
+            return (w - 0.01 * grad, jnp.minimum(best, loss)), loss
+
+        (w, best), losses = lax.scan(one, (w, best), xs)
+        return w, best, losses[-1]
+
+    caught = catch(steps, every=1)
+    w, best = jnp.ones(2), jnp.full((2,), jnp.inf).min()
+    for _ in range(3):
+        w, best, _ = caught(w, best, jnp.ones((4, 2)))
+    with pytest.raises(BadStepError, match="exp"):
+        checked(caught, w, best, jnp.full((4, 2), 200.0))
+
+
+def test_a_state_that_other_code_changes_is_in_the_next_copy() -> None:
+    step, state = catch(train_step("bfloat16", True), every=100), start()
+    for _ in range(3):
+        *state, _ = step(*state, X)
+    state[0] = jax.tree.map(lambda w: w * 2, state[0])
+    expected = jax.tree.map(jnp.copy, state)
+    with pytest.raises(BadStepError) as raised:
+        checked(step, *state, X * np.float32(math.nan))
+    (*last_good, _), _ = raised.value.last_good
+    assert same(last_good, expected)
+
+
+def test_a_batch_that_is_donated_is_told() -> None:
+    step = catch(jax.jit(lambda w, x: (w + x, (w * x).sum()), donate_argnums=(1,)))
+    w = jnp.ones(3)
+    for _ in range(2):
+        w, _ = step(w, jnp.ones(3))
+    with pytest.raises(BadStepError, match="Donate what it returns alone") as raised:
+        checked(step, w, jnp.full(3, jnp.nan))
+    assert raised.value.last_good is None
+
+
+def test_a_step_that_reads_its_batch_itself_is_told() -> None:
+    batches = iter([1.0, 1.0, math.nan])
+    inner = jax.jit(lambda w, x: (w + x, (w * x).sum()))
+    step, w = catch(lambda w: inner(w, next(batches, 1.0))), jnp.ones(3)
+    with pytest.raises(BadStepError, match="Repeating the steps did not give that value again"):
+        [w := checked(step, w)[0] for _ in range(3)]
+
+
+def test_a_step_that_reads_values_is_stopped_without_an_op() -> None:
+    def step(w: Any, x: Any) -> Any:
+        loss = jnp.log(w * x).sum()
+        return (w + 1 if float(loss) > 0 else w), loss
+
+    caught = catch(step)
+    w, _ = caught(jnp.ones(2), jnp.ones(2))
+    with pytest.raises(BadStepError, match="locate could not trace the step") as raised:
+        checked(caught, w, -jnp.ones(2))
+    assert raised.value.report.found == "the loss is NaN"
+
+
+def test_it_is_not_called_in_traced_code() -> None:
+    step = catch(lambda w: w)
+    with pytest.raises(TypeError) as raised:
+        jax.jit(step)(1.0)
+    assert str(raised.value) == (
+        "the step of catch was called by code that is traced, where there are no values. "
+        "Write catch(jax.jit(step)), and call it outside of jit."
+    )
+
+
+def test_a_method_that_is_wrapped_in_its_class() -> None:
+    class Wrapped:
+        @catch
+        def step(self, x: Any) -> Any:
+            return x
+
+    assert Wrapped.step.reports == []
+    with pytest.raises(TypeError) as raised:
+        Wrapped().step(1.0)
+    assert str(raised.value) == (
+        "catch wraps a function, or the method of one object, and Wrapped.step was wrapped in its "
+        "class. Remove the decorator, and write in __init__: self.step = catch(self.step)"
+    )
+
+
+def test_an_iterator_that_has_ended() -> None:
+    batches = iter([1.0, 1.0, math.nan])
+    inner = jax.jit(lambda w, x: (w + x, (w * x).sum()))
+    step, w = catch(lambda w: inner(w, next(batches))), jnp.ones(3)
+    with pytest.raises(BadStepError, match="Repeating the steps did not give that value again"):
+        [w := checked(step, w)[0] for _ in range(3)]
+
+
+def test_a_decorator_with_arguments() -> None:
+    @catch(every=2, jump=3.0)
+    def step(x: Any) -> Any:
+        return x * 2
+
+    step(jnp.ones(()))
+    with pytest.raises(BadStepError, match="step 1: the loss is NaN"):
+        step(jnp.full((), math.nan))
+    assert step.__name__ == "step"
+
+
+@pytest.mark.parametrize("every", [0, -1, True])
+def test_wrong_arguments(every: Any) -> None:
+    message = f"catch(every=...) is a number of steps, a positive int, got {every!r}"
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        catch(print, every=every)

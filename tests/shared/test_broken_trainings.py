@@ -1,0 +1,93 @@
+"""A language model that breaks in six ways: `catch` names the step and the op, in both frameworks.
+
+In the shapes of the example and of Llama, in float16 and bfloat16, with a scaler and without.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from polymp.errors import BadStepError
+from tests.conftest import need
+
+BREAKS_AT = 3
+
+
+class Way(NamedTuple):
+    """How a training breaks, and what is to be named.
+
+    Attributes:
+        step: that is to be named.
+        ops: one of which is to be named; () for any.
+        module: in which the op is called; "" for any.
+        batch: what is changed in the batch.
+        weights: layers that are multiplied before the step, by factors for float16 and bfloat16.
+    """
+
+    step: int
+    ops: tuple[str, ...]
+    module: str = ""
+    batch: tuple[tuple[str, float], ...] = ()
+    weights: tuple[tuple[str, float, float], ...] = ()
+
+
+WAYS = {
+    "a weight": Way(BREAKS_AT, ("linear",), "blocks.1.feed.down",
+                    weights=(("blocks.1.feed.down", 1e7, 3e38), ("blocks.1.feed.down", 1.0, 4.0))),
+    "a bad batch": Way(BREAKS_AT, ("mul",), "", (("sizes", 3e38),)),
+    "the learning rate": Way(BREAKS_AT + 1, (), "", (("rate", 1e30),)),
+    "attention": Way(BREAKS_AT, ("matmul", "bmm", "einsum"), "blocks.0.attention",
+                     weights=(("blocks.0.attention.q", 1e3, 1e19),
+                              ("blocks.0.attention.k", 1e3, 1e20))),
+    "a logarithm": Way(BREAKS_AT, ("log",), "", (("gap", 0.0),)),
+    "the data": Way(BREAKS_AT, ("mul",), "", (("sizes", math.nan),)),
+}  # fmt: skip
+
+CASES = list(
+    itertools.product(
+        ("torch", "jax"), WAYS, ("float16", "bfloat16"), ("scaled", "plain"), ("example", "llama")
+    )
+)
+
+
+def batch(at: int) -> dict[str, Any]:
+    numbers = np.random.default_rng(at)
+    return {
+        "tokens": numbers.integers(0, 11, (2, 9)),
+        "sizes": np.ones((2, 9), np.float32),
+        "gap": np.ones((), np.float32),
+        "rate": 1e-2,
+    }
+
+
+@pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")  # of bfloat16
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_step_and_the_op_are_named(case: tuple[str, ...]) -> None:
+    framework, name, dtype, scaler, shape = case
+    need(framework)
+    way = WAYS[name]
+    made = importlib.import_module(f"tests.support.faults.language_{framework}").Broken
+    training = made(shape == "llama", dtype, scaler == "scaled")
+    step = importlib.import_module(f"polymp.{framework}").catch(training.step, every=4)
+    with pytest.raises(BadStepError) as raised:  # noqa: PT012
+        for at in range(BREAKS_AT + 3):
+            given = batch(at)
+            if at == BREAKS_AT:
+                for key, value in way.batch:
+                    given[key] = np.full_like(given[key], value) if key != "rate" else value
+                for path, low, high in way.weights:
+                    training.multiply(path, low if dtype == "float16" else high)
+            training.run(step, given)
+    report: Any = raised.value.report
+    print(f"{'-'.join(case)}: {str(report).splitlines()[:2]}")
+    assert report.step == way.step
+    assert report.fault is not None
+    assert not way.ops or report.fault.op in way.ops
+    assert report.fault.module.startswith(way.module)

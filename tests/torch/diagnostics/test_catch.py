@@ -1,0 +1,396 @@
+"""`catch`: the step that is stopped at, the state it leaves, and what it cannot see."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from polymp.backends.torch.diagnostics.training_state import TrainingState
+from polymp.errors import BadStepError, CatchWarning
+from polymp.torch import catch
+from tests.support.sizes import size
+from tests.support.torch.audit_trainings import Training, same
+from tests.support.torch.ranks import launch
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+CASES = [
+    ("mlp", "fp16", "fused", 1), ("mlp", "fp16, torch's scaler", "foreach", 2),
+    ("convolution", "fp16", "plain", 1), ("convolution", "bf16", "fused", 1),
+    ("checkpointed", "fp32", "foreach", 1),
+]  # fmt: skip
+BAD = math.nan
+
+
+def trained(training: Training, factors: list[float]) -> list[torch.Tensor]:
+    """The state of a training after some steps by hand."""
+    torch.manual_seed(1)
+    for factor in factors:
+        training.step(factor)
+    return training.state()
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+@pytest.mark.parametrize("what", CASES, ids=lambda what: "-".join(map(str, what)))
+def test_a_healthy_training_is_left_alone_and_a_bad_step_undone(what: Any, every: int) -> None:
+    """Bit for bit the training by hand; after the error, the one that never made the bad step."""
+    caught, factors = Training(*what), [1.0, 0.5, 2.0, 1.0, 0.25]
+    step = catch(caught.step, every=every)
+    torch.manual_seed(1)
+    for factor in factors:
+        step(factor)
+    by_hand = trained(Training(*what), factors)
+    assert same(caught.state(), by_hand)
+    with pytest.raises(BadStepError) as raised:
+        step(BAD)
+    assert same(caught.state(), by_hand)
+    report = raised.value.report
+    assert (report.step, report.found, report.undone) == (5, "the loss is NaN", 1)
+    assert report.fault.kind == "operation"  # the batch is multiplied by NaN in the step
+    assert step(1.0).isfinite()
+    assert step.step == 7
+
+
+def test_a_state_that_is_not_put_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingState, "put_back", lambda _: None)
+    training = Training("convolution", "fp32")
+    step = catch(training.step)
+    step(1.0)
+    before = training.state()
+    with pytest.raises(BadStepError):
+        step(BAD)
+    assert not same(training.state(), before)
+
+
+@settings(max_examples=size(15, 150), deadline=None)
+@given(
+    bad=st.lists(st.booleans(), min_size=1, max_size=12),
+    every=st.integers(1, 5),
+    what=st.sampled_from(CASES),
+)
+def test_training_goes_on_without_the_bad_batches(
+    bad: list[bool], every: int, what: tuple[Any, ...]
+) -> None:
+    """`on_bad="report"`: the state is that of a training that never saw them."""
+    caught = Training(*what)
+    step = catch(caught.step, every=every, on_bad="report")
+    taken, row = list[float](), 0
+    torch.manual_seed(1)
+    for at, spoiled in enumerate(bad):
+        factor = BAD if spoiled else 1.0 + at / 8
+        row = row + 1 if spoiled else 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CatchWarning)
+            try:
+                step(factor)
+            except BadStepError:
+                break
+        taken += [] if spoiled else [factor]
+    assert [r.step for r in step.reports] == [i for i, b in enumerate(bad[: step.step]) if b]
+    assert same(caught.state(), trained(Training(*what), taken))
+
+
+def test_three_bad_steps_in_a_row_raise() -> None:
+    step = catch(Training("mlp", "fp32").step, on_bad="report")
+    step(1.0)
+    for _ in range(2):
+        with pytest.warns(CatchWarning, match="the loss is NaN"):
+            step(BAD)
+    with pytest.raises(BadStepError):
+        step(BAD)
+
+
+class Net(nn.Module):
+    """A net whose loss can be finite while its gradients are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.scale * x).abs().sqrt().sum()
+
+
+def sgd(net: nn.Module, rate: float = 0.1) -> Callable[..., torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def test_a_bad_gradient_under_a_finite_loss() -> None:
+    net = Net()
+    step = catch(sgd(net))
+    step(torch.ones(3))
+    before = net.scale.detach().clone()
+    with pytest.raises(BadStepError) as raised:
+        step(torch.tensor([1.0, 0.0, 1.0]))
+    report = raised.value.report
+    assert report.found == "the gradient of scale is NaN"
+    assert (report.fault.op, report.fault.direction) == ("sqrt", "backward")
+    assert torch.equal(net.scale, before)
+
+
+def test_a_bad_weight_shows_in_the_check() -> None:
+    net = Net()
+    step = catch(sgd(net, 3e38))
+    step(torch.full((3,), 100.0))
+    assert not net.scale.isfinite().all()
+    with pytest.raises(BadStepError, match=r"step 0: the weight scale is Inf"):
+        step.check()
+    assert torch.equal(net.scale, torch.ones(3))
+
+
+def test_a_jump_of_the_loss() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+
+    def step(x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = net(x).square().mean() + 1
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    caught, plain = catch(step, jump=5.0, every=4), catch(step)
+    for _ in range(15):
+        caught(torch.ones(2, 3))
+    assert math.isfinite(plain(torch.full((2, 3), 100.0)))
+    with pytest.raises(
+        BadStepError, match=r"step 15: the loss is .*; the mean of the last ones is"
+    ):
+        caught(torch.full((2, 3), 100.0))
+
+
+def test_a_learning_rate_that_other_code_sets_is_repeated() -> None:
+    """The schedule stands outside of the step; the steps are repeated with the rates they had."""
+    caught, by_hand = Training("mlp", "fp32", "foreach"), Training("mlp", "fp32", "foreach")
+    step = catch(caught.step, every=100)
+    for at in range(6):
+        for training, do in ((caught, step), (by_hand, by_hand.step)):
+            training.optimizer.param_groups[0]["lr"] = 0.1 / (1 + at)
+            do(1.0)
+    with pytest.raises(BadStepError):
+        step(BAD)
+    assert same(caught.state(), by_hand.state())
+
+
+def test_a_weight_that_other_code_writes_is_in_the_next_copy() -> None:
+    training = Training("mlp", "fp32")
+    step = catch(training.step, every=100)
+    step(1.0)
+    with torch.no_grad():
+        training.model[0].weight.mul_(2)
+    before = training.state()
+    with pytest.raises(BadStepError):
+        step(BAD)
+    assert same(training.state(), before)
+
+
+def test_a_step_without_its_optimizer_is_told() -> None:
+    training = Training("mlp", "fp32")
+
+    def forward() -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss(training.x)
+        loss.backward()
+        return loss
+
+    step = catch(forward)
+    for _ in range(3):
+        step()
+        training.optimizer.step()
+    with pytest.warns(CatchWarning, match="'0.weight' is written between two calls of the step"):
+        step()
+
+
+def test_a_step_that_reads_its_batch_itself_is_told() -> None:
+    net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2), torch.full((1, 2), BAD)])
+    inner = sgd(net)
+    net.register_forward_hook(lambda _, __, out: out.sum())
+    step = catch(lambda: inner(next(batches, torch.ones(1, 2))))
+    step()
+    with pytest.raises(
+        BadStepError, match="Repeating the steps did not give that value again"
+    ) as raised:
+        step()
+    assert raised.value.report.undone == 0
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_an_iterator_that_has_ended() -> None:
+    net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2), torch.full((1, 2), BAD)])
+    inner = sgd(net)
+    net.register_forward_hook(lambda _, __, out: out.sum())
+    step = catch(lambda: inner(next(batches)))
+    step()
+    with pytest.raises(BadStepError, match="Repeating the steps did not give that value again"):
+        step()
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_a_decorator_with_arguments() -> None:
+    training = Training("mlp", "fp32")
+
+    @catch(on_bad="report", of=[training.model])
+    def step(x: Any) -> Any:
+        return training.step(x)
+
+    with pytest.warns(CatchWarning, match="step 0: the loss is NaN"):
+        step(BAD)
+    assert step.__name__ == "step"
+
+
+class Trainer:
+    """A training as an object, whose method is the step."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(2, 1)
+        self.parts = {"optimizers": [torch.optim.Adam(self.net.parameters())]}
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.parts["optimizers"][0])
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.net(x).sum()
+        loss.backward()
+        for optimizer in self.parts["optimizers"]:
+            optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+
+def test_a_method_of_a_trainer() -> None:
+    trainer = Trainer()
+    step = catch(trainer.step)
+    for _ in range(3):
+        step(torch.ones(1, 2))
+    before = [trainer.net.weight.detach().clone(), trainer.schedule.get_last_lr()]
+    with pytest.raises(BadStepError):
+        step(torch.full((1, 2), BAD))
+    assert torch.equal(trainer.net.weight, before[0])
+    assert trainer.schedule.get_last_lr() == before[1]
+
+
+def test_a_method_that_is_wrapped_in_its_class() -> None:
+    class Wrapped:
+        @catch
+        def step(self, x: Any) -> Any:
+            return x
+
+    assert Wrapped.step.reports == []
+    with pytest.raises(TypeError) as raised:
+        Wrapped().step(1.0)
+    assert str(raised.value) == (
+        "catch wraps a function, or the method of one object, and Wrapped.step was wrapped in its "
+        "class. Remove the decorator, and write in __init__: self.step = catch(self.step)"
+    )
+
+
+def test_what_is_not_found_is_named_by_hand() -> None:
+    nets = [Net()]
+
+    class Hidden:
+        __slots__ = ()
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return sgd(nets[0])(x)
+
+    hidden = Hidden()
+    step = catch(hidden)
+    with pytest.raises(ValueError, match=re.escape("catch(step, of=[model, optimizer])")):
+        step(torch.ones(3))
+    net = nets[0]
+    step = catch(hidden, of=[net])
+    step(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"every": 0}, ValueError,
+         "catch(every=...) is a number of steps, a positive int, got 0"),
+        ({"every": 2.0}, TypeError,
+         "catch(every=...) is a number of steps, a positive int, got 2.0"),
+        ({"on_bad": "stop"}, ValueError, "catch(on_bad=...) is 'raise' or 'report', got 'stop'"),
+        ({"jump": 1.0}, ValueError,
+         "catch(jump=...) is the factor by which a loss may grow, above 1, or None, got 1.0"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        catch(print, **kwargs)
+    assert str(raised.value) == message
+
+
+def test_a_result_instead_of_the_function() -> None:
+    with pytest.raises(TypeError) as raised:
+        catch(torch.zeros(()))  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "catch(step) needs the function that does a training step, got tensor(0.). Give the "
+        "function, not what it returned."
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_a_compiled_step() -> None:
+    training = Training("mlp", "bf16")
+    step = catch(torch.compile(training.step, backend="eager"))
+    step(1.0)
+    before = training.state()
+    with pytest.raises(BadStepError) as raised:
+        step(BAD)
+    assert raised.value.report.step == 1
+    assert same(training.state(), before)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return launch("tests.support.torch.caught_ranks", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_ranks_stop_at_the_same_step(ranks: list[Any], name: str) -> None:
+    """One rank's batch is bad; all go back, and the training is that without the step."""
+    for notes in ranks:
+        assert notes[name]["step"] == 2
+        assert notes[name]["put back"]
+        assert notes[name]["goes on"]
+    assert ranks[0][name]["found"] == "the loss is NaN"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_step_waits_for_the_gpu() -> None:
+    net = nn.Linear(64, 64, device="cuda")
+    x = torch.ones(8, 64, device="cuda")
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+
+    def train() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = catch(train, every=1000)
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -47,14 +47,14 @@ FIGURE = 16e-3  # seconds that a figure of it takes at least
 SCARCE = 2.0  # seconds, too few to measure all
 
 NOTES = (
-    "Layers are rows x inputs x outputs, with an activation in the low dtype and a float32 weight "
-    "that is cast at each call.",
-    "Predicted is what `polymp doctor --shapes` says in a process of its own, measured what a "
-    "later process finds in a region. Both are multiples of float32's time; the figure compared "
-    "with the limit is the larger divided by the smaller.",
-    "The measurement is made by three processes. The floor is how far the ratio of one of them is "
-    "from that of the other two: the farthest, larger over smaller.",
-    "On a CPU it is processor time, of one thread in torch, of all threads in JAX.",
+    'A layer "1x768x3072" has 1 row, 768 inputs and 3,072 outputs. Its activation is in the low '
+    "dtype; its float32 weight is cast at each call.",
+    "`polymp doctor --shapes` predicts the time in one process. Afterwards three other processes "
+    "measure it in a region.",
+    "To show how far the three processes differ, the figure of each is compared with that of the "
+    "other two. The table has the largest difference. A prediction cannot be expected to be closer "
+    "than that.",
+    "On a CPU the times are processor time: in PyTorch of one thread, in JAX of all threads.",
 )
 
 Figures = dict[str, list[float]]

@@ -37,7 +37,7 @@ FORMS: dict[str, Callable[..., Any]] = {
 }
 PARTS = ("forward", "gradient of the left", "gradient of the right")
 LOW = "bfloat16"
-TITLE = "Contraction: bfloat16 operands, by form"
+TITLE = "Matrix products of bfloat16 operands"
 
 
 @dataclass(frozen=True)

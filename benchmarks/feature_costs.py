@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import records
 from pairing import RESULTS
-from speed_page import DEVICES, Devices, _rows, _table, newest
+from records import DEVICES, Devices, newest
 
 PAGE = Path(__file__).parent.parent / "docs" / "fast.md"
 BEGIN, END = "<!-- costs: made by benchmarks/feature_costs.py -->", "<!-- end of costs -->"
@@ -68,11 +69,11 @@ def table(parts: dict[str, Devices]) -> str:
             for device in DEVICES
         ]
         lines.append([feature.text, feature.beside, *cells])
-    return "\n".join(_table(head, lines, ["compared with"])).strip()
+    return "\n".join(records.table(head, lines, ["compared with"])).strip()
 
 
 def _range(feature: Feature, record: dict[str, object]) -> str:
-    ratios = [r.ratio for r in _rows(record) if re.fullmatch(feature.rows, r.what)]
+    ratios = [r.ratio for r in records.rows(record) if re.fullmatch(feature.rows, r.what)]
     if not ratios:
         return "not measured"
     low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rewrites = list(rewriting(args.equations, args.rounds)) if "rewrite" in parts else []
     prices = rows(rewrites)
     calls = [calling(args.rounds)] if "call" in parts else []
-    title = "Rewriting a trace: plan and re-emit beside make_jaxpr"
+    title = "Time to rewrite a program, compared with the time to trace it"
     show(title, prices)
     show("Calls, us", calls)
     print(f"Bars missed: {', '.join(missed(prices)) or 'none'}.")

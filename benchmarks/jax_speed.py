@@ -131,14 +131,15 @@ PLANS = {
 GRADIENTS = "gradients"  # a part beside the plans: how far they are from float32's
 
 NOTES = (
-    "By hand: parameters and activations in bfloat16, norms, softmax and loss in float32, float32 "
-    "masters where parameters are trained. jmp and mpx run the same program, and make the casts.",
-    "autocast, weak: polymp with promotion='weak'. frozen: polymp's freeze around autocast.",
-    "A step is gradient descent; Adam with the scalers, whose programs are float32 otherwise.",
-    "Decoding has batch 1 and a cache of keys and values; what is decoded by hand has its "
-    "parameters stored in bfloat16.",
-    "Casts are those between float dtypes in optimised HLO, fused ones too. Kept: what the "
-    "forward pass leaves to the backward pass beside its arguments.",
+    'In the rows "by hand", softmax is float32, too, and trained parameters have a float32 master '
+    "copy. jmp and mpx run the same program; they make its casts of parameters and inputs.",
+    '"autocast, weak" is polymp with `promotion="weak"`.',
+    "Training steps use plain gradient descent. The tables about Adam compare scalers; all their "
+    "arithmetic is float32.",
+    'Decoding has batch 1 and uses a cache of keys and values. In its rows "by hand", the '
+    "parameters are stored in bfloat16.",
+    '"casts" counts the casts between float dtypes in the compiled program. "kept" is the memory '
+    "of what the forward pass stores for the backward pass, without the arguments.",
 )
 
 

@@ -1,4 +1,4 @@
-"""The cost of `explain` and `audit` of a training step, beside the step.
+"""The cost of `explain`, `audit` and `catch` of a training step, beside the step.
 
 In JAX nothing runs for `explain`: it traces the example's loss and gradient, and reads what it
 finds off the trace; the base is `jax.make_jaxpr` of the same function. In torch the step runs; the
@@ -35,6 +35,8 @@ import train_torch
 
 BAR = 2.0  # explain in JAX, against make_jaxpr
 AUDIT_BAR = 3.0
+CATCH_BAR = 1.03
+EVERY = 100  # steps from one copy of `catch` to the next
 STEPS = 4  # in a block
 DTYPES = ("fp32", "bf16", "fp16")
 ALPHABET = 100
@@ -91,8 +93,11 @@ def in_torch(dtype: torch.dtype) -> dict[str, Program]:
     return {"step": step, "explain": explained}
 
 
-def audited_in_torch(name: str) -> dict[str, Timed]:
-    """A step of the example's training: alone, in an audit of several, and by the whole of it."""
+Training = tuple[torch.nn.Module, polymp.torch.GradScaler, Callable[[], torch.Tensor]]
+
+
+def training_in_torch(name: str) -> Training:
+    """The example's model, its scaler, and its training step."""
     args = sizes()
     torch.manual_seed(args.seed)
     model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
@@ -100,17 +105,28 @@ def audited_in_torch(name: str) -> dict[str, Timed]:
     scaler = polymp.torch.GradScaler("cpu", enabled=name == "fp16")
     tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
 
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        with polymp.torch.autocast("cpu", train_torch.DTYPES[name], enabled=name != "fp32"):
+            loss = train_torch.loss_on(model, tokens)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return model, scaler, step
+
+
+def audited_in_torch(name: str) -> dict[str, Timed]:
+    """A step of the example's training: alone, in an audit of several, and by the whole of it."""
+    model, scaler, step = training_in_torch(name)
+
     def steps() -> float:
         start = time.process_time()
         for _ in range(STEPS):
-            optimizer.zero_grad()
-            with polymp.torch.autocast("cpu", train_torch.DTYPES[name], enabled=name != "fp32"):
-                loss = train_torch.loss_on(model, tokens)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
+            step()
         return (time.process_time() - start) / STEPS
 
     def inside() -> float:
@@ -123,8 +139,19 @@ def audited_in_torch(name: str) -> dict[str, Timed]:
     return {"step": steps, "inside": inside, "whole": whole}
 
 
-def audited_in_jax(name: str) -> dict[str, Timed]:
-    """The example's training step: alone, and audited."""
+def caught_in_torch(name: str) -> dict[str, Timed]:
+    """As many steps as from one copy of the state to the next: alone, and with `catch`."""
+    _, _, step = training_in_torch(name)
+    caught = polymp.torch.catch(step, every=EVERY)
+
+    def many(step: Program) -> Timed:
+        return timed(lambda: [step() for _ in range(EVERY)], clock=time.process_time)
+
+    return {"step": many(step), "caught": many(caught)}
+
+
+def training_in_jax(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """The example's training step, and its arguments."""
     args = sizes()
     shape = args.context, args.width, args.layers, args.heads
     graph, params = nnx.split(train_jax.Transformer(ALPHABET, *shape, nnx.Rngs(0)))
@@ -142,10 +169,37 @@ def audited_in_jax(name: str) -> dict[str, Timed]:
 
     @jax.jit
     def step(params: Any, state: Any, scaler: Any, tokens: Any) -> Any:
-        grads = jax.grad(lambda params: scaler.scale(region(params, tokens)))(params)
-        return scaler.step(grads, update, params, state)
+        def scaled(params: Any) -> Any:
+            loss = region(params, tokens)
+            return scaler.scale(loss), loss
 
-    given = params, adamw.init(params), scaler, tokens
+        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        (params, state), scaler, _ = scaler.step(grads, update, params, state)
+        return params, state, scaler, loss
+
+    return step, (params, adamw.init(params), scaler, tokens)
+
+
+def caught_in_jax(name: str) -> dict[str, Timed]:
+    """As many steps as from one copy of the state to the next: alone, and with `catch`."""
+    step, given = training_in_jax(name)
+    caught = polymp.jax.catch(step, every=EVERY)
+
+    def many(step: Any) -> Timed:
+        def steps() -> None:
+            *state, tokens = given
+            for _ in range(EVERY):
+                *state, _ = step(*state, tokens)
+            jax.block_until_ready(state)
+
+        return timed(steps, clock=time.process_time)
+
+    return {"step": many(step), "caught": many(caught)}
+
+
+def audited_in_jax(name: str) -> dict[str, Timed]:
+    """The example's training step: alone, and audited."""
+    step, given = training_in_jax(name)
     audited = polymp.jax.audit(step)
     programs: dict[str, Program] = {
         "step": lambda: jax.block_until_ready(step(*given)),
@@ -163,6 +217,14 @@ def audits(rounds: int) -> Iterator[Row]:
     for name in DTYPES:
         base, inside = measure(audited_in_jax(name), rounds).values()
         yield row(f"audit, JAX, {name}: call / plain step", base, inside, AUDIT_BAR)
+
+
+def catches(rounds: int) -> Iterator[Row]:
+    """Steps with `catch` beside plain ones, in each dtype."""
+    for framework, programs in (("torch", caught_in_torch), ("JAX", caught_in_jax)):
+        for name in DTYPES:
+            base, caught = measure(programs(name), rounds).values()
+            yield row(f"catch, {framework}, {name}: step / plain step", base, caught, CATCH_BAR)
 
 
 def compared(what: str, programs: dict[str, Program], rounds: int, bar: float | None = None) -> Row:
@@ -193,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in (torch.bfloat16, torch.float16)
     ]
     rows += audits(args.rounds)
-    title = "Looking at a training step, compared with the step itself"
+    rows += catches(max(args.rounds // 4, 1))
+    title = "explain, audit and catch, compared with the training step that they examine"
     show(title, rows)
     print(f"Bars missed: {', '.join(missed(rows)) or 'none'}.")
     record = {
@@ -201,8 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": args.rounds,
         "tables": {title: rows},
         "notes": [
-            "In JAX the time of `explain` includes making all rows of the report.",
-            "Audits are in processor time, on one core.",
+            "In JAX, the time of `explain` includes making all rows of the report.",
+            "The times of audits are processor time on one core.",
         ],
     }
     save("seeing", "cpu", record, args.out)

@@ -126,13 +126,14 @@ BARS = {
 }
 
 NOTES = (
-    "B is torch.autocast with bfloat16, unless the row says otherwise. By hand: weights and "
-    "activations in bfloat16, norms and loss in float32; trained weights have float32 master "
-    "copies.",
-    "On a CPU a row gives the processor time of one thread, unless it names a number of threads.",
-    "The language model is the one of examples/train_torch.py, {width} wide, with {layers} layers "
-    "and {heads} heads; decoding has a cache of keys and values. AdamW, fused, in every step.",
-    "Each program runs in a process of its own; the processes run alternately.",
+    'The low dtype is bfloat16. In the rows "by hand", trained weights also have a float32 master '
+    "copy.",
+    "On a CPU the times are processor time of one thread, unless the row names a number of "
+    "threads.",
+    "The language model is that of examples/train_torch.py with {layers} layers, {heads} heads and "
+    "width {width}, unless the title says otherwise. Decoding uses a cache of keys and values. "
+    "Every step uses fused AdamW.",
+    "Each program runs in its own process; the processes run alternately.",
 )
 
 

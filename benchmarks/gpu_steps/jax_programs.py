@@ -40,7 +40,7 @@ def speed(here: Here, workload: str) -> dict[str, Any]:
         "machine": machine(*packages, device=here.device),
         "size": asdict(bench.size),
         "tables": bench.tables,
-        "lists": {"What is compiled; bytes (-1: not reported)": rows},
+        "lists": {"The programs that XLA compiled": rows},
         "missing": bench.missing,
         "notes": list(jax_speed.NOTES),
     }

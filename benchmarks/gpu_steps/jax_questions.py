@@ -206,7 +206,8 @@ def host_reads(here: Here) -> dict[str, Any]:
             "donated, MB": round(getattr(memory, "alias_size_in_bytes", 0) / 1e6, 2),
             "temporary, MB": round(getattr(memory, "temp_size_in_bytes", 0) / 1e6, 2),
         })  # fmt: skip
-    return told(here, {"A step behind a long product: does its call wait for it": rows})
+    title = "JAX: does the call of a step wait until the GPU has finished earlier work?"
+    return told(here, {title: rows})
 
 
 # --- sums ----------------------------------------------------------------------------------------

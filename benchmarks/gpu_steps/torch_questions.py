@@ -155,7 +155,7 @@ def recurrent(here: Here) -> dict[str, Any]:
         {"ops": "torch has and polymp's table lacks", "are": ", ".join(new) or "none"},
         {"ops": "polymp's table has and torch lacks", "are": ", ".join(gone) or "none"},
     ]
-    title = "Recurrent layers in low regions"
+    title = "PyTorch: recurrent layers in a region"
     return told(here, {title: rows, "The table of this torch": drift})
 
 

@@ -25,7 +25,18 @@ from polymp.rules.vocabulary import vocabulary
 
 ROOT = Path(__file__).parents[2]
 
-MODULES = ("polymp", "polymp.torch", "polymp.jax", "polymp.testing")
+MODULES = (
+    "polymp",
+    "polymp.torch",
+    "polymp.torch.fsdp",
+    "polymp.torch.torchtitan",
+    "polymp.jax",
+    "polymp.keras",
+    "polymp.lightning",
+    "polymp.accelerate",
+    "polymp.transformers",
+    "polymp.testing",
+)
 # Pages that the navigation has a place for, and that need not be there.
 OPTIONAL = ("seeing.md", "testing.md", "api/testing.md")
 

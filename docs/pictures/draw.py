@@ -2,9 +2,9 @@
 
     python docs/pictures/draw.py
 
-formats: the ranges of the float formats, of `polymp.dtypes`. speed: rows of the newest records in
-benchmarks/results. The others: the walks through the code of walks.toml. In the repository are the
-files that this makes; a test compares them.
+formats: the ranges of the float formats, of `polymp.dtypes`. speed, low-weights: rows of the newest
+records in benchmarks/results. The others: the walks through the code of walks.toml. In the
+repository are the files that this makes; a test compares them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def formats(colors: Colors) -> Figure:
     axes.set_xlim(-155, 172)
     ticks = (-126, -64, -14, 16, 64, 128)
     axes.set_xticks(ticks, [f"2{str(t).translate(RAISED)}" for t in ticks])
-    axes.set_xlabel("magnitude; pale: subnormal")
+    axes.set_xlabel("magnitude (pale: subnormal); beside it, the precision")
     return _styled(figure, axes, colors)
 
 
@@ -125,8 +125,48 @@ def _base(times: dict[str, dict[str, Any]], ours: str, exact: str) -> float:
     return float(times[f"{ours} / {exact.partition(': ')[2]}"]["base"])
 
 
+WINDOW = 50  # steps of a point
+
+
+def low_weights(colors: Colors) -> Figure:
+    """Training loss over steps, and how far it is above that of float32 weights."""
+    curves = _curves()
+    base = curves["float32"]
+    steps = [WINDOW * (i + 1) for i in range(len(base))]
+    figure = Figure(figsize=(WIDTH, 4.4))
+    figure.subplots_adjust(left=0.12, right=0.97, bottom=0.11, top=0.98, hspace=0.16)
+    upper, lower = figure.subplots(2, sharex=True)
+    for name, losses in curves.items():
+        above = [100 * (a / b - 1) for a, b in zip(losses, base, strict=True)]
+        plain = name in ("float32", "naive")
+        color = colors["other" if name == "naive" else "soft" if plain else "main"]
+        style = {"color": color, "linewidth": 2.4 if name == "float32" else 1.2}
+        upper.plot(steps, losses, **style)
+        lower.plot(steps, above, **style)
+        if name == "naive":
+            note = {"textcoords": "offset points", "color": color, "ha": "right"}
+            lower.annotate("plain bfloat16", (steps[-1], above[-1]), (0, 6), **note)
+    lower.annotate(
+        "master, split, stochastic, kahan", (steps[-1], 0), (0, 8), color=colors["main"],
+        textcoords="offset points", ha="right",
+    )  # fmt: skip
+    upper.set_ylabel("loss, nats", color=colors["ink"])
+    lower.set_ylabel("above float32, %", color=colors["ink"])
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        _styled(figure, axes, colors)
+    return figure
+
+
+def _curves() -> dict[str, list[float]]:
+    """The losses of the newest record of low weights, by what is trained."""
+    path = max(RESULTS.glob("*-low-weights-jax-cpu.json"))
+    curves: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["curves"]
+    return curves
+
+
 def walks() -> dict[str, list[tuple[str, str]]]:
-    """What happens and the file that does it, step by step, by the name of the walk."""
+    """The steps of each walk by its name: what happens, and the file that does it."""
     data = tomllib.loads((HERE / "walks.toml").read_text(encoding="utf-8"))
     return {name: [(text, file) for text, file in walk["steps"]] for name, walk in data.items()}
 
@@ -172,7 +212,9 @@ def _styled(figure: Figure, axes: Axes, colors: Colors) -> Figure:
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and text of every file."""
     style = {"svg.hashsalt": "polymp", "svg.fonttype": "none", "font.size": 9}
-    drawings: dict[str, Callable[[Colors], Figure]] = {"formats": formats, "speed": speed}
+    drawings: dict[str, Callable[[Colors], Figure]] = {
+        "formats": formats, "speed": speed, "low-weights": low_weights,
+    }  # fmt: skip
     drawings |= {name: partial(walk, steps) for name, steps in walks().items()}
     with mpl.rc_context(style):
         for name, draw in drawings.items():

@@ -129,7 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        return 0 if train(args, device) else 1
+        good = train(args, device)
+        # gloo's threads let go of the last tensors before the interpreter ends (pytorch #190489).
+        dist.barrier()
+        return 0 if good else 1
     finally:
         dist.destroy_process_group()
 

@@ -4,17 +4,21 @@
 # make test-long  the full parameter sweeps, of which make test runs only a part, and longer randomised test sequences
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
+# make test-frameworks  the adapters of Lightning, accelerate and transformers, with the oldest of these that are
+#             supported, and with the newest of them on the newest torch
 # make verifytypes  how much of the API has types that every checker agrees on; below 95 % fails
 # make docs   the documentation, in site/
 # make dist   the sdist and the wheel, in dist/, checked as a package index would check them
 # make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
 #             MINUTES=9 DEVICE=cuda OUT=build/gpu ARGS=--resume; DEVICE=cpu is a dry run
 # All but make gpu set up .venv or one like it first if it is missing or out of date. PYTHON picks the interpreter, 3.11 or later.
-# The newest jax needs Python 3.12: test-newest takes a python3.12, or else a python3.13, that is on the PATH or that pyenv has, else PYTHON;
-# NEWEST picks another.
+# The newest jax needs Python 3.12: test-newest takes a python3.12, or else a python3.13, that is on the PATH or that pyenv has, else PYTHON,
+# with the newest torch and with the newest jax that this Python can have; NEWEST picks another.
 
 # python3.12 for 3.12, if it runs; or pyenv's newest 3.12, whose python3.12 may be on the PATH and not selected.
-interpreter = $(shell { python$1 -c 'import ensurepip' && echo python$1 || { at=$$(pyenv prefix $1) && echo "$$at/bin/python"; }; } 2>/dev/null)
+# Not 3.13.0: torch.compile warns of it, and in tests warnings are errors.
+runs = -c 'import ensurepip, sys; sys.exit(sys.version_info[:3] == (3, 13, 0))'
+interpreter = $(shell for p in python$1 "$$(pyenv prefix $1)/bin/python$1"; do $$p $(runs) && echo $$p && break; done 2>/dev/null)
 
 PYTHON ?= python3
 NEWEST ?= $(firstword $(foreach v,3.12 3.13,$(call interpreter,$v)) $(PYTHON))
@@ -34,6 +38,10 @@ VERSIONED := tests/site/test_package.py tests/core/rules/test_vocabulary.py \
     $(addprefix tests/jax/, $(addsuffix .py, compat/test_private_names scaler/test_optimizer_step \
         $(addprefix autocast/test_, contraction random_programs regions)))
 
+# What adapts polymp to other packages, each of which a run of its tests must have.
+ADAPTERS := tests/torch/trainers
+ADAPTED  := torch,lightning,accelerate,transformers
+
 DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu
@@ -42,7 +50,7 @@ DOCUMENTED := polymp backends
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test pytest test-long test-versions test-oldest test-newest lint types verifytypes docs dist bench gpu clean
+.PHONY: demo test pytest test-long test-versions test-oldest test-newest test-frameworks lint types verifytypes docs dist bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -54,15 +62,19 @@ test: lint
 	@$(MAKE) --no-print-directory -j2 types pytest
 
 pytest: $(READY)
-	POLYMP_REQUIRE=torch,jax $(PY) $(PYTEST) -m "not long"
+	POLYMP_REQUIRE=jax,$(ADAPTED) $(PY) $(PYTEST) -m "not long"
 
 test-long: $(READY)
-	POLYMP_REQUIRE=torch,jax POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"
+	POLYMP_REQUIRE=jax,$(ADAPTED) POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"
 
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv-%/.ready
 	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) $(VERSIONED)
+
+test-frameworks: .venv-frameworks/.ready .venv-newest/.ready
+	POLYMP_REQUIRE=$(ADAPTED) .venv-frameworks/bin/python $(PYTEST) $(ADAPTERS)
+	POLYMP_REQUIRE=$(ADAPTED) .venv-newest/bin/python $(PYTEST) $(ADAPTERS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -91,7 +103,7 @@ dist: $(DIST)
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
 	@missed=0; \
-	for name in torch_overhead policies jax_overhead contraction scaler seeing advice torch_speed jax_speed speed_page feature_costs; do \
+	for name in torch_overhead policies jax_overhead contraction scaler seeing advice low_weights low_weights_jax torch_speed jax_speed trainers speed_page feature_costs; do \
 	    .venv-bench/bin/python benchmarks/$$name.py || missed=1; \
 	done; \
 	exit $$missed
@@ -123,5 +135,11 @@ $(READY): pyproject.toml constraints.txt
 	    -e '.[torch,jax,examples,dev]'
 	touch $@
 
+.venv-frameworks/.ready: pyproject.toml constraints-frameworks.txt
+	$(PYTHON) -m venv --clear .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-frameworks.txt \
+	    -e '.[torch,lightning,accelerate,transformers]' hypothesis pytest pytest-xdist
+	touch $@
+
 clean:
-	rm -rf .venv .venv-bench .venv-dist .venv-oldest .venv-newest build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out
+	rm -rf .venv .venv-bench .venv-dist .venv-frameworks .venv-oldest .venv-newest build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/out

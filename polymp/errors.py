@@ -32,6 +32,25 @@ class StaleCastError(PolympError, RuntimeError):
     """A kept cast differs from the cast that its weight would give now."""
 
 
+class BadStepError(PolympError, RuntimeError):
+    """A training step made a value that is not finite, or its loss jumped.
+
+    Args:
+        report: the `polymp.diagnostics.bad_step.BadStep`.
+        last_good: see the attribute.
+
+    Attributes:
+        report: likewise.
+        last_good: in JAX, the arguments of the bad step, `(args, kwargs)`: the state of the
+            training before it. None in torch, where the state was put back in place.
+    """
+
+    def __init__(self, report: object, last_good: object = None) -> None:
+        super().__init__(str(report))
+        self.report = report
+        self.last_good = last_good
+
+
 class EscapedValueError(PolympError, RuntimeError):
     """A function stored traced values outside of itself, which are invalid after the trace."""
 
@@ -44,8 +63,16 @@ class ScalerWarning(UserWarning):
     """A loss scaler that does nothing, is missing, or is stuck."""
 
 
+class CatchWarning(UserWarning):
+    """`catch` has undone a bad step, or cannot see all of the training."""
+
+
 class PolicyWarning(UserWarning):
     """A part of a policy that has no effect where it is used."""
+
+
+class LowWeightsWarning(UserWarning):
+    """Weights in a low dtype whose updates are rounded away."""
 
 
 class VersionWarning(UserWarning):

@@ -3,8 +3,10 @@
 from polymp.backends.jax.autocast.api import autocast, call_in, lower, upper
 from polymp.backends.jax.autocast.known_functions import register
 from polymp.backends.jax.diagnostics.audit import Audited, audit
+from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
 from polymp.backends.jax.diagnostics.locate import locate
+from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin
 from polymp.backends.jax.modules.scoped import scoped
 from polymp.backends.jax.scaler.expect_scaler import expect_scaler
@@ -14,11 +16,14 @@ from polymp.backends.jax.scaler.optax_wrapper import scaled
 from polymp.backends.jax.scaler.optimizer_step import ScaledState
 from polymp.backends.jax.scaler.stuck_watch import StuckWatch
 from polymp.backends.jax.weights.freeze import Frozen, freeze
+from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
+from polymp.backends.jax.weights.needs_float32 import needs_float32
 
 __all__ = [
-    "Audited", "Frozen", "GradScaler", "Pins", "ScaledState", "StuckWatch", "audit", "autocast",
-    "call_in", "expect_scaler", "explain", "freeze", "linen_train_step", "locate", "lower",
-    "nnx_train_step", "pin", "register", "scaled", "scoped", "upper",
+    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "ScaledState", "StuckWatch",
+    "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain", "freeze",
+    "linen_train_step", "locate", "low_weights", "lower", "needs_float32", "nnx_train_step", "pin",
+    "register", "scaled", "scoped", "upper",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What every test may ask for: a framework that is installed, or a skip that says why.
+"""Fixtures and checks for all tests: require a framework, or skip and say why.
 
 `POLYMP_REQUIRE=torch,jax` turns the skip into a failure, so that a run that is meant to cover a
 framework cannot pass by lacking it.
@@ -23,9 +23,9 @@ from tests.support.sizes import LONGEST, size
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
 # Random programs take as long as they take, and are the same ones in every run. Of tests that do
-# not say how many, `make test` tries half of what Hypothesis would, and `make test-long` all.
+# not say how many, `make test` tries a third of what Hypothesis would, and `make test-long` all.
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, database=None, max_examples=size(50, 100)
+    "ci", deadline=None, derandomize=True, database=None, max_examples=size(33, 100)
 )
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("POLYMP_HYPOTHESIS", "ci"))
@@ -57,6 +57,8 @@ def _flags() -> str:
 # Set before jax is imported, here and in every process that a test starts; with XLA_FLAGS= in the
 # environment, what tests run is compiled as for users.
 os.environ.setdefault("XLA_FLAGS", _flags())
+# Likewise: Keras asks when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
 def need(name: str) -> None:
@@ -119,13 +121,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection() -> Generator[None, object, object]:
     """Import every test without looking for garbage: there is none, and that is a fifth of it.
 
-    Nor is any looked for among what they imported, when the tests run.
+    Nor is any looked for among what they imported, when the tests run; and less often than Python
+    would: tests make many objects that live as long as the process, in the caches of compilers.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 

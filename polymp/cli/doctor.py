@@ -1,4 +1,4 @@
-"""`polymp doctor`: the versions, devices and fast dtypes of this machine, and the dtype to use.
+"""`polymp doctor`: the versions, devices and fast dtypes of this machine, and what to write.
 
     gather() -> Facts -> diagnose(facts) -> plain data
 
@@ -14,10 +14,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import polymp
-from polymp import backends, versions
+from polymp import backends, integrations, versions
 from polymp.rules import policy_files
 
 # The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
@@ -93,6 +94,7 @@ class Facts(NamedTuple):
         devices: all that they can use.
         engines: one for each device type with a table.
         nvidia: True if an NVIDIA driver is loaded.
+        libraries: version by name, of those in `integrations` that are installed.
     """
 
     system: str
@@ -101,6 +103,7 @@ class Facts(NamedTuple):
     devices: Sequence[Device] = ()
     engines: Sequence[Engine] = ()
     nvidia: bool = False
+    libraries: Mapping[str, str] = MappingProxyType({})
 
 
 def cpu(framework: str, name: str, features: frozenset[str] | None) -> Device:
@@ -136,7 +139,7 @@ def advice(device: Device) -> tuple[str, str]:
 
 
 def diagnose(facts: Facts) -> dict[str, Any]:
-    """Versions, devices, advice, problems and notes of a machine; `ok` if there is no problem."""
+    """Versions, devices, advice, libraries, problems and notes; `ok` if there is no problem."""
     devices = [
         d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
     ]
@@ -153,6 +156,7 @@ def diagnose(facts: Facts) -> dict[str, Any]:
         "frameworks": frameworks,
         "devices": devices,
         "engines": engines,
+        "libraries": [integrations.of(n).at(v) for n, v in facts.libraries.items()],
         "problems": problems,
         "notes": notes,
         "ok": not problems,
@@ -175,6 +179,10 @@ def _notes(facts: Facts) -> Iterator[str]:
         seen = any(d.framework == f.name and d.kind != "cpu" for d in facts.devices)
         if f.version and facts.nvidia and not seen:
             yield f"an NVIDIA driver is loaded, but {f.name} sees no GPU: is it a build for CPUs?"
+    for name, version in facts.libraries.items():
+        row = integrations.of(name)
+        if not row.is_supported(version):
+            yield f"polymp is not tested with {name} {version}, but with {name}{row.bounds}."
     for e in facts.engines:
         table = f"the table torch-{e.device}"
         if e.new:
@@ -205,6 +213,7 @@ def gather() -> Facts:
         devices,
         engines,
         Path("/proc/driver/nvidia/version").exists(),
+        {row.name: version for row, version in integrations.installed()},
     )
 
 

@@ -206,7 +206,10 @@ def _facts(data: Data) -> Iterator[RenderableType]:
         )
     if data["engines"]:
         policies = list(data["engines"][0]["ours"])
-        yield "\nops with a kernel of torch's own, and those that need one of polymp's, by policy\n"
+        yield (
+            "\nops that torch has compiled kernels for, and ops that need a kernel of polymp, "
+            "by policy\n"
+        )
         yield _table(
             ("device", "torch's", *policies, "drift"),
             (
@@ -222,6 +225,15 @@ def _facts(data: Data) -> Iterator[RenderableType]:
         )
     if any(f["name"] == "jax" and f["platform"] for f in data["frameworks"]):
         yield "\njax: programs are traced and rewritten, with jax's own kernels in every policy"
+    if data["libraries"]:
+        yield ""
+        yield _table(
+            ("library", "version", "tested with", "the line"),
+            (
+                (row["name"], row["version"], row["tested"], row["line"])
+                for row in data["libraries"]
+            ),
+        )
 
 
 def _fast(device: Data) -> str:

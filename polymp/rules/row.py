@@ -47,8 +47,8 @@ _PHRASES = {
     Rule.WIDEST: "runs in the widest of its inputs' dtypes and the region's",
     Rule.FIRST: "runs in the dtype of its first input, such as the tensor that it writes into",
     Rule.KEEP: "runs in its inputs' dtypes, and so do the ops inside it",
-    Rule.FORBID: "raises an error that names another op",
-    Rule.PARTS: "is decided op by op inside it",
+    Rule.FORBID: "raises an error that says which op to use instead",
+    Rule.PARTS: "is not cast; the ops inside it follow their own rows",
 }
 
 

@@ -5,6 +5,7 @@ from polymp.backends.torch.autocast.checkpoint import checkpoint
 from polymp.backends.torch.autocast.custom_function import custom_bwd, custom_fwd
 from polymp.backends.torch.autocast.custom_ops import register
 from polymp.backends.torch.diagnostics.audit import audit
+from polymp.backends.torch.diagnostics.catch import catch
 from polymp.backends.torch.diagnostics.explain import explain
 from polymp.backends.torch.diagnostics.locate import locate
 from polymp.backends.torch.modules.pin import pin
@@ -15,12 +16,16 @@ from polymp.backends.torch.scaler.loss_scalers import LossScalers
 from polymp.backends.torch.weights.bake import bake
 from polymp.backends.torch.weights.freeze import Frozen, freeze
 from polymp.backends.torch.weights.hold_casts import hold_casts
+from polymp.backends.torch.weights.low_weights import low_weights
+from polymp.backends.torch.weights.needs_float32 import needs_float32
+from polymp.backends.torch.weights.update_watch import UpdateWatch
 from polymp.torch import cpu, cuda
 
 __all__ = [
-    "Frozen", "GradScaler", "LossScalers", "audit", "autocast", "bake", "checkpoint", "cpu",
-    "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze", "hold_casts",
-    "is_autocast_available", "locate", "pin", "register", "scoped",
+    "Frozen", "GradScaler", "LossScalers", "UpdateWatch", "audit", "autocast", "bake", "catch",
+    "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze",
+    "hold_casts", "is_autocast_available", "locate", "low_weights", "needs_float32", "pin",
+    "register", "scoped",
 ]  # fmt: skip
 
 

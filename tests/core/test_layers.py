@@ -19,8 +19,10 @@ import polymp
 LAYERS = """
 errors dtypes code_origin plain_text
 versions
+integrations
 rules policies
 scaling
+weights
 diagnostics
 speed
 backends
@@ -34,6 +36,8 @@ backends.torch.weights backends.torch.scaler backends.jax.weights backends.jax.s
 backends.torch.diagnostics backends.jax.diagnostics
 backends.torch.speed backends.jax.speed
 _api torch jax
+accelerate keras lightning
+transformers
 polymp
 testing
 cli

@@ -368,7 +368,7 @@ def test_forbidden(way: str) -> None:
 
 @in_every_way
 def test_parts(way: str) -> None:
-    """What it is made of follows its own rows; a primitive, which is opaque, runs as written."""
+    """The ops inside follow their own rows; a primitive has none inside and runs as written."""
     fw, op = made(way)
     policy = policy_of({"OP": "parts", "add": "fp32"}, op.name)
     inside = in_region(fw, op.call, fw.array(X, "float32"), "bfloat16", policy)

@@ -38,7 +38,7 @@ STEPS = ("linear without bias", "exp", "softmax", "tanh", "add", "sum of rows")
 
 
 def region(fw: Any, low: str, policy: Any) -> Callable[..., Any]:
-    """What runs a function of arrays in a region."""
+    """Return a function that runs a function of arrays in a region."""
     if fw.name == "torch":
         import torch
 
@@ -181,7 +181,7 @@ def test_a_disabled_region_and_no_region_decide_nothing(fw: Any) -> None:
 
 
 def test_recordings_nest(fw: Any) -> None:
-    """What is decided belongs to the innermost one."""
+    """A decision belongs to the innermost recording."""
     run = region(fw, "bfloat16", POLICY)(fw.ops["exp"])
     tanh = region(fw, "bfloat16", POLICY)(fw.ops["tanh"])
     x = fw.array(X, "float32")

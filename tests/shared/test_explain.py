@@ -73,7 +73,7 @@ def functions(framework: str) -> dict[str, Callable[..., Any]]:
 
 
 def explained(fw: ModuleType, op: str, low: str, policy: str, inputs: str) -> Any:
-    """What is reported of the one call of an op."""
+    """Return the report's entry for the only call of an op."""
     rng = np.random.default_rng(0)
     arrays = [fw.array(rng.uniform(1, 2, shape), inputs) for shape in OPS[op]]
     report = polymp.explain(functions(fw.name)[op], *arrays, dtype=low, policy=policy)

@@ -14,8 +14,8 @@ from polymp.scaling.scale_rule import (
     ScaleRule,
     ScaleState,
     step,
-    to_state_dict,
 )
+from polymp.scaling.state_dict import to_state_dict
 from tests.conftest import need
 
 # What a step finds: all is finite; a gradient is not; the loss is not.
@@ -101,7 +101,7 @@ def _jax_step(scaler: Any, spoil: Any, inf: Any) -> Any:
 
 
 def by_rule(options: dict[str, Any], history: list[str]) -> dict[str, Any]:
-    """What the rule says, on Python numbers."""
+    """Return the state dict that the rule computes with Python numbers."""
     names = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
     rule = ScaleRule(**{names.get(key, key): value for key, value in options.items()})
     state = ScaleState(2.0**16)

@@ -26,8 +26,8 @@ from tests.support.sizes import LONG
 
 # Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
 # the time.
-COUNT, EXAMPLES = (20_000, 100) if LONG else (2_400, 12)
-ROWS, WIDTH = 250, 12
+COUNT, EXAMPLES, ROWS = (20_000, 100, 250) if LONG else (1_000, 12, 100)
+WIDTH = 12
 
 # An event, by what is drawn for it; a zero is a good step, so that histories shrink to those.
 GOOD, OVERFLOW, LOST, LOST_ONLY, INTERVAL, SCALE = range(6)

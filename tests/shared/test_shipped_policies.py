@@ -195,7 +195,7 @@ def one_op(name: str) -> str:
 
 
 def decision(row: Row, side: str = "torch", policy: str = "", low: str = "") -> Any:
-    """What the policy decides for an op that is one in both frameworks, if it has a row of it."""
+    """Return the policy's decision for an op of both frameworks; None if it has no row for it."""
     op, policy, low = one_op(row.op), policy or row.policy, low or row.low
     dtypes = getattr(row, side).dtypes
     inside = Region(side, "cpu", enabled=True, dtype=low, cache=True)

@@ -1,4 +1,4 @@
-"""What would kill a run: 500 overflows, NaN in the forward pass, Inf on one rank, SIGKILL.
+"""Faults that can kill a run: 500 overflows, NaN in the forward pass, Inf on one rank, SIGKILL.
 
 Ours lives, and says why. The programs are those of `kills`, and the other scalers run them too:
 docs/scaling-rivals.md has what became of each, and is held to it here.
@@ -77,7 +77,7 @@ def test_a_lost_loss_leaves_the_scale_and_is_named(name: str) -> None:
 
 
 def test_a_killed_run_is_noticed() -> None:
-    """What is asked of ours fails for those that die, or that say nothing."""
+    """The check of our outcome fails for a run that dies, and for one that gives no message."""
     good = Outcome(True, 1.0, 1.0, 0.1, 1e-7, ("why",))
     alive(good)
     for wrong in (
@@ -162,6 +162,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("framework", killed.NAMES)
 def test_a_run_that_is_killed_goes_on_exactly(framework: str, tmp_path: Path) -> None:
     """Killed at some moment after the first save; in the middle of a save; then to the end."""
@@ -219,7 +220,7 @@ def test_a_state_that_is_not_saved_is_noticed(framework: str, tmp_path: Path) ->
 
 @cache
 def on_ranks() -> kills.OnRanks:
-    """What `kill_on_one_rank` and `kill_on_one_device` find, torch's scalers first."""
+    """Return the results of `kill_on_one_rank` and `kill_on_one_device`, torch's scalers first."""
     for name in ("torch", "jax", "flax", "jmp"):
         need(name)
     from tests.support.torch.ranks import launch

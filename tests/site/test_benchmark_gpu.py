@@ -59,7 +59,7 @@ def test_the_dry_run(tmp_path: Path, plan: ModuleType, capsys: pytest.CaptureFix
         wanted = "absent" if step.cuda or not step.dry else "done"
         assert (entry["status"], bool(entry["why"])) == (wanted, wanted == "absent"), step.name
     page = (tmp_path / "speed.md").read_text()
-    for text in ("## PyTorch", "## JAX", "## Every op on a GPU", "### Tests that need a GPU, CPU"):
+    for text in ("## PyTorch", "## JAX", "## Every op on a GPU", "### Tests that need a GPU"):
         assert text in page
     ops = entries["ops, torch"]["record"]["lists"]["Ops on this device, against torch.autocast"]
     assert [line["different"] for line in ops] == [0, 0]
@@ -97,7 +97,7 @@ class Event:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the steps ask torch.cuda for, answered without a GPU."""
+    """Replace the calls of torch.cuda that the steps make, so that they run without a GPU."""
     import torch
 
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache", "set_sync_debug_mode"):

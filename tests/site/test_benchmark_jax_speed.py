@@ -1,4 +1,4 @@
-"""What benchmarks/jax_speed.py and contraction.py measure: programs that compute the same."""
+"""The programs of benchmarks/jax_speed.py and contraction.py compute the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forms() -> ModuleType:
 
 
 def outcome(speed: ModuleType, name: str, way: str) -> list[Any]:
-    """What a program's first step returns: arrays of its state, and its value, in float64."""
+    """Return the results of a program's first step: arrays of its state, and its value; float64."""
     import jax
 
     made = speed.PLANS[name].make(way, speed.SMALL)

@@ -1,4 +1,4 @@
-"""What benchmarks/scaler.py measures: programs that compute the same, held to the bars."""
+"""The programs of benchmarks/scaler.py compute the same, and its rows keep their bars."""
 
 from __future__ import annotations
 

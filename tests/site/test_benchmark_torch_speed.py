@@ -1,4 +1,4 @@
-"""What benchmarks/torch_speed.py measures: programs that compute the same, and rows with bars."""
+"""The programs of benchmarks/torch_speed.py compute the same, and its rows have bars."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one_thread(workloads: ModuleType) -> Iterator[None]:
 
 
 def three(workloads: ModuleType, workload: str, way: str) -> list[Any]:
-    """What three runs return: losses as they train, or scores."""
+    """Return the results of three runs: losses of a training, or scores."""
     program = workloads.make(workload, way, workloads.SMALL, "cpu")
     try:
         return [program.once().detach().clone() for _ in range(3)]

@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def compared(trained: argparse.Namespace) -> argparse.Namespace:
-    """What compare.py made of that run."""
+    """Run compare.py on the figures of that run, and return its output and folder."""
     folder = trained.folder
     files = ("--torch", folder / "torch.json", "--jax", folder / "jax.json")
     done = examples.run("compare.py", *files, "--out", folder / "both.png")

@@ -167,7 +167,7 @@ def test_dir_shows_the_api_and_nothing_else(name):
 
 
 def test_all_of_the_api_is_listed():
-    """What stands in a door that no submodule is, and no list names."""
+    """Every name of the public modules, except submodules, is in a list of names."""
     code = (
         "import polymp, polymp.torch, polymp.jax, types\n"
         "for module in (polymp, polymp.torch, polymp.jax):\n"

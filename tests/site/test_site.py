@@ -68,7 +68,7 @@ def pages() -> ModuleType:
 
 
 class Html(HTMLParser):
-    """What a page links to, what it loads, and the names by which its parts are linked to."""
+    """A page's links, the files that it loads, and the names of its parts."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Html(HTMLParser):
 
 
 def faults(folder: Path) -> Iterator[str]:
-    """What is loaded from elsewhere, and links to pages and names that are not there."""
+    """Yield files that are loaded from elsewhere, and links to pages or names that are missing."""
     parsed = {path: Html(path) for path in sorted(folder.rglob("*.html"))}
     for path, page in parsed.items():
         for link in page.loads:
@@ -342,6 +342,10 @@ def test_other_data_makes_other_pictures(draw: ModuleType, monkeypatch: pytest.M
         draw,
         "_times",
         lambda part: {k: row | {"ours": row["ours"] * 1.5} for k, row in times(part).items()},
+    )
+    curves = draw._curves
+    monkeypatch.setattr(
+        draw, "_curves", lambda: {k: [x * 2 for x in xs] for k, xs in curves().items()}
     )
     monkeypatch.setattr(draw, "walks", lambda w=draw.walks: {n: s[1:] for n, s in w().items()})
     after = dict(draw.pictures())

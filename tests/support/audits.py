@@ -15,7 +15,7 @@ MATMUL = Row("class:matmul", Rule.LOWER, source="policies/amp.toml")
 
 
 def magnitudes(values: Any, **given: Any) -> Magnitudes:
-    """What is counted in an array: float32's own bits, without the sign."""
+    """Make the magnitudes of an array, from float32's own bits without the sign."""
     array = np.asarray(values, np.float32).ravel()
     bits = (array.view(np.uint32) & 0x7FFFFFFF) >> SHIFT
     counts = np.bincount(bits, minlength=BINS)

@@ -1,9 +1,8 @@
-"""Runs the code blocks of Markdown files: `python -m tests.support.blocks`.
+"""Runs the code blocks of Markdown files, for tests of the documentation.
 
-In: a line of JSON for each file, its path and where to report. Out: how the process ended that ran
-it, and in the report one line of JSON for each ```python block, its line, status and text. Every
-file has a process of its own, for polymp's kernels, once installed, stay; it is forked from one
-that has imported the frameworks, which takes longer than most files.
+In: the path of a file, and where to report. Out: in the report one line of JSON for each ```python
+block, its line, status and text. Every file has a process of its own, from `forks`, for polymp's
+kernels, once installed, stay.
 
 The blocks of a section, from one level 2 heading to the next, share their names and run in order in
 an empty folder, with warnings as errors. The blocks above the first level 2 heading run first in
@@ -14,6 +13,7 @@ A comment on the line before a block says more about it:
 
     <!-- skip: needs two GPUs -->   it is not run, and this is the reason that pytest shows
     <!-- needs: cuda -->            it is skipped where there is no GPU
+    <!-- needs: lightning -->       or that package; warnings are no errors, for they are its own
     <!-- file: mine.toml -->        it is written to that file, for the blocks after it
 """
 
@@ -21,7 +21,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import os
 import re
 import sys
 import tempfile
@@ -39,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
 MARK = re.compile(r" *<!-- (?P<kind>skip|needs|file): (?P<value>.*\S) -->$")
 TAB = re.compile(r'=== "(?P<label>[^"]+)"$')
+PACKAGES = ("lightning", "accelerate", "transformers", "peft")  # that a block can need
 LIKE_A_MARK = re.compile(r" *<!-- *(skip|needs|file)\b", re.IGNORECASE)
 
 
@@ -128,8 +128,9 @@ def _mark(line: str, place: str) -> tuple[str, str]:
         if LIKE_A_MARK.match(line):
             raise ValueError(f"{place}: a mark looks like <!-- skip: why -->, not {line.strip()}")
         return "", ""
-    if mark["kind"] == "needs" and mark["value"] != "cuda":
-        raise ValueError(f"{place}: a block can need cuda, not {mark['value']}")
+    if mark["kind"] == "needs" and mark["value"] not in ("cuda", *PACKAGES):
+        needs = ", ".join(("cuda", *PACKAGES))
+        raise ValueError(f"{place}: a block can need one of {needs}, not {mark['value']}")
     return mark["kind"], mark["value"]
 
 
@@ -154,8 +155,8 @@ def _run_section(blocks: Sequence[Block]) -> Iterator[tuple[Block, Outcome]]:
             continue
         if block.kind == "skip":
             outcome = Outcome("skipped", block.value)
-        elif block.kind == "needs" and not _cuda():
-            outcome = Outcome("skipped", "needs a CUDA GPU")
+        elif block.kind == "needs" and not _has(block.value):
+            outcome = Outcome("skipped", f"needs {block.value}")
         elif broken:
             outcome = Outcome("failed", f"{block.file}:{block.line} was not run after {broken}")
         else:
@@ -168,7 +169,7 @@ def _run_section(blocks: Sequence[Block]) -> Iterator[tuple[Block, Outcome]]:
 def _run_block(block: Block, module: ModuleType) -> Outcome:
     padding = "\n" * (block.line - 1)  # so that tracebacks name the line in the file
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("ignore" if block.value in PACKAGES else "error")
         # torch 2.13 warns of a module of its own that dynamo loads when it is first used.
         warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
         try:
@@ -192,12 +193,13 @@ def _line(error: BaseException, block: Block) -> int:
     return (here[-1] if here else None) or block.line
 
 
-def _cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
+def _has(need: str) -> bool:
+    """Whether a package is installed, or there is a GPU for "cuda"."""
+    if importlib.util.find_spec("torch" if need == "cuda" else need) is None:
         return False
     import torch
 
-    return torch.cuda.is_available()
+    return need != "cuda" or torch.cuda.is_available()
 
 
 def report_on(path: str, report: str) -> None:
@@ -205,37 +207,3 @@ def report_on(path: str, report: str) -> None:
     with Path(report).open("w", encoding="utf-8") as out:
         for block, outcome in run(read(Path(path).absolute())):
             print(json.dumps([block.line, *outcome]), file=out, flush=True)
-
-
-def _forked(path: str, report: str) -> int:
-    """The exit code of a process that runs a file; what it prints goes beside the report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of jax: nothing of it has run here yet
-        child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    code = 1
-    try:
-        with Path(f"{report}.printed").open("wb", buffering=0) as printed:
-            for stream in (1, 2):
-                os.dup2(printed.fileno(), stream)
-        report_on(path, report)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def main() -> None:
-    """Run each file that is asked for, in a process of its own."""
-    for name in ("torch", "jax"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    for line in sys.stdin:
-        print(_forked(*json.loads(line)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What autocast does, op by op: one table for both frameworks.
+"""The behaviour of autocast, op by op: one table for both frameworks.
 
 An `Op` names the function and the inputs, and how it runs in torch and in JAX. `rows` multiplies it
 by input dtypes, region dtypes and nestings to `Case`s, each of which names the dtype that comes

@@ -314,7 +314,7 @@ SUBJECTS = {
 
 
 class Outcome(NamedTuple):
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         finite: every parameter is finite at the end.
@@ -339,7 +339,7 @@ class Outcome(NamedTuple):
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """What is warned and printed, as a list that is filled at the end."""
+    """Collect warnings and printed text in a list, which is filled at the end."""
     said: list[str] = []
     printed = io.StringIO()
     with (

@@ -40,5 +40,5 @@ def python(
 
 
 def run(program: str, *arguments: object, **how: Any) -> str:
-    """What a program prints, given as text; with the arguments of `python`."""
+    """Run a program, given as text, and return its output; with the arguments of `python`."""
     return python("-c", program, *arguments, **how).stdout

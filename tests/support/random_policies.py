@@ -162,12 +162,12 @@ Decide = Callable[[Policy, str, Sequence[str], Region], Decision]
 
 
 def decide(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
-    """What the library decides."""
+    """Return the library's decision."""
     return policy.decide(op, dtypes, region)
 
 
 class Judged(NamedTuple):
-    """What a run had to do.
+    """The verdict on a run.
 
     Attributes:
         mistakes: one sentence for each call that did something else.
@@ -258,7 +258,7 @@ def classes_first(policy: Policy, op: str, dtypes: Sequence[str], region: Region
 
 
 def no_scopes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
-    """What a scope says is not heard."""
+    """Decide without the rows of scopes: a planted fault."""
     return policy.decide(op, dtypes, Region(*_fields(region)[:6]))
 
 
@@ -294,7 +294,7 @@ class _Kept:
 
 @contextmanager
 def vocabulary_put_back() -> Iterator[None]:
-    """What is registered inside is not there for the tests that come after.
+    """Remove the ops that a test registers, so that later tests do not see them.
 
     The count of registered ops stays: caches go by it.
     """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
@@ -122,3 +125,16 @@ def long(sites: int) -> Report:
         low=BF16,
         policy="amp",
     )
+
+
+def line_of(fn: Callable[..., Any], text: str) -> str:
+    """The place of the one line of a function that has a text in it."""
+    lines, first = inspect.getsourcelines(fn)
+    (at,) = (number for number, line in enumerate(lines, first) if text in line)
+    return f"{Path(inspect.getfile(fn)).name}:{at}"
+
+
+def only(report: Report, op: str, direction: str) -> Call:
+    """The one call of an op in a direction."""
+    (call,) = (c for c in report.of(op) if c.direction == direction)
+    return call

@@ -1,4 +1,4 @@
-"""What no scaler is made with and no scaler loads, and what is said of it in every framework."""
+"""Arguments and states that no scaler accepts, and the message for each, in every framework."""
 
 import math
 from typing import Any

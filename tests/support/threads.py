@@ -6,12 +6,12 @@ from typing import Any
 
 
 def in_threads(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the functions return, all at once; the threads have ended then."""
+    """Run functions at the same time, each in a new thread, and return their results."""
     with ThreadPoolExecutor(len(functions)) as pool:
         started = [pool.submit(function) for function in functions]
     return [each.result() for each in started]
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """What the function returns in a thread of its own."""
+    """Run a function in a new thread, and return its result."""
     return in_threads([function])[0]

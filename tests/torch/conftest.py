@@ -1,4 +1,4 @@
-"""What the tests of regions share: torch's autocast state must be left as it was found.
+"""Fixtures for the tests of regions: torch's autocast state must be left as it was found.
 
 Torch is imported where it is used, for this file is loaded where torch is missing, too.
 """

@@ -7,8 +7,10 @@ captured does not count: a cache may keep that function, but does not read what 
 
 import functools
 import gc
+import sys
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
 
 import jax
@@ -43,6 +45,7 @@ def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
     tracers = compat.tracers_of(trace(), young)
     if not tracers:  # the jaxpr holds the trace, where a custom_vjp function is in it
         return []
+    outside = _held_outside(young, tracers)
     # By identity of what is held, the data that holds it.
     holders: defaultdict[int, list[object]] = defaultdict(list)
     known = {id(x) for x in young}
@@ -64,10 +67,12 @@ def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
                 carriers.append(x)
             carried[id(x)].add(number)
             left += holders[id(x)]
+    sought = tuple([x for x in carriers if id(x) in outside][:_SOUGHT])  # a referrer from 3.13 on
+    if not sought:
+        return []
     # Among frozen objects gc finds no referrers. They are not frozen again after: gc.freeze would
     # take all that there is now, and what of it ends up in cycles would never be freed.
     gc.unfreeze()
-    sought = tuple(carriers[:_SOUGHT])  # itself a referrer, from Python 3.13 on
     ours = known | {id(x) for x in (young, tracers, carriers, sought, *holders.values())}
     older = [
         x
@@ -82,3 +87,26 @@ def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
         if id(holder) not in kept:
             found.update(*(carried.get(id(x), ()) for x in gc.get_referents(holder)))
     return [compat.where_made(tracers[number]) for number in sorted(found)]
+
+
+def _held_outside(young: Sequence[object], tracers: Sequence[object]) -> set[int]:
+    """Find the young objects that something else than young objects and these lists refers to.
+
+    Counts of references tell, and cost less than a look at every older object: there are none,
+    where what the function made in the trace has captured its values, and a cache keeps that.
+
+    Args:
+        young: the objects that the trace has made.
+        tracers: those of them that are its values.
+
+    Returns:
+        Their identities.
+    """
+    # The last object has only the references that counting itself takes.
+    *counts, counting = [sys.getrefcount(x) for x in (*young, object())]
+    known = Counter(id(x) for x in (*young, *tracers))
+    for x in young:
+        if x is not young:
+            known.update(map(id, gc.get_referents(x)))
+    pairs = zip(young, counts, strict=True)
+    return {id(x) for x, count in pairs if count - counting != known[id(x)]}

@@ -121,12 +121,14 @@ def pin(params: object, dtype: jax.typing.DTypeLike, paths: Sequence[str] = ("*"
 
 
 def _leaves(params: object) -> list[tuple[str, Any]]:
-    return [(_path(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(_state(params))[0]]
+    return [
+        (leaf_path(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(_state(params))[0]
+    ]
 
 
 def _converted(params: P, dtype_of: Callable[[str], str]) -> P:
     def convert(keys: tuple[object, ...], leaf: Any) -> object:
-        return leaf.astype(dtype_of(_path(keys))) if is_float(leaf) else leaf
+        return leaf.astype(dtype_of(leaf_path(keys))) if is_float(leaf) else leaf
 
     state = _state(params)
     new: P = jax.tree_util.tree_map_with_path(convert, state)
@@ -148,7 +150,7 @@ def _state(params: object) -> object:
     return params
 
 
-def _path(keys: Sequence[object]) -> str:
+def leaf_path(keys: Sequence[object]) -> str:
     """The keys of a leaf, joined by dots; an nnx variable's own "value" is no part of it."""
     names = [str(key_name(key)) for key in keys]
     if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":

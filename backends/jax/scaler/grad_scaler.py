@@ -25,6 +25,7 @@ from polymp.backends.jax.scaler import value_and_grad as differentiating
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling.state_dict import from_state_dict, to_state_dict
 
 T = TypeVar("T")
 
@@ -315,7 +316,7 @@ class GradScaler:
                 "state_dict() gives Python numbers, which traced code does not have: return the "
                 "scaler from the function, and call state_dict() outside."
             )
-        return scale_rule.to_state_dict(self.rule, self.state)
+        return to_state_dict(self.rule, self.state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> "GradScaler":
         """Return the scaler that goes on from a saved state.
@@ -339,7 +340,7 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved "
                 "from a disabled instance of GradScaler."
             )
-        rule, state = scale_rule.from_state_dict(state_dict, self.rule)
+        rule, state = from_state_dict(state_dict, self.rule)
         return _make(scale_update.on_device(state), rule, self.enabled)
 
     def __repr__(self) -> str:

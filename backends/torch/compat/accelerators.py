@@ -19,6 +19,12 @@ def cuda_missing() -> bool:
     return not _standing_in.get() and bool(torch.cuda.amp.common.amp_definitely_not_available())
 
 
+def accelerator() -> str:
+    """Return the type of the devices that this machine trains on: "cuda", ..., or "cpu"."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found else "cpu"
+
+
 _standing_in: ContextVar[bool] = ContextVar("polymp.standing_in", default=False)
 
 

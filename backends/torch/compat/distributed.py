@@ -12,6 +12,15 @@ def talks(op: torch._ops.OpOverload) -> bool:
     return op.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
+def receives(op: torch._ops.OpOverload) -> bool:
+    """Return whether other ranks write an op's results: they are not there when it returns.
+
+    FSDP2 makes the room for an all-gather with an op of its own, `fsdp::all_gather_copy_in`, whose
+    results hold what was in that memory before. Since torch 2.3.
+    """
+    return talks(op) or op.name().startswith("fsdp::all_gather_copy_in")
+
+
 def will_talk(module: nn.Module) -> bool:
     """Return whether a call of a module, or its backward pass, is sure to talk to other ranks.
 

@@ -1,4 +1,4 @@
-"""DTensors: the part that this process holds, sums that are not added up yet, meshes."""
+"""DTensors: the part that this process holds and its place, sums not added up yet, meshes."""
 
 import sys
 from typing import Any
@@ -52,3 +52,38 @@ def meshes(tensors: list[torch.Tensor]) -> list[Any]:
     dtensors: Any = (t for t in tensors if isinstance(t, kind))
     found = {id(t.device_mesh): t.device_mesh for t in dtensors}  # to compare meshes takes longer
     return [m for m in dict.fromkeys(found.values()) if m.get_coordinate() is not None]
+
+
+def offset(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the place of this process's part in the whole tensor, along each dimension.
+
+    `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils, since torch 2.5.
+    """
+    kind = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole: Any = tensor
+    found = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return tuple(found[1])
+
+
+def like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a tensor as a DTensor that is laid out as another tensor.
+
+    Args:
+        part: of the size of the other's part.
+        tensor: the other one.
+
+    Returns:
+        A DTensor on the memory of `part`; `part` itself if the other is none.
+    """
+    kind: Any = _dtensor()
+    if kind is None or not isinstance(tensor, kind):
+        return part
+    whole: Any = tensor
+    return kind.from_local(  # type: ignore[no-any-return]
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
+        stride=whole.stride(),
+    )  # fmt: skip

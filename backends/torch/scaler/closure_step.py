@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.compat import dynamo, optimizers
 from polymp.backends.torch.scaler.findings import Entry, Findings
 
 
@@ -105,6 +105,7 @@ def _step_or_take_back(
         kwargs = {**kwargs, "closure": evaluate}
     else:
         args = (evaluate, *args[1:])
+    optimizers.complete_state(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     values = [p.detach().clone() for p in params]
     states = {key: copy.deepcopy(state) for key, state in optimizer.state.items()}

@@ -53,6 +53,7 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
         The result of the step; None if it was skipped without being taken.
     """
     compiling = torch.compiler.is_compiling()
+    optimizers.complete_state(optimizer)
     if compiling:
         optimizers.make_state(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

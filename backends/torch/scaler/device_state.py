@@ -16,6 +16,7 @@ from polymp.backends.torch.scaler import scale_update, unscale
 from polymp.backends.torch.scaler.async_read import AsyncRead
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling.state_dict import from_state_dict
 
 
 class _Known(NamedTuple):
@@ -256,8 +257,8 @@ class DeviceState:
             self.arriving.wrote(scale)
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that `scale_rule.from_state_dict` accepts; raises as that does."""
-        self.rule, self.first = scale_rule.from_state_dict(state_dict, self.rule)
+        """Load a state that `from_state_dict` accepts; raises as that does."""
+        self.rule, self.first = from_state_dict(state_dict, self.rule)
         self.arriving = AsyncRead()
         if self.scale is not None:
             values = (*self.first[:2], scale_update.counted(self.first))

@@ -15,6 +15,7 @@ from polymp.backends.torch.scaler.findings import Entry, Findings
 from polymp.backends.torch.scaler.grad_scaler import GradScaler, OptState
 from polymp.backends.torch.scaler.properties import findings_of
 from polymp.scaling import scale_rule
+from polymp.scaling.state_dict import from_state_dict
 
 _RESERVED = ("retain_graph", "skipped")  # an argument of `backward`, an entry of `state_dict`
 
@@ -303,7 +304,7 @@ class LossScalers(Mapping[str, GradScaler]):
             raise KeyError(f"the state must have the losses {self._names()}; it has {there}")
         for name, findings in self._findings().items():
             try:
-                scale_rule.from_state_dict(state_dict[name], findings.state.rule)
+                from_state_dict(state_dict[name], findings.state.rule)
             except (KeyError, TypeError, ValueError) as error:
                 error.add_note(f"in the state of the loss {name!r}")
                 raise

@@ -19,6 +19,7 @@ from polymp.backends.torch.scaler.stuck_watch import StuckWatch
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling.state_dict import to_state_dict
 
 
 def _part(part: str, name: str) -> Any:
@@ -191,11 +192,9 @@ class ScalerProperties:
         the device if the host does not know the state.
 
         Returns:
-            A dictionary; see `polymp.scaling.scale_rule.to_state_dict` for its keys.
+            A dictionary; see `polymp.scaling.to_state_dict` for its keys.
         """
-        return (
-            scale_rule.to_state_dict(self._state.rule, self._state.read()) if self._enabled else {}
-        )
+        return to_state_dict(self._state.rule, self._state.read()) if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; does nothing if disabled. Nothing is changed if it raises.

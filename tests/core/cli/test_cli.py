@@ -506,8 +506,11 @@ XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
 FULL = Engine("cpu", 127, {"default": 0, "amp": 182, "lean": 211})
 
 
-def facts(*devices, frameworks=(TORCH, JAX), engines=(FULL,), nvidia=False):
-    return Facts("Linux x86_64", "3.11.7", frameworks, devices, engines, nvidia)
+NONE: dict[str, str] = {}
+
+
+def facts(*devices, frameworks=(TORCH, JAX), engines=(FULL,), nvidia=False, libraries=NONE):
+    return Facts("Linux x86_64", "3.11.7", frameworks, devices, engines, nvidia, libraries)
 
 
 @pytest.mark.parametrize(
@@ -619,6 +622,36 @@ def test_doctor_draws_what_it_found(polymp, monkeypatch):
     assert out.endswith("nothing is wrong\n")
 
 
+# doctor: libraries
+
+
+def test_libraries_are_listed_with_their_line():
+    found = doctor.diagnose(facts(libraries={"keras": "3.15.1", "lightning": "2.4.0"}))
+    assert found["ok"]
+    assert found["notes"] == [
+        "polymp is not tested with lightning 2.4.0, but with lightning>=2.5,<2.7."
+    ]
+    keras, lightning = found["libraries"]
+    assert keras == {
+        "name": "keras",
+        "version": "3.15.1",
+        "framework": "jax",
+        "tested": ">=3.15,<3.16",
+        "supported": True,
+        "adapter": "polymp.keras",
+        "line": 'polymp.keras.use(model, policy="lean")',
+    }
+    assert not lightning["supported"]
+
+
+def test_doctor_draws_libraries(polymp, monkeypatch):
+    machine = facts(libraries={"keras": "3.15.1", "optax": "0.2.8"})
+    monkeypatch.setattr(doctor, "gather", lambda: machine)
+    _, out, _ = polymp("doctor")
+    assert re.search(r"keras +3\.15\.1 +>=3\.15,<3\.16 +polymp\.keras\.use\(model", out)
+    assert re.search(r"optax +0\.2\.8 +>=0\.2\.8,<0\.3 +polymp\.jax\.scaled\(optimizer\)", out)
+
+
 # doctor: this machine
 
 
@@ -709,7 +742,7 @@ def models(polymp, tmp_path, monkeypatch):
 
 
 def measure(answer, *argv):
-    """What --json prints of what was measured."""
+    """Return the measurements that `doctor --json` prints."""
     found = answer("doctor", "--seconds", "0.5", *argv)
     assert found["ok"]
     return found["measurements"]

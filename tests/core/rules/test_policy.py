@@ -41,7 +41,7 @@ def region(low="float16", *, enabled=True, scope=""):
 
 
 def refusal(call, *args, **kwargs):
-    """What a PolicyError says."""
+    """Return the message of the PolicyError that a call has to raise."""
     with pytest.raises(PolicyError) as error:
         call(*args, **kwargs)
     return str(error.value)
@@ -219,7 +219,7 @@ def by_design(how, rank, low):
 
 
 def expected(policy, question, path, order=by_design):
-    """What `describe` says of the strongest row; None for no row, "conflict" for a tie."""
+    """Return `describe` of the strongest row; None for no row, "conflict" for a tie."""
     op, dtype, spelling = question
     ranks = {row.key: rank(row, path) for row in policy.rows}
     there = [row for row in policy.rows if ranks[row.key]]

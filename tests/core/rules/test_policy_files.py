@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def refusal(source):
-    """What a PolicyError says of a source."""
+    """Return the message of the PolicyError that a source has to raise."""
     with pytest.raises(PolicyError) as error:
         load(source)
     return str(error.value)

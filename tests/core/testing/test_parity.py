@@ -34,7 +34,7 @@ W = np.random.default_rng(1).standard_normal((8, 8))
 
 @pytest.fixture(scope="module", autouse=True)
 def _prepared() -> Iterator[None]:
-    """What a recording prepares, once for all tests here."""
+    """Do the set-up of a recording once, for all tests here."""
     with polymp.recording():
         yield
 

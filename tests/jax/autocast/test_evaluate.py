@@ -97,7 +97,7 @@ def value(x: Any) -> Any:
 
 
 def text(x: Any) -> str:
-    """What an object says of itself, without where in memory it is."""
+    """Return `str` of an object without memory addresses."""
     return re.sub(r"0x[0-9a-f]+|id=\d+", "", str(x))
 
 
@@ -114,7 +114,7 @@ def users(eqn: Any) -> Iterator[Any]:
 
 
 def both(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """What the program is when it is recorded, and when it is bound."""
+    """Return the program as it is when recorded, and as it is when bound."""
     made = []
     for binding in (False, True):
         with pytest.MonkeyPatch.context() as patch:

@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 @cache
 def here(case: Case) -> list[np.ndarray]:
-    """What the jitted function comes to."""
+    """Return the results of the jitted function."""
     fn = case.function() if case.way == "value" else jax.grad(case.function())
     run = jax.jit(fn, compiler_options=QUICK)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(run(*arguments()))]
@@ -111,7 +111,7 @@ assert "polymp" not in sys.modules
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[np.ndarray]]:
-    """What a case's artifact came to in a process without polymp."""
+    """Return the results of a case's artifact in a process without polymp."""
     folder = tmp_path_factory.mktemp("artifacts")
     np.savez(folder / "arguments.npz", *map(np.asarray, jax.tree.leaves(arguments())))
     for case in CASES:

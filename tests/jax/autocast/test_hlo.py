@@ -1,4 +1,4 @@
-"""What XLA makes of a train step under autocast, and what that step keeps and rounds.
+"""A train step under autocast, compiled by XLA: its casts, and the values it keeps and rounds.
 
 The program is the transformer of `transformer.py` at a small size. It is compared with its float32
 self and with the same source cast by hand to bfloat16; the readers in `hlo.py` are shown to see

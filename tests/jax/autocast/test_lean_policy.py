@@ -20,7 +20,7 @@ BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
 
 
 class Saved(NamedTuple):
-    """What is saved for backward and is no argument."""
+    """A value that is saved for backward and is no argument."""
 
     dtype: str
     size: int
@@ -39,7 +39,7 @@ def block(example: Any) -> Any:
 
 
 def residuals(forward: Any, *args: Any) -> list[Saved]:
-    """What `jax.vjp` saves of a function and is not an argument."""
+    """Return the values that `jax.vjp` saves of a function, without its arguments."""
     trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(forward, *args)[1]))(*args)
     arguments = set(map(id, trace.jaxpr.invars))
     found = {id(v): v.aval for v in trace.jaxpr.outvars if id(v) not in arguments}
@@ -47,7 +47,7 @@ def residuals(forward: Any, *args: Any) -> list[Saved]:
 
 
 def saved(block: Any, policy: str, low: Any) -> list[Saved]:
-    """What the block saves where its input is low."""
+    """Return the values that the block saves if its input has a low dtype."""
     graph, state = nnx.split(block)
 
     @autocast(dtype=low, policy=policy)
@@ -62,6 +62,7 @@ def in_float32(found: list[Saved]) -> list[Saved]:
     return [one for one in found if one.dtype == "float32" and one.size >= BATCH * LENGTH * WIDTH]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
 def test_a_block_saves_no_float32_activation(block, low):
     """Under amp it does, so this can fail."""
@@ -71,6 +72,7 @@ def test_a_block_saves_no_float32_activation(block, low):
     assert sum(one.bytes for one in lean) <= 0.8 * sum(one.bytes for one in amp)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
 def test_the_example_saves_less_than_under_amp(example, low):
     model = example.Transformer(100, LENGTH, WIDTH, 2, HEADS, nnx.Rngs(0))
@@ -105,9 +107,10 @@ def test_queries_keys_and_values_have_one_dtype(low):
     assert dtypes("amp") == [jnp.float32, jnp.float32, low]
 
 
-@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16])
 def test_gradients_of_a_block_are_near_those_under_amp(block, low):
-    """What is not saved is made again, and must be the same numbers."""
+    """Values that are not saved are computed again, and have to be the same numbers."""
     graph, state = nnx.split(block)
     x = jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
 

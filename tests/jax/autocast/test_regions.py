@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import polymp
+from polymp.backends.jax import compat
 from polymp.errors import EscapedValueError
 from polymp.jax import autocast
 from tests.support.threads import in_thread
@@ -138,7 +139,7 @@ def test_decorators():
 
     @autocast(dtype=jnp.float16)
     def low(x):
-        """What it says."""
+        """Square it."""
         return x @ x
 
     @autocast(enabled=False)
@@ -146,7 +147,7 @@ def test_decorators():
         return x @ x, plain(x)
 
     assert name(plain(X)) == "bfloat16"
-    assert (name(low(X)), low.__name__, low.__doc__) == ("float16", "low", "What it says.")
+    assert (name(low(X)), low.__name__, low.__doc__) == ("float16", "low", "Square it.")
     assert [*map(name, off(X))] == ["float32", "bfloat16"]
 
 
@@ -315,6 +316,7 @@ def older_objects(request):
     gc.unfreeze()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("older_objects")
 @pytest.mark.parametrize("where", STORES)
 def test_wherever_a_value_is_stored_it_is_found(where):
@@ -355,6 +357,33 @@ def test_what_is_held_and_not_handed_out_is_no_escape():
 
     for _ in range(2):
         assert name(f(X)) == "bfloat16"
+
+
+def test_what_a_cached_function_captured_costs_no_search_of_all_objects(monkeypatch):
+    """A search takes as long as a large program has objects, and would be made at many traces."""
+    alive = []
+    tracers_of = compat.tracers_of
+
+    def counted(trace, among):
+        alive.append(tracers_of(trace, among))
+        return alive[-1]
+
+    def found(f):
+        with monkeypatch.context() as patch:
+            patch.setattr(gc, "get_referrers", lambda *_: pytest.fail("all objects were searched"))
+            patch.setattr(compat, "tracers_of", counted)
+            f(X)
+        return bool(alive.pop())
+
+    @autocast
+    def captured(x):
+        h = [x @ x]
+        return jax.jit(lambda inner: inner(), static_argnums=0)(lambda: h[0] + 1)
+
+    assert found(captured), "the cache of jit keeps the function, and that its values"
+    stored = []
+    with pytest.raises(pytest.fail.Exception, match="were searched"):
+        found(autocast(lambda x: stored.append(x @ x)))
 
 
 def test_numbers_that_are_equal_and_not_the_same():

@@ -1,4 +1,4 @@
-"""What a rewrite costs, counted: calls of Python functions for each equation, and no time.
+"""The cost of a rewrite, in calls of Python functions for each equation instead of time.
 
 `benchmarks/jax_overhead.py` holds plan and emission to at most the time of a trace. That a machine
 is busy shows there; here, that a program of twice the equations takes more than twice the work, or
@@ -57,7 +57,7 @@ def chain(blocks: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def calls_of(blocks: int) -> Calls:
-    """What the rewrite of a chain calls, each part without the other and without jax's trace."""
+    """Count the calls in the rewrite of a chain, by part, without those of jax's trace."""
     traced = jax.make_jaxpr(chain(blocks))(X)
     known = list(map(given, compat.binders(traced)[1]))
     plans: list[Plan] = []

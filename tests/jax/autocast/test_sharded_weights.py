@@ -3,6 +3,10 @@
 import pytest
 
 from tests.support.jax import eight_devices
+from tests.support.sizes import LONG
+
+pytestmark = pytest.mark.sized
+EVERY = slice(None, None, 1 if LONG else 2)  # one in two programs of each kind in `make test`
 
 # Where the program gathers its weights itself.
 OWN = (
@@ -12,7 +16,7 @@ OWN = (
     "shard_map and scan",
     "shard_map, turned",
     "shard_map, jitted",
-)
+)[EVERY]
 # Where the partitioner does.
 JITTED = (
     "jitted",
@@ -20,17 +24,18 @@ JITTED = (
     "jitted, scan and remat",
     "jitted with autocast inside",
     "jitted, explicit",
-)
-IN_A_ROW = ("plain", "weight on the left", "few rows", "remat", "explicit", *JITTED)
-ITS = (*IN_A_ROW, "scan", "scan and remat")
-MIXED = ("shard_map, read in float32 too", "shard_map, read in float32 too, jitted")
+)[EVERY]
+IN_A_ROW = (*("plain", "weight on the left", "few rows", "remat", "explicit")[EVERY], *JITTED)
+ITS = (*IN_A_ROW, *("scan", "scan and remat")[EVERY])
+MIXED = ("shard_map, read in float32 too", "shard_map, read in float32 too, jitted")[EVERY]
 
 
 @pytest.fixture(scope="module")
 def on_mesh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla")
     dump = f"--xla_dump_to={folder} --xla_dump_hlo_pass_re=spmd-partitioning"
-    return eight_devices.run("gathers_on_mesh", folder, flags=dump, python=("-W", "error"))
+    asked = () if LONG else (*ITS, *OWN, *MIXED)
+    return eight_devices.run("gathers_on_mesh", folder, *asked, flags=dump, python=("-W", "error"))
 
 
 @pytest.mark.parametrize("name", [*ITS, *OWN])

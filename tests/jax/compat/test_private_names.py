@@ -408,7 +408,7 @@ def test_a_recorder_and_meshes(kind):
 
 
 def test_a_recorded_equation():
-    """What `put` leaves, what it hands out, and what it leaves to `bind`."""
+    """The results of `put`, the values it passes on, and the equations that `bind` makes."""
     table, seen = np.arange(1024.0, dtype=np.float32), []
 
     def f(x):

@@ -63,7 +63,7 @@ def by_pytree_orbax(scaler: Any, folder: Path) -> Any:
 
 
 def by_state_dict_in_orbax(scaler: Any, folder: Path) -> Any:
-    """What says everything of a scaler, the rule too, in Python numbers."""
+    """Save and restore the scaler's state dict, which has its rule, too, as Python numbers."""
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         checkpointer.save(folder / "state", scaler.state_dict())
         return GradScaler().load_state_dict(checkpointer.restore(folder / "state"))

@@ -124,7 +124,7 @@ def graded(cost, scaled):
 
 
 def answer(step, *args, **kwargs):
-    """What `expect_scaler` returns, if that goes with whether it warned."""
+    """Return the answer of `expect_scaler`, and check that it warns if the answer is no."""
     found = None
     with contextlib.suppress(UnscaledError):
         found = expect_scaler(step, *args, action="raise", **kwargs)

@@ -276,7 +276,7 @@ def test_an_nnx_step_that_is_skipped(wrap, bad):
 
 
 def test_a_batch_with_nan_would_poison_the_statistics():
-    """What the test above would see if the forward pass had its way."""
+    """The statistics that the test above would see if they were kept after a skipped step."""
     model, _ = made()
     nnx_loss(model, X.at[0, 0].set(jnp.nan))
     assert jnp.isnan(model.norm.mean[...]).all()

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
+from polymp.scaling.state_dict import to_state_dict
 from tests.conftest import need
 from tests.support.jax.scaler_tools import KINDS, kinds, numbers, values
 
@@ -180,7 +180,7 @@ def test_bounds_and_hysteresis_are_kept_where_torch_has_saved_none():
 )
 def test_what_was_saved_comes_back(scale, counts, hysteresis):
     rule = ScaleRule(interval=100, hysteresis=hysteresis)
-    saved = scale_rule.to_state_dict(rule, ScaleState(scale, *counts))
+    saved = to_state_dict(rule, ScaleState(scale, *counts))
     assert GradScaler().load_state_dict(saved).state_dict() == saved
 
 

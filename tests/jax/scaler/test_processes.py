@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each process printed."""
+    """Return the output of each process."""
     address = f"localhost:{free_port()}"
     processes = [
         subprocess.Popen(

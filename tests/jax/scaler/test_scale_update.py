@@ -37,7 +37,7 @@ def test_scale_and_inverse_are_normal_at_both_ends(finite):
 
 
 def test_a_subnormal_is_flushed_there():
-    """What the test above would see if the bounds were wider by one."""
+    """The inverse that the test above would see if the bounds were wider by one power of two."""
     lost = jax.jit(lambda x: 1 / x)(jnp.float32(2.0**127))
     kept = jax.jit(lambda x: 1 / x)(jnp.float32(LARGEST))
     assert kept == np.float32(2.0**-126)

@@ -202,7 +202,7 @@ def test_an_inf_on_one_device_of_a_shard_map_makes_all_skip(on_mesh, check, name
 
 
 def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh):
-    """What the tests beside this one would see if the axes were not found."""
+    """The result that the tests beside this one would see if the axes were not found."""
     for check in (True, False):
         seen = on_mesh[f"shard_map-{check}-none-sick"]
         assert seen["scale"] == [16.0] * 3 + [4.0] + [16.0] * 4

@@ -125,7 +125,7 @@ def adam_step(scaler: GradScaler, w: Any, state: Any, x: Any) -> Any:
 
 
 def by_select(scaler: GradScaler, w: Any, state: Any, x: Any) -> Any:
-    """What others do: divide, step, and select."""
+    """Take a step as other packages do: divide, step, and select."""
     grads = jax.grad(lambda w: scaler.scale(((x @ w) ** 2).mean()))(w)
     grads, finite = scaler.unscale(grads)
     updates, new_state = ADAM.update(grads, state, w)

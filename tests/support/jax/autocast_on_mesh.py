@@ -1,4 +1,4 @@
-"""What `test_sharding` runs on eight devices: gradients of one loss, sharded in every way.
+"""The program that `test_sharding` runs on eight devices: gradients of a loss, sharded every way.
 
 Run as a module with eight CPU devices; prints one line of JSON: for each way the gradients' error
 against float32 on one device, their dtypes and shardings, and the dtypes of the products; and in

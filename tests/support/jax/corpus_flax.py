@@ -202,6 +202,59 @@ def nnx_graph_convolution(draw: Draw) -> Made:
     return apply, (params, draw.normal(5, 4), draw.integers(5, 9), draw.integers(5, 9))
 
 
+@program(LOW, tags="flax nnx decode kv_cache rope rms_norm geglu scan gemma", needs="flax")
+def nnx_decode(draw: Draw) -> Made:
+    """Greedy decoding with a cache of keys and values, as Gemma's sampler runs it."""
+    from flax import nnx
+
+    heads, width, length = 2, 4, 4
+
+    def rotated(x: jax.Array, at: jax.Array) -> jax.Array:
+        angle = at * 100.0 ** -(jnp.arange(width // 2) / (width // 2))
+        (a, b), cos, sin = jnp.split(x, 2, -1), jnp.cos(angle), jnp.sin(angle)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    class Decoder(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            size = heads * width
+            self.embed = nnx.Embed(7, size, rngs=rngs)
+            self.norms = nnx.List([nnx.RMSNorm(size, rngs=rngs) for _ in range(3)])
+            self.query = nnx.LinearGeneral(size, (heads, width), use_bias=False, rngs=rngs)
+            self.pair = nnx.LinearGeneral(size, (2, width), use_bias=False, rngs=rngs)
+            self.out = nnx.LinearGeneral((heads, width), size, axis=(-2, -1), rngs=rngs)
+            self.gate, self.up = (nnx.Linear(size, 12, use_bias=False, rngs=rngs) for _ in "gu")
+            self.down = nnx.Linear(12, size, use_bias=False, rngs=rngs)
+
+        def __call__(self, token: Any, at: Any, cache: Any) -> Any:
+            x = self.embed(token) * jnp.sqrt(float(heads * width))
+            h = self.norms[0](x)
+            query, (key, value) = rotated(self.query(h), at) / jnp.sqrt(float(width)), self.pair(h)
+            keys, values = cache
+            keys = keys.at[at].set(rotated(key, at))
+            values = values.at[at].set(value)
+            scores = jnp.where(jnp.arange(length) <= at, query @ keys.T, -1e30)
+            x = x + self.out(jax.nn.softmax(scores) @ values)
+            h = self.norms[1](x)
+            x = x + self.down(nnx.gelu(self.gate(h)) * self.up(h))
+            return self.embed.attend(self.norms[2](x)), (keys, values)
+
+    apply, params = _pure(draw, Decoder)
+
+    def decode(params: Any, prompt: jax.Array) -> jax.Array:
+        def body(state: Any, given: Any) -> Any:
+            token, cache = state
+            at, forced = given
+            logits, cache = apply(params, jnp.where(at < 2, forced, token), at, cache)
+            return (jnp.argmax(logits), cache), logits
+
+        cache = jnp.zeros((length, width)), jnp.zeros((length, width))
+        start = jnp.int32(0), cache
+        _, logits = jax.lax.scan(body, start, (jnp.arange(length), prompt))
+        return logits
+
+    return decode, (params, draw.integers(7, length))
+
+
 def _pure(draw: Draw, module: Any) -> tuple[Any, Any]:
     """An nnx module as a function of its state."""
     from flax import nnx

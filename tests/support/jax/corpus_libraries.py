@@ -94,6 +94,34 @@ def haiku_mlp(draw: Draw) -> Made:
 # Probability, differential equations, losses.
 
 
+@program(F32, tags="keras conv batchnorm dropout loss", needs="keras")
+def keras_classifier(draw: Draw) -> Made:
+    """The function that Keras differentiates when it trains on JAX."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            keras.layers.Conv2D(4, 3, use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.ReLU(),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile(None, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rest = [v.value for v in model.non_trainable_variables]
+    x, y = draw.normal(4, 6, 6, 1), draw.integers(3, 4)
+
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        found, _ = model.compute_loss_and_updates(params, rest, [], x, y, None, training=True)
+        return found
+
+    params = [draw.fill(jax.ShapeDtypeStruct(v.shape, v.dtype)) for v in model.trainable_variables]
+    return loss, (params, x, y)
+
+
 @program(F32, tags="numpyro log_density logistic_regression", needs="numpyro")
 def numpyro_logistic_regression(draw: Draw) -> Made:
     import numpyro

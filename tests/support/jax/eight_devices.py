@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(program: str, *arguments: object, flags: str = "", python: Sequence[str] = STRICT) -> Any:
-    """What a module of `tests.support.jax` prints in its last line, read as JSON.
+    """Run a module of `tests.support.jax`, and return the JSON of the last line that it prints.
 
     Args:
         program: the module's name.

@@ -185,9 +185,11 @@ def without_rounding() -> Iterator[None]:
         yield
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
+    """Look at the programs of these names, or at all."""
     found: dict[str, Any] = {}
-    for name, network in PROGRAMS.items():
+    for name in names or PROGRAMS:
+        network = PROGRAMS[name]
         mesh = MESHES["Explicit" if "explicit" in name else "Auto"]
         weights: Any = jnp.stack(WEIGHTS) if "scan" in name else WEIGHTS
         spec = P(None, "d", None) if "scan" in name else P("d", None)
@@ -218,4 +220,4 @@ def means(name: str) -> Any:
 MEANS = {name: means(name) for name in PROGRAMS}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

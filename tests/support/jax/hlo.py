@@ -1,4 +1,4 @@
-"""What XLA made of a program, read from its optimised HLO; and what a program saves for backward.
+"""Readers of XLA's optimised HLO of a program, and of the values it saves for backward.
 
 In: the text of `compiled.as_text()`. Out: every contraction in it with the dtypes of its operands
 and of its result, wherever it stands (entry, fusion, loop body); the casts that run in every turn

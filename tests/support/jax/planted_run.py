@@ -22,7 +22,7 @@ PLANTS = {2: ("a", (3, 7)), 3: ("a", (12, 0)), 6: ("b", (7, 1)), 8: ("row", 13)}
 
 
 class Run(NamedTuple):
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
         history: after each step: scale, tracker, skips, spoiled, skipped, and whether it was taken.
@@ -51,7 +51,7 @@ def batch(step: int) -> Any:
 
 
 def probe(step: int) -> dict[str, Any]:
-    """What is added to the gradients: 0, and Inf where it is planted."""
+    """Return the arrays that are added to the gradients: 0, and Inf where it is planted."""
     planted = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     kind, at = PLANTS.get(step, (None, None))
     if kind in planted:

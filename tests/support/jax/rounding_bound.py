@@ -50,7 +50,7 @@ Rounding = Callable[[jax.Array], jax.Array]
 
 
 class Kind(IntEnum):
-    """What is known of the dtype of a float32 value in a region; a join is the maximum."""
+    """Knowledge of the dtype of a float32 value in a region; a join is the maximum."""
 
     FREE = 0  # a parameter, a constant and what comes of them
     LOW = 1  # a contraction's result and what comes of it
@@ -253,7 +253,7 @@ def _cond(
 
 
 def _carried(body: Closed, fixed: list[Kind], carry: list[Kind], xs: list[Kind], run: Pass) -> Any:
-    """What is known of a loop's carry in any iteration."""
+    """Return the knowledge of a loop's carry that holds in every iteration."""
     while True:
         after = run.kinds(body, fixed + carry + xs)[: len(carry)]
         wider = [max(a, b) for a, b in zip(carry, after, strict=True)]

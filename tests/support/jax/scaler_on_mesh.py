@@ -1,4 +1,4 @@
-"""What `test_training` runs on eight devices: the same step in every way of sharding it.
+"""The program that `test_training` runs on eight devices: one step, sharded in every way.
 
 Run as a module with eight CPU devices; prints one line of JSON: a name, and what was seen.
 """

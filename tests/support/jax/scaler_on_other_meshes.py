@@ -1,4 +1,4 @@
-"""What `test_checkpoint` runs on eight devices: saved on two, resumed on four and eight.
+"""The program of `test_checkpoint` on eight devices: save on two, resume on four and eight.
 
 Run as a module with eight CPU devices and a folder; prints one line of JSON: by devices, what the
 run left.

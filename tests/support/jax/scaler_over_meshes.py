@@ -1,4 +1,4 @@
-"""What `test_meshes` runs on eight devices: the planted run in every way to spread it.
+"""The program that `test_meshes` runs on eight devices: the planted run, spread in every way.
 
 Run as a module with eight CPU devices; prints one line of JSON: by way, what the run left.
 """

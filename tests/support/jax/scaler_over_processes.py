@@ -1,4 +1,4 @@
-"""What `test_processes` runs in each of two processes: the planted run over both.
+"""The program of `test_processes` in each of two processes: the planted run over both.
 
 Run as a module with the rank and the address of rank 0; one CPU device each. The last line that it
 prints is JSON: by mesh, what this process saw.

@@ -1,4 +1,4 @@
-"""What the tests of `GradScaler` look with: values, bits, histories, and equations of a program."""
+"""Tools for the tests of `GradScaler`: values, bits, histories, and equations of a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kinds(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def bits(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """What is in the arrays, to the last bit."""
+    """Return dtype, shape and bytes of each array of a tree."""
     leaves = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         for x in map(_array, jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""What a traced program runs in which dtype, read from its jaxpr alone.
+"""The dtypes that a traced program runs in, read from its jaxpr alone.
 
 A jaxpr goes in; `equations` gives every equation at every depth with the dtypes of its operands
 and results, and `violations` lists those that run in a dtype the policy "amp" does not allow.

@@ -1,4 +1,4 @@
-"""What the tests of torch.compile share: a backend that counts, a model, and what must be equal.
+"""Tools for the tests of torch.compile: a backend that counts, a model, and its exact results.
 
 The backend is aot_eager: dynamo and AOT autograd as in earnest, the kernels of eager torch. So
 results and gradients must be eager's, bit for bit, and each compilation is counted.
@@ -52,7 +52,7 @@ class Decorated(Net):
 
 
 def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `torch.mm(x, w)` gives in a region of that low dtype, by hand."""
+    """Compute `torch.mm(x, w)` with the casts of a region of that low dtype, by hand."""
     return torch.mm(x.to(dtype), w.to(dtype))
 
 

@@ -1,4 +1,4 @@
-"""What polymp does differently from torch.amp on purpose: one small program each.
+"""The intended differences between polymp and torch.amp: one small program for each.
 
 `python -m tests.support.torch.differences torch.amp` (or `polymp.torch`) runs them all under that
 package's names and prints what each came to, as JSON. A process imports one of the two only:
@@ -49,7 +49,7 @@ def on() -> bool:
 
 
 def after_a_change(amp: Amp, change: Callable[[torch.Tensor], None]) -> float:
-    """What one use of a weight gives that was used, changed from 1 to 2, and used again."""
+    """Use a weight, change it from 1 to 2, use it again, and return the second result."""
     w = weight()
     with amp.autocast("cpu"):
         torch.mm(X, w)
@@ -97,7 +97,7 @@ def optimizer_stepped_in_a_region(amp: Amp) -> list[float]:
 
 
 def with_a_region_open_elsewhere(amp: Amp, w: torch.Tensor, meanwhile: Callable[[], Any]) -> Any:
-    """What `meanwhile` returns while another thread is in a region and has used the weight."""
+    """Call `meanwhile` while another thread is in a region and has used the weight."""
     used, done = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -247,7 +247,7 @@ def with_blocks_interleaved(amp: Amp) -> bool:
 
 
 def inside_forward(amp: Amp, value: Any) -> Any:
-    """What reaches the forward of an autograd function with cast_inputs."""
+    """Return the value that the forward of an autograd function with cast_inputs gets."""
     seen = []
 
     class Look(torch.autograd.Function):
@@ -278,6 +278,12 @@ def cast_inputs_in_a_mapping(amp: Amp) -> list[str]:
 def vmap_of_a_linear(amp: Amp) -> str:
     with amp.autocast("cpu"):
         return name(torch.func.vmap(torch.nn.Linear(4, 4))(torch.ones(3, 4)))
+
+
+@program
+def vmap_of_a_vector_product(amp: Amp) -> str:
+    with amp.autocast("cpu"):
+        return name(torch.func.vmap(torch.mv, (0, None))(torch.ones(3, 4, 4), torch.ones(4)))
 
 
 @program

@@ -1,4 +1,4 @@
-"""What the tests of `freeze` share: models with weights of every kind, and what a model is."""
+"""Models with weights of every kind, and readers of their state, for the tests of `freeze`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ TORCH = Amp(torch.amp.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd)
 
 
 class Report(list[Any]):
-    """What was seen, in order."""
+    """A list of observations, in order."""
 
     def look(self, title: str, *tensors: torch.Tensor) -> None:
         on = torch.is_autocast_enabled("cpu")

@@ -1,4 +1,4 @@
-"""What may happen to a model between two uses of its weights, and a player of such histories.
+"""Events between two uses of a model's weights, and a player of histories of such events.
 
 A history is a list of events, each a tuple of plain data. Played on equal worlds with a block that
 holds casts and without one, it must leave the same notes: outputs, gradients, parameters, errors.

@@ -74,7 +74,7 @@ def written() -> dict[str, Any]:
 
 
 def received(rank: int) -> Any:
-    """What is found in a sum over ranks to which the first brings Inf."""
+    """Locate the fault in a sum over ranks to which the first rank adds Inf."""
 
     def step() -> torch.Tensor:
         x = torch.ones(2) / (1.0 if rank else 0.0)

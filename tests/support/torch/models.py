@@ -271,7 +271,7 @@ MODELS = build()
 
 
 def seen(t: Any) -> Any:
-    """What can be seen of a tensor."""
+    """Return everything that can be seen of a tensor, as plain data."""
     if not isinstance(t, torch.Tensor):
         return t
     dense = t.detach().to_dense() if t.is_sparse else t.detach()

@@ -1,4 +1,4 @@
-"""What one call of an op gives, in a form that can be compared, pickled and printed.
+"""The outcome of one call of an op, in a form that can be compared, pickled and printed.
 
 On tensors with data the outcome of a call is every bit of its outputs and gradients, or the
 exception. Without a GPU those for CUDA are fake: the outcome is the dtypes of the outputs, or the
@@ -24,7 +24,7 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What can be seen of a tensor with data; a sparse one is seen dense, with its layout."""
+    """A tensor with data as plain values; a sparse one is made dense, and its layout noted."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call gave: outputs, gradients, an error; and on CUDA what it called.
+    """The outcome of one call: outputs, gradients, an error; and on CUDA the calls it made.
 
     Outputs beside an error are those of a call that has no gradients.
     """

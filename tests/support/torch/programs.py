@@ -118,7 +118,7 @@ class Program:
 
 
 class Weights:
-    """What the ops compute with; all float32, `frozen` without gradients."""
+    """The tensors that the ops compute with; all float32, `frozen` without gradients."""
 
     def __init__(self, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -222,7 +222,7 @@ class Library(Protocol):
 
 
 class Stop(Exception):
-    """What a program raises."""
+    """The exception that a program raises."""
 
 
 def count_up() -> None:

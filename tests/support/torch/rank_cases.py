@@ -19,11 +19,25 @@ from polymp.backends.torch.scaler import distributed
 from polymp.errors import StuckError
 from polymp.torch import GradScaler
 from tests.support.torch.ranks import bits
-from tests.support.torch.run_ranks import INF, NAN, SETTINGS, WAYS, Plant, Run, go, local
+from tests.support.torch.run_ranks import (
+    HISTORY,
+    INF,
+    NAN,
+    SETTINGS,
+    WAYS,
+    Plant,
+    Run,
+    go,
+    local,
+)
 from tests.support.torch.sharded_models import CUTS, named, whole
 
 Notes = dict[Any, Any]
 LAST = Plant(INF, "a.weight", -1)
+# What is played with torch.amp's scaler and with ours: everything, and a lost loss with finite
+# gradients on one rank.
+BESIDE = {"everything": HISTORY, "apart": (LAST, Plant("apart", "", -1))}
+BESIDE_WAYS = ("sgd, clipped", "adamw, fused")
 
 
 def below_one(ways: tuple[str, ...] = ("sgd", "adamw, device", "adamw, fused")) -> Notes:
@@ -99,7 +113,7 @@ def subgroup() -> Notes:
 
 
 def stuck() -> Notes:
-    """What each rank is told after three skips in a row, and that every rank raises."""
+    """Note the message to each rank after three skips in a row, and that every rank raises."""
     told: list[Any] = []
     cut = CUTS["fsdp2"]()
     scaler = GradScaler("cpu", stuck_after=3, on_stuck=told.append, named=cut.model)
@@ -224,8 +238,23 @@ def defects() -> Notes:
     return notes
 
 
+def beside_torch() -> Notes:
+    """FSDP2 with torch.amp's scaler, with ours, and with ours looking at gradients only."""
+    makers: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
+        "polymp": lambda: GradScaler("cpu", **SETTINGS),
+        "gradients": lambda: GradScaler("cpu", **SETTINGS, check_loss=False),
+    }
+    return {
+        ("beside", who, name, way): go(Run(CUTS["fsdp2"](), WAYS[way], make()), history)
+        for who, make in makers.items()
+        for name, history in BESIDE.items()
+        for way in BESIDE_WAYS
+    }
+
+
 def meshes() -> Notes:
-    """What `distributed` makes of meshes: equal ones, parts of one, one without this rank."""
+    """Note the groups that `distributed` makes of meshes: equal, partial, without this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     one, other = (init_device_mesh("cpu", (ranks,)) for _ in range(2))
 
@@ -264,7 +293,7 @@ def meshes() -> Notes:
 
 
 def groups_that_are_not() -> Notes:
-    """What is said of a bad `process_group`, and of a scaler that has one and is copied."""
+    """Note the errors of a bad `process_group`, and of copying a scaler that has one."""
     group = dist.new_group([0])
     said = []
     for wrong in (group, "world"):
@@ -284,7 +313,7 @@ def groups_that_are_not() -> Notes:
 
 def all_cases() -> Notes:
     cases = [below_one, absent, pipeline, stuck, partial, closure, defects, meshes]
-    cases += [groups_that_are_not]
+    cases += [groups_that_are_not, beside_torch]
     if dist.get_world_size() == 4:
         cases.append(subgroup)
     notes: Notes = {}

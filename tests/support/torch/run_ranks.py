@@ -23,7 +23,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Plant(NamedTuple):
-    """What goes wrong in a step, and on which rank; -1 is the last.
+    """A fault that is planted in a step, and its rank; -1 is the last.
 
     Attributes:
         what: a value for one element of a gradient, "loss" to multiply the loss by NaN, or "apart"

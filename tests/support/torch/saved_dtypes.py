@@ -1,4 +1,4 @@
-"""What autograd saves for backward, by dtype, on fake CUDA tensors.
+"""The values that autograd saves for backward, by dtype, on fake CUDA tensors.
 
 As a program, `python -m tests.support.torch.saved_dtypes`, this prints a line of JSON: for
 the example's model and its block, in regions of torch.autocast and of polymp's policies, the bytes
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
 
 
 def saved(forward: Callable[[], Any], parameters: list[torch.Tensor]) -> list[Saved]:
-    """What a forward pass saves for backward, each storage once, without parameters and copies.
+    """Return the storages that a forward pass saves, each once, without parameters and copies.
 
     A copy of a parameter is a tensor of its shape, or of its transpose's, in another dtype.
     """
@@ -68,7 +68,7 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bo
 
 
 def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> Any:
-    """What scaled_dot_product_attention runs on a GPU; without one it would not choose it."""
+    """Run the kernel that scaled_dot_product_attention chooses on a GPU."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
@@ -115,7 +115,7 @@ def sizes(job: Any) -> Sizes:
 
 
 def of_model(example: Any, device: str, low: torch.dtype, policy: str) -> list[Saved]:
-    """What the example's model and loss save."""
+    """Return the values that the example's model and loss save."""
     size = sizes(example.job)
     model = on_device(example.Transformer(size.alphabet, *size[1:5]), device)
     tokens = torch.zeros(size.batch, size.context + 1, dtype=torch.int64, device=device)
@@ -124,7 +124,7 @@ def of_model(example: Any, device: str, low: torch.dtype, policy: str) -> list[S
 
 
 def of_block(example: Any, device: str, low: torch.dtype, policy: str) -> list[Saved]:
-    """What a block of it saves where its input is low."""
+    """Return the values that a block of it saves if its input has a low dtype."""
     size = sizes(example.job)
     block = on_device(example.Block(size.width, size.heads), device)
     x = torch.empty(size.batch, size.context, size.width, dtype=low, device=device)

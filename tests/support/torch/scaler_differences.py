@@ -1,4 +1,4 @@
-"""What polymp's GradScaler does differently from torch.amp's on purpose: one small program each.
+"""The intended differences between polymp's GradScaler and torch.amp's: one program for each.
 
 `differences` runs them, with those of regions.
 """
@@ -112,7 +112,7 @@ def loss_not_finite(amp: Amp) -> list[Any]:
 
 @program
 def gradients_of_a_loss_that_is_not_finite(amp: Amp) -> list[str]:
-    """What backward leaves behind; the step is skipped."""
+    """Return the gradients that backward leaves; the step is skipped."""
     p = torch.ones(2, requires_grad=True)
     loss = (p * torch.tensor([INF, 1.0])).sum()
     amp.GradScaler("cpu", init_scale=8.0).scale(loss).backward()
@@ -209,7 +209,7 @@ def optimizer_without_gradients(amp: Amp) -> Any:
 
 
 def with_closure(amp: Amp, call: Callable[[Any, Any, Callable[[], Any]], Any]) -> list[float]:
-    """What a step with a closure returns, and the parameter: away from 3 by a rate of 0.5."""
+    """Take a step with a closure, and return its result and the parameter, which starts at 3."""
     p = torch.full((1,), 3.0, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=0.5)
     scaler = amp.GradScaler("cpu", init_scale=8.0)
@@ -334,7 +334,7 @@ def entries_of_a_state(amp: Amp) -> list[str]:
 
 
 def then(run: Callable[[], Any], look: Callable[[], Any]) -> str:
-    """What is seen afterwards, and the exception if there was one."""
+    """Run, and return the exception if there was one, and what `look` returns afterwards."""
     try:
         run()
     except (ValueError, TypeError) as error:
@@ -388,7 +388,7 @@ def update_with_a_tensor_of_one_dimension(amp: Amp) -> float:
 
 
 @program
-def first_scale_that_is_none(amp: Amp) -> list[str]:
+def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
     seen = []
     for first in (0.0, -8.0, INF):
         made: list[float] = []

@@ -58,7 +58,7 @@ def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], rank: int) -
 
 
 def main(rank: int, ranks: int, folder: Path) -> list[Any]:
-    """What a rank notes."""
+    """Return the notes of a rank."""
     ddp = nn.parallel.DistributedDataParallel
     model, before, by_hand = (seeded(functools.partial(Model, b)) for b in (False, False, True))
     scoped(model, HEAD)

@@ -106,12 +106,17 @@ def plain(
     for step in range(steps):
         optimizer.zero_grad()
         scaler.scale(loss_of(amp, model, step, spoils)).backward()
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.model(model)
         log.append(sorted(vars(optimizer).keys() & {"grad_scale", "found_inf"}))
     return log
+
+
+def end_step(log: Log, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Step and update; log what the step returned, and the scaler."""
+    log.append(scaler.step(optimizer))
+    scaler.update()
+    log.scaler(scaler)
 
 
 def sgd(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
@@ -125,9 +130,7 @@ def at_a_bound(amp: Amp, start: float, spoils: dict[int, float], make: Any, step
     for step in range(steps):
         optimizer.zero_grad()
         scaler.scale(spoiled(weight, spoils.get(step, 1.0)).sum()).backward()
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.bits(weight, weight.grad)
     return log
 
@@ -145,9 +148,7 @@ def clipped(amp: Amp, make: Any, by_value: bool = False, spoils: dict[int, float
         else:
             log.bits(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         log.model(model)
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.model(model)
     return log
 
@@ -182,9 +183,7 @@ def penalised(amp: Amp) -> Log:
         with amp.autocast("cpu", dtype=FP16):
             loss = loss + torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         scaler.scale(spoiled(loss, float("inf") if step == 2 else 1.0)).backward()
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.model(model)
     return log
 
@@ -237,9 +236,7 @@ def sparse(amp: Amp, make: Any, dtype: torch.dtype = FP32) -> Log:
         if step % 2:
             scaler.unscale_(optimizer)
         log.model(tables)
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.model(tables)
     return log
 
@@ -278,9 +275,7 @@ def mixed_parameters(amp: Amp) -> Log:
         scaler.scale(loss).backward()
         if step % 2:
             scaler.unscale_(optimizer)
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.model(parameters)
     return log
 
@@ -347,9 +342,7 @@ def resumed(amp: Amp, at: int, before_first: bool = False) -> Log:
                 made.load_state_dict(state)
         optimizer.zero_grad()
         scaler.scale(loss_of(amp, model, step, {2: float("inf"), 6: float("nan")})).backward()
-        log.append(scaler.step(optimizer))
-        scaler.update()
-        log.scaler(scaler)
+        end_step(log, scaler, optimizer)
         log.model(model)
     return log
 

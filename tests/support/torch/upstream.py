@@ -86,7 +86,7 @@ SELECTIONS = (
 
 @dataclass
 class Run:
-    """What one child process reported."""
+    """The report of one child process."""
 
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
     made: int = 0

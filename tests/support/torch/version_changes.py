@@ -1,4 +1,4 @@
-"""What the supported versions of torch do not have in common: one table, which tests ask.
+"""The differences between the supported versions of torch: one table, which tests read.
 
 Nothing of polymp is imported here, for a process that shows what torch does by itself.
 """

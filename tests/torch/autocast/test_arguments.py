@@ -34,7 +34,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def outcome(amp: Any, *args: Any, **kwargs: Any) -> Any:
-    """What making a region gives: its attributes and warnings, or the exception."""
+    """Make a region, and return its attributes and warnings, or the exception."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

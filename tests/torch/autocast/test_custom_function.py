@@ -155,7 +155,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 def received(fwd: Any, region: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the body of a decorated forward gets, called with a bare ctx."""
+    """Return the arguments that the body of a decorated forward gets, called with a bare ctx."""
 
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs

@@ -128,7 +128,7 @@ def test_recurrent_layers_that_a_policy_keeps_in_float32_keep_their_buffer(rule:
 
 
 class Convolutions(nn.Module):
-    """What a vision model is made of: convolutions of three kinds, norms, pooling, a residual."""
+    """A small vision model: convolutions of three kinds, norms, pooling, a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Convolutions(nn.Module):
 
 
 def channels_last(amp: Any, low: torch.dtype) -> dict[str, Any]:
-    """What three training steps on images in channels_last leave behind."""
+    """Return the state after three training steps on images in channels_last."""
     torch.manual_seed(0)
     model = Convolutions().to(DEVICE, memory_format=torch.channels_last)
     x = torch.randn(8, 3, 32, 32).to(DEVICE, memory_format=torch.channels_last)
@@ -423,7 +423,7 @@ class Loop:
         self.finish()
 
     def noted(self) -> list[Any]:
-        """What there is after an iteration, as numbers of the host."""
+        """Return the state after an iteration, as numbers of the host."""
         state = self.scaler.state_dict()
         return [state, [w.tolist() for w in self.weights]]
 
@@ -551,7 +551,7 @@ def test_the_first_scale_can_be_captured() -> None:
 
 
 def test_an_update_captured_after_steps_that_the_host_took() -> None:
-    """What the host knew of the state does not stand after replays."""
+    """The host's knowledge of the state is no longer valid after replays."""
     loop = Loop(lambda w: torch.optim.SGD(w, lr=0.1), skip_on="host", growth_factor=2.0)
     with on_a_side_stream():
         for _ in range(3):

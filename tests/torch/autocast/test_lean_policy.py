@@ -30,7 +30,7 @@ LIMITS = {"written_out": 0.75, "fused": 0.85}
 
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, list[saved_dtypes.Saved]]:
-    """What is saved on CUDA, by what, attention, dtype and policy."""
+    """Return the values that are saved on CUDA, by program, attention, dtype and policy."""
     child = processes.python(*STRICT, "-m", "tests.support.torch.saved_dtypes")
     return {
         key: [saved_dtypes.Saved(*one) for one in found]

@@ -50,7 +50,7 @@ ASKS_FOR_GPU = re.compile("unsafe|driver")
 
 @dataclass(frozen=True)
 class Run:
-    """What `run_ops` wrote for one device, by stage and op."""
+    """The results that `run_ops` wrote for one device, by stage and op."""
 
     registered: tuple[str, ...]
     stages: dict[str, dict[str, Record]]
@@ -89,7 +89,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
 
 
 def differences(theirs: Outcome, ours: Outcome) -> list[str]:
-    """What differs, in words; empty if every dtype, bit and word is the same."""
+    """Return the differences, in words; none if every dtype, bit and word is the same."""
     found = [
         f"{name} {getattr(ours, name)!r}, torch {getattr(theirs, name)!r}"
         for name in ("error", "calls")

@@ -1,4 +1,4 @@
-"""What a policy costs where it says what torch's own table says: nothing, for nothing is installed.
+"""A policy that agrees with torch's table costs nothing, because no kernel is installed.
 
 Each device has a process of its own, for kernels stay once they are installed. What calls of ops
 that do differ cost is measured by benchmarks/policies.py.

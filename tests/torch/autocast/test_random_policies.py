@@ -16,8 +16,8 @@ from tests.support import processes
 from tests.support.random_policies import WRONG
 from tests.support.sizes import size
 
-POLICIES = size(150, 500)
-COMPILED = size(8, 30)  # half of them with AOT autograd; each costs as much as 20 eager programs
+POLICIES = size(100, 500)
+COMPILED = size(6, 30)  # half of them with AOT autograd; each costs as much as 20 eager programs
 PAIRS = size(4, 12)  # under A, B, A and under B, A, B
 
 pytestmark = pytest.mark.sized

@@ -86,7 +86,7 @@ def sequences(layer: nn.RNNBase, packed: bool) -> Any:
 
 
 def of_torch(layer: nn.RNNBase) -> tuple[Any, ...]:
-    """What `flatten_parameters` of the layer asks for, after the weights."""
+    """Return the arguments after the weights in the call of the layer's `flatten_parameters`."""
     modes = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
     return (
         (4 if layer.bias else 2) + (layer.proj_size > 0),

@@ -42,6 +42,7 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "cast-inputs-in-a-named-tuple": (RAISES, ["Pair", "float16"]),
     "cast-inputs-in-a-mapping": (["dict", "float16"], ["OrderedDict", "float16"]),
     "vmap-of-a-linear": ("float32", "bfloat16"),
+    "vmap-of-a-vector-product": ("bfloat16", "float32"),
     "region-inside-a-region-of-torch": (RAISES, "bfloat16"),
     # of scalers
     "lowered-growth-interval": (8.0, 16.0),
@@ -82,7 +83,10 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
         [repr(2.0**-126), repr(2.0**126), "8.0"],
     ),
     "update-with-a-tensor-of-one-dimension": (RAISES, 4.0),
-    "first-scale-that-is-none": (["[0.0]", "[-8.0]", "[inf]"], ["ValueError, []"] * 3),
+    "first-scale-that-is-not-positive-and-finite": (
+        ["[0.0]", "[-8.0]", "[inf]"],
+        ["ValueError, []"] * 3,
+    ),
     "first-scale-without-an-inverse": (
         ["-inf", repr(as_float32(1e-40)), "-0.125", repr(as_float32(1e38))],
         ["0.0", repr(2.0**-126), "-0.125", repr(as_float32(1e38))],

@@ -1,5 +1,7 @@
 """Every private name of torch that polymp uses does what `compat` says; loud when one changes."""
 
+import importlib
+import math
 import sys
 import warnings
 
@@ -337,6 +339,21 @@ def test_local_shares_the_memory_of_a_dtensor(alone):
     assert dtensor.local(plain) is plain
 
 
+def test_the_place_of_a_part_and_a_tensor_laid_out_alike(alone):
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    whole = distribute_tensor(torch.ones(4, 3), alone, [Shard(0)])
+    assert dtensor.offset(whole) == (0, 0)
+    assert dtensor.offset(torch.ones(2, 2, 2)) == (0, 0, 0)
+    part = torch.zeros(4, 3, dtype=torch.int16)
+    made = dtensor.like(part, whole)
+    assert isinstance(made, DTensor)
+    assert (made.placements, made.shape, made.dtype) == ((Shard(0),), whole.shape, torch.int16)
+    dtensor.local(made).add_(1)
+    assert part.sum() == 12
+    assert dtensor.like(part, torch.ones(4, 3)) is part
+
+
 def test_meshes_are_named_once_in_the_order_of_their_use(alone):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -447,6 +464,47 @@ def test_steps_of_torch_s_optimizers_are_in_the_two_wrappers_that_are_left_out()
 
     Own([w], lr=0.5)
     assert not optimizers._breaks_graphs(Own)
+
+
+def test_a_step_without_hooks_and_one_without_wrappers():
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([w], lr=1.0)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    w.grad = torch.ones(2)
+    optimizers.step_without_hooks(torch.optim.Adam)(optimizer)
+    assert w[0] < 0.1
+    with torch.no_grad():
+        optimizers.plain_step(torch.optim.Adam)(optimizer)
+    assert w[0] < -0.8
+    assert seen == []
+    optimizer.step()
+    assert seen == ["hook"]
+
+
+def test_dynamo_marks_init_group_on_a_wrapper_that_can_be_taken_off():
+    import torch._dynamo.eval_frame
+
+    torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # dynamo patches the classes
+    marked = torch.optim.SGD._init_group
+    plain = optimizers.traceable(marked)
+    assert plain.__name__ == "_init_group"
+    assert not hasattr(plain, "_torchdynamo_disable")
+    assert optimizers.traceable(3) == 3
+
+
+def test_low_weights_complete_their_state():
+    calls = []
+
+    class Low(torch.optim.SGD):
+        def complete_state(self):
+            calls.append(self)
+
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizers.complete_state(torch.optim.SGD([w]))
+    low = Low([w])
+    optimizers.complete_state(low)
+    assert calls == [low]
 
 
 def test_the_lists_that_an_optimizer_s_state_is_gathered_in():
@@ -751,6 +809,21 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(alone) -
     assert [op.namespace for op, _ in seen if distributed.talks(op)] == ["c10d"]
     assert distributed.talks(torch.ops._c10d_functional.all_reduce.default)
     assert not distributed.talks(torch.ops.aten.add_.Tensor)
+    assert distributed.receives(torch.ops._c10d_functional.all_reduce.default)
+    assert not distributed.receives(torch.ops.aten.add_.Tensor)
+
+
+def test_fsdp_makes_room_for_what_other_ranks_send() -> None:
+    """Its results are the room: this rank's part of it, and the whole, which is not written yet."""
+    importlib.import_module("torch.distributed.fsdp")
+    op = torch.ops.fsdp.all_gather_copy_in.default
+    parts = [torch.ones(2), torch.ones(2)]
+    room = torch.full((8,), math.inf)
+    mine, whole = op(parts, room, [2, 2], 4, 1)
+    assert distributed.receives(op)
+    assert not distributed.talks(op)
+    assert whole.isfinite().tolist() == [False] * 4 + [True] * 4
+    assert mine.data_ptr() == whole[4:].data_ptr()
     assert not modes.unwrapped_first([torch.Tensor, torch.nn.Parameter])
 
 

@@ -140,7 +140,7 @@ def run(
 IN_BOTH = ("SGD", "SGD, momentum", "Adam")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "eager") for name in OPTIMIZERS] + [(name, "aot_eager") for name in IN_BOTH],
@@ -159,6 +159,7 @@ def test_two_graphs_and_the_history_of_eager_code(name: str, backend: str) -> No
     assert ours.graphs[1:] == [3 + ("SGD, " in name)] * (STEPS - 1)
 
 
+@pytest.mark.long  # it compiles C++ for most of its time; the same graphs run above on AOT autograd
 def test_inductor() -> None:
     eager, ours = run(OPTIMIZERS["Adam"]), run(OPTIMIZERS["Adam"], "inductor")
     assert ours.states == eager.states
@@ -167,6 +168,7 @@ def test_inductor() -> None:
         torch.testing.assert_close(w, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["Adam", "AdamW, foreach", "Rprop"])
 def test_a_good_step_is_that_of_the_compiled_optimizer_alone(name: str) -> None:
     """Bit for bit: the same steps on the same true gradients, without a scaler."""
@@ -200,6 +202,7 @@ def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) 
     assert all(map(torch.equal, mixed.weights, eager.weights))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -254,7 +257,8 @@ def test_below_a_scale_of_one_a_quotient_that_overflows_is_caught() -> None:
 # --- everything in one graph ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("name", ["AdamW, foreach"])
 def test_a_whole_step_is_one_graph_where_dynamo_traces_gradients(name: str, backend: str) -> None:
     part = Part(OPTIMIZERS[name])
@@ -289,7 +293,7 @@ def test_a_whole_step_is_one_graph_where_dynamo_traces_gradients(name: str, back
         torch.testing.assert_close(w, v)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "make",
     [
@@ -331,6 +335,7 @@ def test_a_training_function_with_graph_breaks(make: Make) -> None:
 # --- what the host hears -------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("on_stuck", ["warn", "raise", "call"])
 def test_a_compiled_loop_that_is_stuck_says_so(on_stuck: str, backend: str) -> None:

@@ -106,7 +106,7 @@ KINDS = ("plain", "fused", "clipped", "accumulated")
 
 
 def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
-    """What a rank notes."""
+    """Return the notes of a rank."""
     from polymp.torch import GradScaler, autocast  # here, for the tests import this file's names
 
     warnings.filterwarnings("ignore", "GradScaler has no effect in a bfloat16 region")
@@ -131,7 +131,7 @@ def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank noted."""
+    """Return the notes of all ranks."""
     return launch("tests.torch.scaler.test_ddp", 2, tmp_path_factory.mktemp("ddp"))
 
 

@@ -301,7 +301,7 @@ def test_a_state_that_says_none_is_put_back() -> None:
 
 
 def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
-    """What it costs: nothing is copied of a parameter without a gradient."""
+    """No parameter without a gradient is copied."""
 
     def copied(op: Any, args: Any, _: Any) -> int:
         assert op is not torch.ops.aten.clone.default

@@ -216,7 +216,7 @@ def after_inference(run: Run) -> None:
 
 
 def after_a_skip(run: Run) -> None:
-    """What the skipped step's region has left is no reason to flag another optimizer."""
+    """The region of a skipped step does not make `expect_scaler` flag another optimizer."""
     scaler, other = GradScaler("cpu"), Run()
     (scaler.scale(run.loss()) * float("inf")).backward()
     scaler.step(run.optimizer)
@@ -265,7 +265,7 @@ def test_not_flagged(train, fused) -> None:
 
 
 def test_a_gradient_of_an_earlier_iteration_is_not_looked_at_again() -> None:
-    """What was noted ends with the next step, be it flagged or not."""
+    """The next step ends all notes, with a warning or without one."""
     first, second = Run(), Run()
     with expect_scaler():
         first.backward()

@@ -1,4 +1,4 @@
-"""What a scaler says of what it saw: found_inf, step_skipped, skipped_steps, report()."""
+"""A scaler's reports of its checks: found_inf, step_skipped, skipped_steps, report()."""
 
 from __future__ import annotations
 

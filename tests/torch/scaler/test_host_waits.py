@@ -162,7 +162,7 @@ class NeverThere:
 
 
 def waits(op: Any, args: Any, kwargs: Any) -> str | None:
-    """What would wait on a GPU: values read, and copies to the CPU that block."""
+    """Name the way in which a call would wait on a GPU: a read value, or a copy to the CPU."""
     if op is torch.ops.aten._local_scalar_dense.default:
         return "read"
     to_cpu = str(kwargs.get("device", "")) == "cpu"

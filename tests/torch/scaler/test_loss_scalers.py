@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from polymp.errors import StuckError
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling.state_dict import to_state_dict
 from polymp.torch import GradScaler, LossScalers
 
 NAN = float("nan")
@@ -189,7 +190,7 @@ def test_each_scale_follows_its_own_loss_and_the_step_all_of_them(kind, history)
                 states[name] = scale_rule.step(
                     rule, states[name], factor == 1.0, loss_finite=factor == factor
                 )
-            assert run.scalers[name].state_dict() == scale_rule.to_state_dict(rule, states[name])
+            assert run.scalers[name].state_dict() == to_state_dict(rule, states[name])
         skip = not {a, b} <= {1.0, None}
         skipped += skip
         assert (run.bits() == before) == skip

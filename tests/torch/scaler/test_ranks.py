@@ -16,10 +16,12 @@ import torch
 
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
-from tests.support.torch import rank_checkpoints
+from polymp.scaling.state_dict import from_state_dict, to_state_dict
+from tests.support.torch import rank_cases, rank_checkpoints
 from tests.support.torch.ranks import bits, launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, ways
 from tests.support.torch.sharded_models import FOR_FOUR, Toy, cuts, data
+from tests.support.torch.training import entries
 
 pytestmark = pytest.mark.sized
 
@@ -42,24 +44,24 @@ FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
-    """What each rank noted, by the number of ranks; the four go on with what the two saved."""
+    """Return the notes of each rank, by number of ranks; four ranks continue what two saved."""
     folder = tmp_path_factory.mktemp("ranks")
     return {ranks: launch("tests.support.torch.run_ranks", ranks, folder) for ranks in WORLDS}
 
 
 def outcomes(history: Sequence[Plant | None], settled: bool) -> list[str]:
-    """What each step has to be, where all ranks hear of a loss or where they do not."""
+    """Return the expected outcome of each step; `settled` if all ranks know of a bad loss."""
     of_loss = {"loss": "spoiled", "apart": "spoiled"} if settled else {}
     return ["good" if p is None else of_loss.get(p.what, "overflow") for p in history]
 
 
 def states(steps: Sequence[str], rule: ScaleRule = RULE, start: Any = START) -> list[Any]:
-    """What the scaler's state has to be after each step, as it is saved."""
+    """Return the expected state dict of the scaler after each step."""
     saved = []
     for step in steps:
         finite, loss_finite = step == "good", step != "spoiled"
         start = scale_rule.step(rule, start, finite, loss_finite=loss_finite)
-        saved.append(scale_rule.to_state_dict(rule, start))
+        saved.append(to_state_dict(rule, start))
     return saved
 
 
@@ -172,7 +174,7 @@ def test_ranks_without_gradients(worlds: Any, ranks: int, way: str) -> None:
     expected = states(steps[:4])
     expected += [
         expected[-1],
-        *states(["overflow"], start=scale_rule.from_state_dict(expected[-1])[1]),
+        *states(["overflow"], start=from_state_dict(expected[-1])[1]),
     ]
     assert of_all(worlds, ranks, key, "state") == [expected] * ranks
     assert of_all(worlds, ranks, key, "skipped") == [[s != "good" for s in steps]] * ranks
@@ -338,11 +340,50 @@ def test_torch_s_scaler_takes_no_mix_of_plain_and_distributed(worlds: Any, ranks
         assert "got mixed torch.Tensor and DTensor" in of_rank["defect", "torch", "tp"]
 
 
-def test_the_oracles_can_differ() -> None:
+BESIDE = pytest.mark.parametrize("way", rank_cases.BESIDE_WAYS)
+
+
+@WORLD
+@BESIDE
+@pytest.mark.parametrize("history", rank_cases.BESIDE)
+def test_without_a_look_at_losses_it_is_torch_s_scaler(
+    worlds: Any, ranks: int, history: str, way: str
+) -> None:
+    """Scale, count and every weight of FSDP2, bit for bit, whatever goes wrong on one rank."""
+    theirs, ours = (("beside", who, history, way) for who in ("torch", "gradients"))
+    for what, shared in (("parameters", dict), ("state", entries)):
+        one, other = (
+            [[shared(step) for step in of_rank] for of_rank in of_all(worlds, ranks, key, what)]
+            for key in (theirs, ours)
+        )
+        assert one == other, what
+
+
+@WORLD
+@BESIDE
+def test_a_loss_of_nan_with_finite_gradients_on_one_rank(worlds: Any, ranks: int, way: str) -> None:
+    """torch.amp's ranks all take the step and ours all skip it; both leave the scale."""
+    for who, taken in (("torch", True), ("polymp", False)):
+        key = "beside", who, "apart", way
+        for of_rank in of_all(worlds, ranks, key, "state"):
+            assert [state["scale"] for state in of_rank] == [512.0, 512.0]
+        weights = of_all(worlds, ranks, key, "parameters")
+        assert same(weights)
+        before, after = weights[0]
+        assert (before != after) is taken
+
+
+def test_the_oracles_can_differ(worlds: Any) -> None:
     settled, unsettled = (outcomes(HISTORY, known) for known in (True, False))
     assert states(settled) != states(unsettled)
     one, other = alone(settled, "sgd"), alone(["good"] * len(HISTORY), "sgd")
     assert any(not torch.equal(one[-1][n], other[-1][n]) for n in one[-1])
+    theirs, ours = (
+        of_all(worlds, 2, ("beside", who, "everything", "adamw, fused"), "parameters")[0]
+        for who in ("torch", "polymp")
+    )
+    apart = next(at for at, plant in enumerate(HISTORY) if plant and plant.what == "apart")
+    assert [one == other for one, other in zip(theirs, ours, strict=True)].index(False) == apart
     assert set(FOR_FOUR) < set(cuts(4))
     assert not set(FOR_FOUR) & set(cuts(2))
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling.state_dict import from_state_dict, to_state_dict
 from polymp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -182,13 +183,13 @@ def test_a_state_is_that_of_the_core(options, history) -> None:
     run = Run(polymps(**options))
     run.play(history)
     state = run.scaler.state_dict()
-    rule, numbers = scale_rule.from_state_dict(state)
-    assert scale_rule.to_state_dict(rule, numbers) == state
+    rule, numbers = from_state_dict(state)
+    assert to_state_dict(rule, numbers) == state
     assert rule == run.scaler._state.rule
     for what in history:
         numbers = scale_rule.step(rule, numbers, what == "+", loss_finite=what != "?")
     run.play(history)
-    assert scale_rule.to_state_dict(rule, numbers) == run.scaler.state_dict()
+    assert to_state_dict(rule, numbers) == run.scaler.state_dict()
 
 
 def test_a_copy_keeps_what_was_asked_for() -> None:
@@ -257,14 +258,14 @@ def test_a_state_beyond_float32_is_rounded_into_it() -> None:
 
 
 def test_the_first_scale_is_float32_once_it_is_used() -> None:
-    """What is unscaled with and what is remembered are the number that the loss is scaled with."""
+    """The scale that gradients are divided by and the one that is saved are the loss's scale."""
     scaler = polymps(init_scale=1.1)
     run = Run(scaler)
     scaler.scale(run.w.sum())
     assert scaler.get_scale() == scaler._scale.item() == scale_rule.as_float32(1.1)
     (last,) = run.play("-")
     rule = ScaleRule(interval=3)
-    assert last[0] == scale_rule.to_state_dict(
+    assert last[0] == to_state_dict(
         rule, scale_rule.step(rule, ScaleState(scale_rule.as_float32(1.1)), False)
     )
 

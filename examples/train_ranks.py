@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
         good = train(args, device)
-        # gloo's threads let go of the last tensors before the interpreter ends (pytorch #190489).
+        # gloo's threads let go of the last tensors before the interpreter ends (pytorch #179291).
         dist.barrier()
         return 0 if good else 1
     finally:

@@ -38,7 +38,7 @@ def plan_vjp(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 
 def _plan(frame: Frame, eqn: Equation, region: Region, rules: "type[_Rules]") -> Planned:
-    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
     outs = [Known(k.dtype, product=k.product, weak=k.weak) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
@@ -308,7 +308,7 @@ class _Reverse(_Rules):
             return _where(grads, moves)
 
         jaxpr = self.trace(backward, saved, _where(results, coming))
-        known = [k._replace(number=None) for k in first.plan.outs[count:]]
+        known = [k._replace(numbers=()) for k in first.plan.outs[count:]]
         known += [Known(k.dtype) for k in _where(self.plan.outs, coming)]
         wanted = [k.dtype for k in _where(self.plan.known[self.num_consts :], moving)]
         plan = self.planner.plan(

@@ -37,7 +37,7 @@ def is_registered(name: str) -> bool:
 
 def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A user's primitive: its own shape rule says what comes out of cast operands."""
-    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     hard = tuple(k.dtype for k in known if k.dtype)
     if not hard or any(map(fixed, eqn.invars)):
         return frame.as_written(eqn)
@@ -195,7 +195,7 @@ def _rule(op: str, region: Region) -> Rule:
 
 def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     """Plan a call of a known function by the row of its op."""
-    known = [frame.known(atom)._replace(number=None) for atom in section.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in section.invars]
     region = section.region
     frame.stack = compat.no_scopes()  # those inside have their own
     floats = [k.dtype for k in known if k.dtype]
@@ -227,7 +227,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     met = [k._replace(dtype=f, weak=False) for k, f in zip(known, reads, strict=True)]
     plan = frame.planner.plan(section, met, inside)
     writes = tuple(k.dtype for k in plan.outs)
-    outs = [k._replace(number=None, weak=False) for k in plan.outs]
+    outs = [k._replace(numbers=(), weak=False) for k in plan.outs]
     returns = None
     if decision.out is not None and writes != (decision.out,) * len(writes):
         # Of a normalisation that is the result, not the statistics that it keeps; and not what

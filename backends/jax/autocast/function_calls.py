@@ -21,7 +21,7 @@ from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
+from polymp.backends.jax.autocast.values import ELIGIBLE, Known, declared, fixed
 from polymp.backends.jax.compat.programs import Atom, Equation, JaxprEqnContext, SourceInfo
 from polymp.rules.answers import Decision
 from polymp.rules.region import Region
@@ -242,8 +242,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
             for f, v in zip(writes, section.outvars, strict=True)
         )
         outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
-    keep = decision.rule is Rule.FP32_KEEP
-    if keep and decision.out in LOW and not section.effects:
+    if decision.rule is Rule.FP32_KEEP and not section.effects:
         finals = tuple(k.dtype for k in outs)
         kept = _Again((plan,), tuple(reads), returns)
         return frame.step(section, [None] * len(reads), finals, inside=kept), outs
@@ -276,7 +275,7 @@ class _Inlined(Inside):
 
 
 class _Again(_Inlined):
-    """A section that returns a low dtype: its operands are saved as they came, nothing wider.
+    """A section that returns the dtype of its operands: they are saved as they came, nothing else.
 
     For backward it is computed again, as a fused kernel would.
     """

@@ -153,17 +153,17 @@ class Catch(FunctionStep, Generic[P, R]):
                 good = [state if isinstance(it, Made) else leaf for it, leaf, state in pairs]
                 positional, named = self._put_back(jax.tree.unflatten(tree, good))
             self._recorded.restart(good)
-            self._means, given = self._checks.means, good
+            self._means, linked = self._checks.means, self._recorded.linked(good)
         recorded = self._recorded
-        recorded.add(given, tree)
+        recorded.add(linked, tree)
         self._fed |= recorded.calls[-1].fed
         self.step += 1
         result = self._fn(*positional, **named)
-        recorded.returned(result, (positional, named))
-        if not self._checks.add(self._losses(result)):
+        leaves, of_result = jax.tree.flatten(result)
+        recorded.returned(leaves + jax.tree.leaves(self._changeable((positional, named))))
+        if not self._checks.add(self._losses(leaves)):
             return result
         good = self._stop(None, tree)
-        leaves, of_result = jax.tree.flatten(result)
         back = {made: at for made, at in self._fed.items() if made < len(leaves)}
         kept = [good[back[at]] if at in back else leaf for at, leaf in enumerate(leaves)]
         return jax.tree.unflatten(of_result, kept)  # type: ignore[no-any-return]
@@ -209,13 +209,17 @@ class Catch(FunctionStep, Generic[P, R]):
             values[place] = it
         return tuple(args), kwargs
 
-    def _losses(self, result: object) -> dict[int, jax.Array]:
+    def _changeable(self, arguments: tuple[Any, dict[str, Any]]) -> object:
+        """Return the arguments if the step may change them in place; a jitted one changes none."""
+        is_jitted = isinstance(self._fn, _JITTED) and not self._objects
+        return None if is_jitted else arguments
+
+    def _losses(self, leaves: Leaves) -> dict[int, jax.Array]:
         """Return the floats with one element that a call returned and that are no state."""
-        leaves = enumerate(jax.tree.leaves(result))
         return {
             at: leaf
-            for at, leaf in leaves
-            if at not in self._fed and is_float(leaf) and np.size(leaf) == 1
+            for at, leaf in enumerate(leaves)
+            if at not in self._fed and np.size(leaf) == 1 and is_float(leaf)
         }
 
     def _stop(self, last: Leaves | None, tree: Any) -> Leaves:
@@ -249,7 +253,7 @@ class Catch(FunctionStep, Generic[P, R]):
         losses: list[float] = []
         checks = LossChecks(self._jump, self._means)
         for run in self._recorded.repeated(self._fn, last):
-            found_losses = self._losses(run.result)
+            found_losses = self._losses(jax.tree.leaves(run.result))
             found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
             if found:
                 fault, note = _located(self._fn, run.before, calls[run.at].tree)
@@ -269,6 +273,7 @@ class Catch(FunctionStep, Generic[P, R]):
         return f"{_name(tree, at)} is {what} after it{more}"
 
 
+_JITTED = type(jax.jit(lambda: None))
 _SOMETHING = "a value is not finite"
 _DONATED = (
     "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "

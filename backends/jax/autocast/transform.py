@@ -74,8 +74,8 @@ def transformed(
     """
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
-            f"autocast(fn) needs a function, got {reprlib.repr(fn)}. Write autocast(fn, dtype=...), "
-            "and call the result: autocast(loss)(params, x)."
+            f"autocast(fn) needs a function, got {reprlib.repr(fn)}. Write "
+            "autocast(fn, dtype=...), and call the result: autocast(loss)(params, x)."
         )
     for kind in ("generator", "coroutine", "asyncgen"):
         if getattr(inspect, f"is{kind}function")(fn):

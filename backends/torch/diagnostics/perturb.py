@@ -11,12 +11,11 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import flop_count, storage
+from polymp.backends.torch.compat import flop_count, modes, storage
 from polymp.backends.torch.diagnostics.explain import call_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors, is_cast, kind_of, name_of
@@ -64,22 +63,21 @@ class Chance:
             t.copy_(torch.where(t.isfinite(), t.double() + share * by, t.double()))
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(modes.OpMode):
     """Moves the results of ops, and notes nothing."""
 
     def __init__(self, chance: Chance) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._chance = chance
         self.looks_away = False
 
-    def __torch_dispatch__(
+    def op(
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
-        kwargs = dict(kwargs or {})
         result: Any = func(*args, **kwargs)
         if (
             self.looks_away
@@ -111,7 +109,7 @@ class Moved(OpTracer):
         """
         self.looks_away = False
         self.calls.clear()
-        self._of_node.clear()
+        self._origins.forget()
         self._chance = None if seed is None else Chance(seed, alike)
         self._keep = keep
         self._values: dict[int, tuple[torch.Tensor, ...]] = {}

@@ -527,14 +527,14 @@ WRONG = {
         _doing("switch", LAYER, DECAY),
     ),
     "a jvp rule is dropped": (
-        custom_derivatives._Rules,
+        custom_derivatives.Rules,
         "emit",
         _without_rule,
         "gradients",
         _doing("custom_jvp", HALVED),
     ),
     "a vjp rule is dropped": (
-        custom_derivatives._Rules,
+        custom_derivatives.Rules,
         "emit",
         _without_rule,
         "gradients",

@@ -9,16 +9,17 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from polymp import code_origin
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.diagnostics import locate as finder
+from polymp.backends.jax.diagnostics.finite_arguments import name_of, not_finite
 from polymp.backends.jax.diagnostics.loss_checks import LossChecks, Means
 from polymp.backends.jax.diagnostics.recorded_calls import Leaves, Made, RecordedCalls, donated
 from polymp.diagnostics.audit_records import Fault
@@ -189,10 +190,10 @@ class Catch(FunctionStep, Generic[P, R]):
             finally:
                 self._raises = raises
 
-    def _good(self, leaves: Leaves, linked: Leaves, tree: Any) -> Leaves:
+    def _good(self, leaves: Leaves, linked: Leaves, tree: PyTreeDef) -> Leaves:
         """Return arguments that are finite: these, or if they are not, those of a bad step."""
         if not self._recorded.calls:
-            found = _not_finite(dict(enumerate(leaves)))
+            found = not_finite(dict(enumerate(leaves)))
             self._infinite = frozenset(found)  # on purpose, such as a best loss so far
             return leaves
         state = {at: leaves[at] for at, it in enumerate(linked) if isinstance(it, Made)}
@@ -222,7 +223,7 @@ class Catch(FunctionStep, Generic[P, R]):
             if at not in self._fed and np.size(leaf) == 1 and is_float(leaf)
         }
 
-    def _stop(self, last: Leaves | None, tree: Any) -> Leaves:
+    def _stop(self, last: Leaves | None, tree: PyTreeDef) -> Leaves:
         """Find the first bad step, and say which it was.
 
         Args:
@@ -262,15 +263,15 @@ class Catch(FunctionStep, Generic[P, R]):
             losses += [float(loss) for loss in found_losses.values()]
         return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
 
-    def _described(self, state: Mapping[int, Any], tree: Any) -> str:
+    def _described(self, state: Mapping[int, Any], tree: PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
-        found = _not_finite(state)
+        found = not_finite(state)
         bad = {at: what for at, what in found.items() if at not in self._infinite}
         if not bad:
             return ""
         at, what = next(iter(bad.items()))
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        return f"{_name(tree, at)} is {what} after it{more}"
+        return f"{name_of(tree, at)} is {what} after it{more}"
 
 
 _JITTED = type(jax.jit(lambda: None))
@@ -285,18 +286,9 @@ _UNREPEATED = (
 )
 
 
-def _name(tree: Any, at: int) -> str:
-    """The name of an argument, as the caller would write it."""
-    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    (args, kwargs) = numbered
-    for kind in (args, kwargs):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(kind):
-            if leaf == at:
-                return f"argument {jax.tree_util.keystr(path)}"
-    return "an argument"
-
-
-def _located(fn: Callable[..., object], leaves: Leaves, tree: Any) -> tuple[Fault | None, str]:
+def _located(
+    fn: Callable[..., object], leaves: Leaves, tree: PyTreeDef
+) -> tuple[Fault | None, str]:
     args, kwargs = jax.tree.unflatten(tree, leaves)
     try:
         return finder.locate(fn, *args, **kwargs), ""
@@ -310,25 +302,3 @@ def _nnx_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int |
     nnx = sys.modules.get("flax.nnx")
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return {at: it for at, it in given if nnx is not None and isinstance(it, nnx.Pytree)}
-
-
-@jax.jit
-def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether each array is finite: bool [2, n], whether it has no NaN, and no Inf."""
-    return jnp.stack([jnp.array([~jnp.isnan(x).any(), ~jnp.isinf(x).any()]) for x in arrays], 1)
-
-
-def _not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
-    """Return the places of floats that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
-    by_devices: dict[Any, list[int]] = {}
-    for at, leaf in leaves.items():
-        if is_float(leaf) and np.size(leaf):
-            devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
-            by_devices.setdefault(frozenset(devices), []).append(at)
-    found = {}
-    for places in by_devices.values():
-        no_nan, no_inf = np.asarray(_finite([leaves[at] for at in places]))
-        for at, numbers, bounded in zip(places, no_nan, no_inf, strict=True):
-            if not (numbers and bounded):
-                found[at] = "NaN" if not numbers else "Inf"
-    return dict(sorted(found.items()))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 Leaves = list[Any]
 
@@ -33,7 +34,7 @@ class Call(NamedTuple):
         leaves: of these; what the call before returned is a `Made`.
     """
 
-    tree: Any
+    tree: PyTreeDef
     leaves: Leaves
 
     @property
@@ -76,7 +77,7 @@ class RecordedCalls:
         self.calls = []
         self._start = copied(leaves)
 
-    def add(self, linked: Leaves, tree: Any) -> None:
+    def add(self, linked: Leaves, tree: PyTreeDef) -> None:
         """Record a call that is about to be made, with its arguments as `linked` returns them."""
         self.calls.append(Call(tree, linked))
 

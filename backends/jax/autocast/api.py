@@ -27,7 +27,7 @@ from polymp.rules.region import Region
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
-PolicyLike = Any
+PolicyLike = policy_files.Source | None
 
 # What a float32 array may do to a low one: widen it always, or only if something made it float32.
 PROMOTIONS = ("strong", "weak")

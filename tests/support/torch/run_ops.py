@@ -99,11 +99,11 @@ def record(device: str, enter: EnterIn, patterns: Sequence[str] = tuple(ops.PATT
 
 
 def part(patterns: Sequence[str], index: int) -> Sequence[str]:
-    """All of them in `make test-long`; in `make test` a few, and a sixth of the others in turn."""
+    """All of them in `make test-long`; in `make test` a few, and one in twelve of the others."""
     if LONG:
         return patterns
     others = [name for name in patterns if name not in FEW]
-    return [name for name in patterns if name in FEW or others.index(name) % 6 == index % 6]
+    return [name for name in patterns if name in FEW or others.index(name) % 12 == index % 12]
 
 
 def variations(

@@ -300,7 +300,7 @@ def test_a_wrong_policy_and_a_wrong_dtype_are_noticed() -> None:
     for side in FRAMEWORKS:
         for policy in POLICIES:
             its = [row for row in rows() if row.policy == policy]
-            assert sum(bool(wrong(row, side, policy=other[policy])) for row in its) > size(1, 5)
+            assert sum(bool(wrong(row, side, policy=other[policy])) for row in its) > size(0, 5)
             assert sum(bool(wrong(row, side, low=cases.OTHER[row.low])) for row in its) > size(
                 3, 10
             )

@@ -201,7 +201,8 @@ def test_a_thousand_programs(torchs: run_programs.Child) -> None:
     count, kinds, seen = compare(torchs, asked)
     assert count >= asked
     assert all(kinds[kind] >= asked / 2 for kind in KINDS), kinds
-    assert all(seen[name] >= size(1, 20) for name in programs.OPS), seen
+    rare = [name for name in programs.OPS if seen[name] < size(1, 20)]
+    assert len(rare) <= size(3, 0), rare
     assert all(seen[name] >= asked * 0.3 for name in programs.OPTIMIZERS), seen
 
 

@@ -28,6 +28,7 @@ from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost, written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
@@ -196,7 +197,8 @@ def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled
     for program, facts, scale in measured:
         facts, peaks = jax.device_get(facts)
         audit.scale = float(np.asarray(scale))
-        handed = _handed(program)
+        forward = {call.module for call in program.calls if call.direction == FORWARD}
+        handed = parameter_names.short(_handed(program), forward)
         for m, number in _results(program, facts, audit.scale):
             results.setdefault(m[:-2], []).append(m)
             for name in handed.get(number, ()):

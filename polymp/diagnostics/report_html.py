@@ -83,13 +83,13 @@ def _line(call: Call, module: str, at: int) -> Line:
     full = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     cells = (
         Cell(str(at + 1), at),
-        Cell(module),
-        Cell(call.op, about=call.spelling),
+        Cell(module, breaks="parts"),
+        Cell(call.op, about=call.spelling, breaks="parts"),
         Cell(f"{call.times:,}", call.times),
         Cell(call.direction),
-        Cell(call.source),
+        Cell(call.source, breaks="never"),
         Cell(ruled(call), about=str(call.row or "")),
-        Cell(words, about=full),
+        Cell(words.replace("->", "\u2192"), about=full),  # a browser breaks lines after dashes
         _number(call.casts, f"{call.casts:,}"),
         _number(call.cast_bytes, plain_text.size(call.cast_bytes)),
         _number(sum(count for _, count in call.saved), saved),

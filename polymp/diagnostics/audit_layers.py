@@ -21,14 +21,14 @@ class Layer(NamedTuple):
         module: its path; of equal layers, as in tables: "layers.*.attn".
         forward: magnitudes of the results of its ops; None if it has none.
         gradient: magnitudes of its gradients; None if it has none.
-        count: how many modules these are.
+        modules: how many modules these are.
         ops: names of its ops and parameters; equal layers have the same.
     """
 
     module: str
     forward: Magnitudes | None
     gradient: Magnitudes | None
-    count: int = 1
+    modules: int = 1
     ops: tuple[str, ...] = ()
 
 
@@ -57,7 +57,7 @@ def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
     ]
     modules = folded(rows, lambda row: ("", row.module), _alike, _together, fold)
     return [
-        row._replace(module=one.module, count=one.layers) for one in modules for row in one.rows
+        row._replace(module=one.module, modules=one.layers) for one in modules for row in one.rows
     ]
 
 

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from polymp import progress
 from polymp.diagnostics.audit_layers import Layer, layers
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
@@ -90,9 +91,10 @@ def audit_figure(
         "svg.fonttype": "none",
         "svg.hashsalt": "polymp",
     }
-    with rc_context(cast(Any, style)):
-        figure = _figure(Figure, audit, rows, dtypes, look)
+    with rc_context(cast(Any, style)), progress.line("plot", 2 * len(rows), "row") as line:
+        figure = _figure(Figure, audit, rows, dtypes, look, line)
         if path is not None:
+            line.stage("writing the file", long=False)
             undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
             figure.savefig(path, dpi=150, facecolor=look.page, metadata=undated)
     return figure
@@ -104,6 +106,7 @@ def _figure(
     rows: list[Layer],
     dtypes: tuple[str, ...],
     look: Look,
+    line: progress.Line,
 ) -> "Figure":
     names = [_label(row) for row in rows]
     left = _EDGE + max(1.2, _widest(names)) + 0.15
@@ -129,7 +132,7 @@ def _figure(
         above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
         _ruler(above, dtypes, span, look)
         _shade(main, dtypes, look)
-        _bands(main, found, look)
+        _bands(main, found, look, line)
         _frame(main, span, len(rows), look)
         main.set_yticks(range(len(rows)), names if at == 0 else [""] * len(rows), color=look.ink)
     _key(place(_EDGE, _BOTTOM + body + _GAP, left - _EDGE - 0.15, _KEY), look)
@@ -153,7 +156,7 @@ def _widest(names: Iterable[str]) -> float:
 
 def _label(row: Layer) -> str:
     """The name of a row; of a long one, its end."""
-    name, times = row.module or OUTSIDE, f" x{row.count}" if row.count > 1 else ""
+    name, times = row.module or OUTSIDE, f" x{row.modules}" if row.modules > 1 else ""
     room = _LONGEST - len(times)
     if len(name) > room:
         end = name[1 - room :]
@@ -219,9 +222,10 @@ def _shade(axes: "Axes", dtypes: tuple[str, ...], look: Look) -> None:
         axes.axvline(low, color=color, linewidth=0.9, alpha=0.8, linestyle=(0, (1, 2)), zorder=1)
 
 
-def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look) -> None:
+def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look, line: progress.Line) -> None:
     """A band and a tick for each row; Inf, NaN and "all zero" as words at the right."""
     for y, m in enumerate(found):
+        line.step()
         if m is None:
             continue
         if m.largest:
@@ -246,8 +250,7 @@ def _frame(axes: "Axes", span: tuple[float, float], rows: int, look: Look) -> No
     axes.set_xticks(list(ticks), [f"$2^{{{tick}}}$" for tick in ticks])
     axes.tick_params(axis="both", length=0, colors=look.soft, pad=4)
     axes.set_xlabel("magnitude", color=look.soft)
-    for y in range(rows):
-        axes.axhline(y, color=look.line, linewidth=0.6, zorder=1)
+    axes.hlines(range(rows), *span, color=look.line, linewidth=0.6, zorder=1)
     for spine in axes.spines.values():
         spine.set_visible(False)
 

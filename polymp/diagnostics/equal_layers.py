@@ -119,9 +119,9 @@ def _folded_at(
     for group in groups.values():
         for run in _runs({n: tuple(map(kind, found[i].rows)) for n, i in group.items()}):
             if len(run) > 1:
-                members = [found[group[number]] for number in run]
-                for number in run:
-                    del made[group[number]]
+                members = [found[group[n]] for n in run]
+                for n in run:
+                    del made[group[n]]
                 made[min(group[n] for n in run)] = _added(members, at, run, added, numbers)
     return [made[index] for index in sorted(made)]
 

@@ -67,8 +67,8 @@ def report_table(
     listed, rows = {id(call) for call in calls[:limit]}, list[str | tuple[str, ...]]()
     for direction, name in SECTIONS.items():
         section = [one for one in modules if one.section == direction]
-        if lines := list(_section(section, listed, report.policy, sort)):
-            rows += ["", plain_text.heading(name, width), *lines]
+        if shown := list(_section(section, listed, report.policy, sort)):
+            rows += ["", plain_text.heading(name, width), *shown]
     lines = [headline(report)]
     if len(report):
         lines += ["", *totals(report, width)]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.diagnostics.events import Event
@@ -80,11 +81,14 @@ class Audited:
         if key not in self._programs:
             self._programs[key] = measured(self.fn, args, kwargs)
             arrays = self._programs[key].traced.arrays
+            with progress.line("audit") as line:
+                line.stage("compiling the program that measures")
+                facts = self._programs[key].run(arrays)
         else:
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
+            facts = self._programs[key].run(arrays)
         program = self._programs[key]
-        facts = program.run(arrays)
         self._measured.append((program, facts, _scale_of((args, kwargs))))
         weights = [] if is_kept((args, kwargs)) else written(program, arrays)
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep

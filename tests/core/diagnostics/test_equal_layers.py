@@ -190,7 +190,7 @@ def test_an_audit_folds_and_shows_a_broken_layer() -> None:
 def test_the_picture_folds() -> None:
     pytest.importorskip("matplotlib")
     rows = audit_layers.layers(layered(bad=5))
-    assert [(row.module, row.count) for row in rows] == [
+    assert [(row.module, row.modules) for row in rows] == [
         ("h.0-4.up", 5), ("h.5.up", 1), ("h.6-23.up", 18),
     ]  # fmt: skip
     assert sum(row.forward.values for row in rows if row.forward) == 48

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import polymp
-from polymp import backends, dtypes
+from polymp import backends, dtypes, progress
 from polymp.cli import check, doctor, doctor_inputs, measurement, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError
 from polymp.rules import policy_files
@@ -182,9 +182,11 @@ def _doctor(args: argparse.Namespace) -> Data:
     if not measures and (args.framework or args.seconds):
         given = "--framework" if args.framework else "--seconds"
         raise UsageError(f"{given}: nothing is measured without --measure, --model or --shapes.")
-    if not measures:
-        return doctor.diagnose(doctor.gather())
-    found = measurement.measured(
-        args.model, args.shapes, list(dict.fromkeys(args.framework)), args.seconds
-    )
-    return doctor.diagnose(doctor.gather()) | {"measurements": found}
+    found: Data = {}
+    if measures:
+        frameworks = list(dict.fromkeys(args.framework))
+        timed = measurement.measured(args.model, args.shapes, frameworks, args.seconds)
+        found = {"measurements": timed}
+    with progress.line("polymp doctor") as line:
+        line.stage("asking the frameworks")
+        return doctor.diagnose(doctor.gather()) | found

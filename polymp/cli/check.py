@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from polymp import backends
+from polymp import backends, progress
 from polymp.cli.policies import path_inside, row_data
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
@@ -27,7 +27,9 @@ def checked(args: argparse.Namespace) -> Data:
     for name in asked:
         refused: list[Data] | None = None
         if name in backends.installed():
-            said = _refusals(name, policy)
+            with progress.line("polymp check") as line:
+                line.stage(f"asking {name}")
+                said = _refusals(name, policy)
             refused = [{"row": row_data(row), "why": why} for row, why in said.items()]
             data["errors"] += [f"{why} [{row}]" for row, why in said.items()]
         data["backends"][name] = refused

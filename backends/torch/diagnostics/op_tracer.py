@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from polymp import progress
 from polymp.backends.torch.autocast import lent_kernels, regions
 from polymp.backends.torch.compat import autograd, modes
 from polymp.backends.torch.diagnostics import own_ops
@@ -52,6 +53,9 @@ class OpTracer(decision_log.Recorder):
     # False for a tracer that does not use dtypes, casts and FLOPs, and keeps no list of calls.
     counts = True
 
+    # The call that it serves, on a terminal.
+    title = "explain"
+
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self.calls: list[OpCall] = []
@@ -63,6 +67,7 @@ class OpTracer(decision_log.Recorder):
         self._mode = _Mode(self)
         self._paused = False
         self._pauses = 0
+        self.progress: progress.Line = progress.Line()
         # Low dtype and policy of the first region that was met.
         self.region: tuple[str, str] = ("", "")
 
@@ -193,6 +198,7 @@ class OpTracer(decision_log.Recorder):
             stack.enter_context(lent_kernels.recorded())
             stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
+            self.progress = stack.enter_context(progress.line(self.title, unit="op"))
             self._stack = stack.pop_all()
         return self
 
@@ -257,6 +263,7 @@ class _Mode(modes.OpMode):
             result = func(*args, **kwargs)
             tracer.unwatched(result)
             return result
+        tracer.progress.step()
         op_call = tracer.op_call(func, sys._getframe(1))
         if not op_call.sends:
             tracer.made_by(op_call)

@@ -72,6 +72,7 @@ class ValueTracer(OpTracer):
     """
 
     counts = False
+    title = "audit"
 
     def __init__(
         self, model: nn.Module | None = None, scaler: Any = None, operands: bool = False
@@ -80,6 +81,8 @@ class ValueTracer(OpTracer):
         self._model = model
         self._scaler = scaler
         self._operands = operands
+        if operands:
+            self.title = "locate"
         self.events: list[Event] = []
         self._provenance = Provenance(model)
         self._visits: Counter[Any] = Counter()

@@ -158,6 +158,7 @@ AS_WRITTEN = "a region that is off runs what is written, and float32 is: torch k
 BIAS = "a float32 argument added to a low product is its bias in JAX"
 OWN_ADD = "the bias is added by an op of its own in JAX; low in another dtype, it is no parameter"
 HALVES = "torch refuses the half dtype that is not the region's; JAX's table widens"
+CHOSEN = "torch.where makes a float32 tensor of two numbers; in JAX they follow what they meet"
 NO_CELL = "JAX has no kernel for the cell: a state in float32 meets low gates and stays float32"
 
 # An op whose result jax.numpy casts back.
@@ -313,6 +314,9 @@ OPS: tuple[Op, ...] = (
     Op("argmax", (X,), INT),
     Op("masked to the lowest", (X, mask(3, 4)), KEEP),
     Op("where", (*PAIR, mask(3, 4)), KEEP),
+    Op("x * integers", (X, index(4, 3, 4)), KEEP),
+    Op("x * bools", (X, mask(3, 4)), KEEP),
+    Op("x * chosen numbers", (X, mask(3, 4)), FP32, KEEP, CHOSEN),
     Op("cat", PAIR, KEEP),
     Op("stack", PAIR, KEEP),
     *(Op(name, (X,), KEEP) for name in ("pad", "reshape", "transpose", "slice", "flip", "triu")),

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def planned(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -> Planned:
     """Plan a call of such a function, with the rules of its kind."""
-    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
     outs = [Known(k.dtype, product=k.product, weak=k.weak) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]

@@ -139,7 +139,7 @@ class _Reverse(Rules):
             return where(grads, moves)
 
         jaxpr = self.trace(backward, saved, where(results, coming))
-        known = [k._replace(number=None) for k in first.plan.outs[count:]]
+        known = [k._replace(numbers=()) for k in first.plan.outs[count:]]
         known += [Known(k.dtype) for k in where(self.plan.outs, coming)]
         wanted = [k.dtype for k in where(self.plan.known[self.num_consts :], moving)]
         plan = self.planner.plan(

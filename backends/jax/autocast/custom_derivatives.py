@@ -17,7 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import bind, run
-from polymp.backends.jax.autocast.frame import Frame, Planned
+from polymp.backends.jax.autocast.frame import Frame, Planned, Planner
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.values import Known
@@ -47,12 +47,12 @@ class Rules(Inside):
 
     def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
         super().__init__((plan,))
-        self.planner = frame.planner
+        self.planner: Planner = frame.planner
         self.eqn = eqn
-        self.floats = [is_inexact(var.aval) for var in eqn.invars]
-        self.float_outs = [is_inexact(var.aval) for var in eqn.outvars]
-        self.symbolic_zeros = eqn.params.get("symbolic_zeros", False)
-        self.name = compat.function_name(plan.jaxpr)
+        self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
+        self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]
+        self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
+        self.name: str = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
         self.made: dict[Hashable, Any] = {}
         self.planned_as: tuple[Self, Change] | None = None

@@ -14,7 +14,6 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 from polymp import code_origin
 from polymp.backends.jax.arrays import is_float
@@ -190,7 +189,7 @@ class Catch(FunctionStep, Generic[P, R]):
             finally:
                 self._raises = raises
 
-    def _good(self, leaves: Leaves, linked: Leaves, tree: PyTreeDef) -> Leaves:
+    def _good(self, leaves: Leaves, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Return arguments that are finite: these, or if they are not, those of a bad step."""
         if not self._recorded.calls:
             found = not_finite(dict(enumerate(leaves)))
@@ -223,7 +222,7 @@ class Catch(FunctionStep, Generic[P, R]):
             if at not in self._fed and np.size(leaf) == 1 and is_float(leaf)
         }
 
-    def _stop(self, last: Leaves | None, tree: PyTreeDef) -> Leaves:
+    def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Find the first bad step, and say which it was.
 
         Args:
@@ -263,7 +262,7 @@ class Catch(FunctionStep, Generic[P, R]):
             losses += [float(loss) for loss in found_losses.values()]
         return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
 
-    def _described(self, state: Mapping[int, Any], tree: PyTreeDef) -> str:
+    def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
         found = not_finite(state)
         bad = {at: what for at, what in found.items() if at not in self._infinite}
@@ -287,7 +286,7 @@ _UNREPEATED = (
 
 
 def _located(
-    fn: Callable[..., object], leaves: Leaves, tree: PyTreeDef
+    fn: Callable[..., object], leaves: Leaves, tree: jax.tree_util.PyTreeDef
 ) -> tuple[Fault | None, str]:
     args, kwargs = jax.tree.unflatten(tree, leaves)
     try:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 Leaves = list[Any]
 
@@ -34,7 +33,7 @@ class Call(NamedTuple):
         leaves: of these; what the call before returned is a `Made`.
     """
 
-    tree: PyTreeDef
+    tree: jax.tree_util.PyTreeDef
     leaves: Leaves
 
     @property
@@ -77,7 +76,7 @@ class RecordedCalls:
         self.calls = []
         self._start = copied(leaves)
 
-    def add(self, linked: Leaves, tree: PyTreeDef) -> None:
+    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
         """Record a call that is about to be made, with its arguments as `linked` returns them."""
         self.calls.append(Call(tree, linked))
 

@@ -118,8 +118,9 @@ def variations(
         if taken not in seen:
             seen.add(taken)
             yield name, pattern, ""
-    for name in ("all float32", "low, then float32"):
-        for way in filter(None, WAYS[device]):
+    both = "all float32", "low, then float32"
+    for at, way in enumerate(filter(None, WAYS[device])):
+        for name in both if LONG else both[at % 2 :][:1]:
             yield f"{name} ({way})", ops.dtypes(ops.PATTERNS[name], low), way
 
 

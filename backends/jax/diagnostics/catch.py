@@ -7,7 +7,6 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 """
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
@@ -21,6 +20,7 @@ from polymp.backends.jax.diagnostics import locate as finder
 from polymp.backends.jax.diagnostics.finite_arguments import name_of, not_finite
 from polymp.backends.jax.diagnostics.loss_checks import LossChecks, Means
 from polymp.backends.jax.diagnostics.recorded_calls import Leaves, Made, RecordedCalls, donated
+from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import BadStep, FunctionStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
@@ -143,7 +143,7 @@ class Catch(FunctionStep, Generic[P, R]):
             )
         positional: Any = args
         named: Any = kwargs
-        self._objects = _nnx_objects(args, kwargs)
+        self._objects = nnx.objects(args, kwargs)
         linked = self._recorded.linked(given)
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
         if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
@@ -205,7 +205,7 @@ class Catch(FunctionStep, Generic[P, R]):
         args, kwargs = list(good[0]), dict(good[1])
         for place, it in self._objects.items():
             values: Any = args if isinstance(place, int) else kwargs
-            sys.modules["flax.nnx"].update(it, sys.modules["flax.nnx"].state(values[place]))
+            nnx.update(it, values[place])
             values[place] = it
         return tuple(args), kwargs
 
@@ -294,10 +294,3 @@ def _located(
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
         line = str(error).strip().splitlines()[0]
         return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
-
-
-def _nnx_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
-    """Return the flax nnx objects among arguments, by their places; a step changes these."""
-    nnx = sys.modules.get("flax.nnx")
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {at: it for at, it in given if nnx is not None and isinstance(it, nnx.Pytree)}

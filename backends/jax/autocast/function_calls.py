@@ -6,7 +6,7 @@ one `Section`, which has the shape of an equation on the outside and of a closed
 row says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -268,6 +268,9 @@ class _Inlined(Inside):
     def passed_on(self) -> Sequence[int]:
         outs = range(len(self.plans[0].outs))
         return [i for i in outs if self.returns is None or self.returns[i] is None]
+
+    def rounds(self) -> Mapping[int, str]:
+        return {i: dtype for i, dtype in enumerate(self.returns or ()) if dtype is not None}
 
     def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
         reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))

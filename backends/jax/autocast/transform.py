@@ -197,6 +197,7 @@ def trace(
         return [leaf for leaf in leaves if is_array(leaf)]
 
     FUNCTIONS.border(flat)
+    compat.follow_buffers(regions.is_enabled)
     flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
         gc.collect(0)  # what is young from here on, the trace has made

@@ -15,6 +15,8 @@ import optax
 from flax import nnx
 from jax import Array
 
+from polymp.jax import lower
+
 MASKED = -2.3819763e38
 
 
@@ -100,9 +102,10 @@ class GemmaBlock(nnx.Module):
 
 
 class Gemma(nnx.Module):
-    """Tokens [batch, time] to scores [batch, time, words]."""
+    """Tokens [batch, time] to scores [batch, time, words]; the rows of the table may be marked."""
 
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
+    def __init__(self, it: Sizes, rngs: nnx.Rngs, low_rows: bool = False) -> None:
+        self.low_rows = low_rows
         self.table = nnx.Param(jax.random.normal(rngs.params(), (it.words, it.width)) * 0.1)
         self.blocks = nnx.List(GemmaBlock(it, rngs) for _ in range(it.layers))
         self.norm = Norm(it.width)
@@ -114,7 +117,7 @@ class Gemma(nnx.Module):
         if caches is not None:
             length = caches[0]["key"].shape[1]
         mask = positions[:, :, None] >= jnp.arange(length)
-        x = self.table[tokens]
+        x = lower(self.table[tokens]) if self.low_rows else self.table[tokens]
         x = x * jnp.sqrt(x.shape[-1]).astype(x.dtype)
         made = []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.rules.policy import Policy
 from polymp.torch import GradScaler, autocast
 from polymp.torch._trainers import check_scaler, refuse_outer_region, region_policy
 
@@ -35,7 +36,7 @@ class Region:
                 f"Write {name}({meant!r}, policy=...). Lightning's other modes work without this "
                 "plugin."
             )
-        self.policy = region_policy(policy, f"plugins=[{name}({precision!r})]")
+        self.policy: Policy | None = region_policy(policy, f"plugins=[{name}({precision!r})]")
         if scaler is not None and precision != "16-mixed":
             raise ValueError(
                 f"{name}({precision!r}) takes no scaler: loss scaling is for float16. Leave it "

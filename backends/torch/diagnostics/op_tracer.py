@@ -268,7 +268,7 @@ class _Mode(modes.OpMode):
         if not op_call.sends:
             tracer.made_by(op_call)
         if op_call.inputs is None and not op_call.region and not op_call.sends:
-            op_call.region = _low(reads[0])
+            op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
             result = func(*args, **kwargs)
             if tracer.counts:
@@ -288,14 +288,3 @@ class _Mode(modes.OpMode):
                 tracer.calls.pop()
         tracer.after(ran, result, made, kept)
         return result
-
-
-def _low(t: torch.Tensor) -> str:
-    """Return the low dtype of the region of ours in force for a tensor; "" outside of any.
-
-    It is read from the stack of regions: below autocast, where this is called, torch reports every
-    region as disabled.
-    """
-    opened = (frame[0] for frame in reversed(regions.stack.frames))
-    inner = next((region for region in opened if region.device == t.device.type), None)
-    return inner.dtype if inner is not None and inner.enabled else ""

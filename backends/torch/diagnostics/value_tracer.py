@@ -94,7 +94,7 @@ class ValueTracer(OpTracer):
         if model is not None:
             self._called = {p: name for name, p in model.named_parameters()}
         self.samples: list[tuple[Sample, torch.Tensor | None]] = []
-        self.off = dispatcher.autocast_keys(torch_table.DEVICES)
+        self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
 
     # What runs
 

@@ -6,7 +6,7 @@ Nothing here reads a policy or asks a framework: all that is drawn is in the dat
 `--json` prints.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,15 @@ def drawn(command: str, data: Data, every: bool = False) -> str:
         The text.
     """
     differing = partial(_diff, every=every)
-    draw = {"policies": _policies, "show": _show, "diff": differing, "doctor": _doctor}[command]
+    draws: dict[str, Callable[[Data], Iterator[RenderableType]]] = {
+        "policies": _policies,
+        "show": _show,
+        "diff": differing,
+        "doctor": _doctor,
+    }
     console = Console(markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
-        for part in draw(data):
+        for part in draws[command](data):
             console.print(part)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
@@ -168,8 +173,8 @@ def _diff(data: Data, every: bool) -> Iterator[RenderableType]:
         alike.setdefault(((scope, *sides), tuple(dtypes)), []).append(op)
     scoped = any(scope for scope, *_ in lines)
     table = []
-    for ((scope, *sides), dtypes), ops in alike.items():
-        of = f" ({', '.join(dtypes)})" if len(dtypes) < len(LOW) else ""
+    for ((scope, *sides), only), ops in alike.items():
+        of = f" ({', '.join(only)})" if len(only) < len(LOW) else ""
         for label in ops if every or len(ops) <= _MANY else [_few(ops)]:
             table.append((f"{label}{of}", *sides, *([scope] if scoped else [])))
     count = len({key[:2] for key in lines})

@@ -538,10 +538,16 @@ _OWN_CASTS = 8
 
 
 @cache
-def values(name: str) -> tuple[Any, ...]:
-    """The arguments of an op; the same ones in every case of it."""
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return tuple(_array(arg, rng) for arg in BY_NAME[name].args)
+def values(name: str, seed: int = 0) -> tuple[Any, ...]:
+    """The arguments of an op: the same ones in every case of it, others for another seed.
+
+    With a seed, floats are not on the grid: every dtype rounds them, and none is zero.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()) + seed)
+    made = tuple(_array(arg, rng) for arg in BY_NAME[name].args)
+    if not seed:
+        return made
+    return tuple(x + rng.uniform(0, 1 / 16, x.shape) if x.dtype.kind == "f" else x for x in made)
 
 
 def _array(arg: Arg, rng: np.random.Generator) -> Any:

@@ -9,6 +9,7 @@ programs inside whose traces JAX keeps, those of jitted functions.
 import functools
 import gc
 import inspect
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -73,8 +74,8 @@ def transformed(
     """
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
-            f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
-            "autocast(fn, dtype=...)."
+            f"autocast(fn) needs a function, got {reprlib.repr(fn)}. Write "
+            "autocast(fn, dtype=...), and call the result: autocast(loss)(params, x)."
         )
     for kind in ("generator", "coroutine", "asyncgen"):
         if getattr(inspect, f"is{kind}function")(fn):

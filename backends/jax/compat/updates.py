@@ -31,9 +31,9 @@ def follow_buffers(inside: Callable[[], bool]) -> None:
     own = primitive.bind
 
     def bind(buffer: jax.Array, update: jax.Array, *start: jax.Array, **params: object) -> object:
-        low = getattr(getattr(buffer, "dtype", None), "name", "")
-        if low in _LOW and getattr(update, "dtype", None) == np.float32 and inside():
-            update = lax.convert_element_type(update, low)
+        name = getattr(getattr(buffer, "dtype", None), "name", "")
+        if name in _LOW and getattr(update, "dtype", None) == np.float32 and inside():
+            update = lax.convert_element_type(update, name)
         return own(buffer, update, *start, **params)
 
     primitive.bind = bind

@@ -227,7 +227,7 @@ def test_it_costs_the_transformer_nothing():
 
 @pytest.mark.parametrize("wrong", ["Weak", "", None, True, 1, ["weak"]])
 def test_another_word_is_refused(wrong):
-    text = f"autocast(promotion={wrong!r}): promotion is one of strong, weak."
+    text = f"autocast(promotion={wrong!r}): write promotion='strong' or promotion='weak'."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         autocast(promotion=wrong)
 

@@ -20,7 +20,7 @@ from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 # So many tables are kept, those used last; kernels keep what they have read in them.
-POLICIES = 64
+POLICIES = 32
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 

@@ -120,6 +120,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     """
     schema = op._schema.arguments
     in_float32, words = op_facts.in_float32(name), vocabulary()
+    adds_up_low = op_facts.adds_up_low(name, device)
     picks = words.picks(words.of_aten(name))
     # Batch norm writes its running statistics, though its schema does not say so: a cast of them
     # would take the write. Its kernels take a low input beside float32 weights and statistics.
@@ -138,7 +139,10 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             if decision.rule is Rule.FORBID:
                 forbid(ruling.policy, row, name, asked)
             if in_float32 and decision.out in LOW:
-                decision = Decision(decision.rule, decision.out)
+                if adds_up_low and not torch.is_grad_enabled():
+                    return call(*args, **kwargs)
+                if not adds_up_low:
+                    decision = Decision(decision.rule, decision.out)
         if picks and decision.rule is Rule.LOWER:
             dtype = dtype_names.DTYPES[decision.run or ""]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)

@@ -112,7 +112,7 @@ def assert_parity(
     load(policy)  # a policy that cannot be read fails before anything runs
     first: tuple[Gap, ...] = ()
     if low is not None and float32_first:
-        wide = widened((args, kwargs))
+        wide: tuple[Any, Any] = widened((args, kwargs))
         try:
             first = _Pair(torch_fn, jax_fn, *wide, None, policy, grads, probes).compared().gaps
         except ParityError as error:

@@ -76,8 +76,8 @@ def passed(low: str) -> dict[str, Parity]:
 
 
 def asked(low: str) -> tuple[str, ...]:
-    """The ops that are compared: each in one of the dtypes in `make test`, in both otherwise."""
-    return OPS if LONG else OPS[LOW.index(low) :: 2]
+    """The ops that are compared: a half in one of the dtypes in `make test`, all in both else."""
+    return OPS if LONG else OPS[LOW.index(low) :: 4]
 
 
 @pytest.mark.sized
@@ -87,7 +87,7 @@ def test_ops_agree(low: str) -> None:
     margins = [gap.margin for parity in found.values() for gap in parity.gaps if gap.error]
     print(f"\nparity in {low}: {len(found)} of {len(asked(low))} ops pass; tolerance by error: "
           f"least {min(margins):.1f}, median {statistics.median(margins):.0f}")  # fmt: skip
-    assert len(found) == len(set(asked(low))) >= size(15, 30)
+    assert len(found) == len(set(asked(low))) >= size(7, 30)
     assert all(gap.tolerance > 0 for parity in found.values() for gap in parity.gaps[:1]
                if "result" in gap.what)  # fmt: skip
     assert min(margins) > 1
@@ -110,7 +110,7 @@ def test_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> None:
     assert statistics.median(found) < 20
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mismatch", MISMATCHES, ids=lambda m: m.name)
 def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
     for name in FRAMEWORKS:

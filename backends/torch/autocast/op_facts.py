@@ -20,12 +20,6 @@ ACCUMULATES = frozenset(
     """.split()
 )
 
-# Of these, the backward kernels of a device add up the gradients of the weights in the dtype of
-# the input: with 65,536 rows in bfloat16 nothing of a sum is right. So where a backward pass may
-# follow, fp32_keep casts before and after.
-# Source: torch v2.13 aten/src/ATen/native/cpu/layer_norm_kernel.cpp, whose buffers have X's dtype.
-ADDS_UP_LOW = {"cpu": frozenset({"layer_norm", "native_layer_norm"})}
-
 # Classes whose ops do the same: one kernel that computes each element in float32.
 ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
 
@@ -74,11 +68,6 @@ WRITERS = (
     "_foreach_clamp_min_ _foreach_clamp_max_ _foreach_maximum_ _foreach_minimum_ "
     "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
 ).split()
-
-
-def adds_up_low(overload: str, device: str) -> bool:
-    """Return whether the op's backward kernel adds up gradients of weights in a low dtype."""
-    return overload in ADDS_UP_LOW.get(device, ())
 
 
 def in_float32(overload: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from polymp.backends.torch.autocast import dtype_names, op_facts, recurrent, torch_table
+from polymp.backends.torch.autocast import dtype_names, layer_norm, op_facts, recurrent, torch_table
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
 from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
@@ -120,7 +120,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     """
     schema = op._schema.arguments
     in_float32, words = op_facts.in_float32(name), vocabulary()
-    adds_up_low = op_facts.adds_up_low(name, device)
+    own_kernel = layer_norm.kernel(name, device)
     picks = words.picks(words.of_aten(name))
     # Batch norm writes its running statistics, though its schema does not say so: a cast of them
     # would take the write. Its kernels take a low input beside float32 weights and statistics.
@@ -139,10 +139,9 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             if decision.rule is Rule.FORBID:
                 forbid(ruling.policy, row, name, asked)
             if in_float32 and decision.out in LOW:
-                if adds_up_low and not torch.is_grad_enabled():
-                    return call(*args, **kwargs)
-                if not adds_up_low:
-                    decision = Decision(decision.rule, decision.out)
+                if own_kernel is not None:
+                    return own_kernel(*args, **kwargs)
+                decision = Decision(decision.rule, decision.out)
         if picks and decision.rule is Rule.LOWER:
             dtype = dtype_names.DTYPES[decision.run or ""]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)

@@ -1,12 +1,49 @@
 """Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
+__all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
+
+
+class OpMode(TorchDispatchMode):
+    """A dispatch mode: `op` is called in place of every op of the thread, below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        return self.op(func, types, args, dict(kwargs or {}))
+
+    def op(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> object:
+        """Run an op, or have it run by the classes of its arguments.
+
+        Args:
+            func: the op; a higher-order one is of another class.
+            types: of arguments that have a `__torch_dispatch__` of their own.
+            args: of the op.
+            kwargs: of the op.
+
+        Returns:
+            The op's result, or NotImplemented: see `unwrapped_first`.
+        """
+        raise NotImplementedError
 
 
 def is_recorded() -> bool:
@@ -15,16 +52,14 @@ def is_recorded() -> bool:
     Ops may then be written into a program, where a number computed earlier would be a constant, or
     be differentiated in ways that a node of ours has no rule for. Modes of ours that only look on
     do not count.
-    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` and
-    `peek_interpreter_stack` since 2.0, `forward_ad._current_level` since 1.9,
+    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` since 2.0,
     `_get_tracing_state`, of torch.jit.trace, since 1.0.
     """
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return bool(
         any(not getattr(mode, "looks_on", False) for mode in modes)
         or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or is_transformed()
     )
 
 
@@ -61,7 +96,7 @@ def unwrapped_first(types: Sequence[type]) -> bool:
     `__tensor_flatten__`, by the protocol of torch.utils._python_dispatch, since torch 2.1.
 
     Args:
-        types: the argument `types` of the mode's `__torch_dispatch__`.
+        types: the argument `types` of `OpMode.op`.
 
     Returns:
         True if the mode has to return NotImplemented.
@@ -72,3 +107,16 @@ def unwrapped_first(types: Sequence[type]) -> bool:
 def in_transform(tensor: torch.Tensor) -> bool:
     """Return whether a transform of torch.func (vmap, grad) wraps a tensor. Since torch 2.0."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func is at work, or forward-mode differentiation.
+
+    A kernel on the autocast key cannot call an autograd.Function in the first, for torch finds no
+    kernel of `custom_function_call`; in the second, it would need a rule of its own.
+    `peek_interpreter_stack` since torch 2.0, `forward_ad._current_level` since 1.9.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )

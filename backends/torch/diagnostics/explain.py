@@ -59,8 +59,9 @@ class _Calls(OpTracer):
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
         for key, (_, node, size) in self._saved.items():
-            if key not in self._leaves and node in self._of_node:
-                self._of_node[node].kept += size
+            maker = self._origins.maker(node)
+            if key not in self._leaves and maker is not None:
+                maker.kept += size
         return [call_of(op_call) for op_call in self.calls]
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import storage
+from polymp.backends.torch.compat import modes, storage
 from polymp.backends.torch.diagnostics.explain import call_of
 from polymp.backends.torch.diagnostics.moved_numbers import Chance
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
@@ -25,22 +24,21 @@ from polymp.diagnostics import trees
 from polymp.diagnostics.rounding import Run, Step
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(modes.OpMode):
     """Moves the results of ops, and notes nothing."""
 
     def __init__(self, chance: Chance) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._chance = chance
         self.looks_away = False
 
-    def __torch_dispatch__(
+    def op(
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
-        kwargs = dict(kwargs or {})
         result: Any = func(*args, **kwargs)
         if (
             self.looks_away
@@ -71,7 +69,7 @@ class Moved(OpTracer):
         """
         self.looks_away = False
         self.calls.clear()
-        self._of_node.clear()
+        self._origins.forget()
         self._chance = None if seed is None else Chance(seed)
         self._keep = keep
         self._values: dict[int, tuple[torch.Tensor, ...]] = {}

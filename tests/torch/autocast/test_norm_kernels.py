@@ -94,14 +94,53 @@ def test_gradients_of_weights_are_added_up_in_float32_on_a_cpu(low: str) -> None
     exact = gradients(x.double(), None)
     without, lean = off(gradients(x, None)), off(gradients(x, "lean"))
     print(f"\n{low}: weights' gradients off by {without:.2g} without a region, {lean:.2g} in lean")
-    assert without > 0.01  # else torch has changed, and `ADDS_UP_LOW` is not needed
+    assert without > 0.01  # else torch has changed, and needs no kernel of ours
     assert lean < 1e-4
-    with autocast("cpu", dtype, policy="lean"):
-        graded = torch.nn.functional.layer_norm(x, (8,), torch.ones(8, requires_grad=True))
-        with torch.no_grad(), Kernels() as kernels:
-            bare = torch.nn.functional.layer_norm(x, (8,), torch.ones(8))
-    torch.testing.assert_close(graded, bare, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    assert [k[0] for k in kernels.found] == ["native_layer_norm"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_on_a_cpu_differentiates_in_every_way(affine: bool) -> None:
+    """Forward mode, vmap, second derivatives, and compiled: as without a region, up to rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8).bfloat16()
+    weights = [torch.randn(8) for _ in range(2)] if affine else []
+
+    def norm(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", torch.bfloat16, policy="lean"):
+            return torch.nn.functional.layer_norm(x, (8,), *weights)
+
+    def exact(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (8,), *weights)
+
+    given, wide = (x, *weights), (x.float(), *weights)
+    tangents = [torch.randn_like(t) for t in given]
+    low = torch.func.jvp(norm, given, tuple(tangents))
+    high = torch.func.jvp(exact, wide, tuple(t.float() for t in tangents))
+    for one, other in zip(low, high, strict=True):
+        assert one.dtype is torch.bfloat16
+        torch.testing.assert_close(one.float(), other, rtol=0.01, atol=0.02)
+    for transform in (
+        lambda f: torch.func.grad(lambda *a: f(*a).float().pow(3).sum()),
+        lambda f: torch.func.grad(lambda *a: torch.func.grad(
+            lambda *b: f(*b).float().pow(3).sum())(*a).float().square().sum()),
+        lambda f: torch.func.vmap(f, in_dims=(0, *(None for _ in weights))),
+    ):  # fmt: skip
+        one, other = transform(norm)(*given), transform(exact)(*wide)
+        torch.testing.assert_close(
+            one.float(), other, rtol=0.1, atol=0.05 * float(other.abs().max())
+        )
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangents[0])
+        assert torch.autograd.forward_ad.unpack_dual(norm(dual, *weights)).tangent is not None
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    for t in given:
+        t.requires_grad_()
+    results = [
+        torch.autograd.grad(f(*given).float().square().sum(), given) for f in (norm, compiled)
+    ]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def _in_torch(norm: str) -> Any:

@@ -117,8 +117,8 @@ def assert_parity(
             first = _Pair(torch_fn, jax_fn, *wide, None, policy, grads, probes).compared().gaps
         except ParityError as error:
             last = f"{low} was not compared. float32_first=False compares in {low} alone."
-            start = "in float32, without a region: "
-            raise ParityError(*_said(error, "float32", start, last)) from None
+            said = _said(error, "float32", "in float32, without a region: ", last)
+            raise ParityError(*said) from None
     try:
         found = _Pair(torch_fn, jax_fn, args, kwargs, low, policy, grads, probes).compared()
     except ParityError as error:
@@ -129,7 +129,7 @@ def assert_parity(
 
 def _said(
     error: ParityError, dtype: str, start: str, last: str = ""
-) -> tuple[str, str, str, tuple[Gap, ...], str]:
+) -> tuple[str, str, str, Sequence[Gap], str]:
     """The arguments of the same error with the dtype in which it was found."""
     text = "\n\n".join([f"{start}{error}", *([last] if last else [])])
     return text, error.op, error.side_by_side, error.gaps, dtype

@@ -18,6 +18,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
 from polymp.backends.jax.autocast.plan import Cast, Kind, Operand, Plan, Step
 from polymp.backends.jax.autocast.sharded_weights import rounded_first
@@ -145,8 +146,12 @@ def _step(step: Step, values: list[object], put: Put) -> Sequence[object]:
         assert out is not None, "a contraction has a float result"
         if put is compat.put:  # there may be axes over which they vary
             values = list(compat.varying_alike(*values))
-        params = contraction_params(eqn.primitive, eqn.params, step.low, out)
-        outs = put(contraction_p, values, params)
+        if step.in_8_bits is not None:
+            params = fp8_contraction.contraction_params(eqn.params, step.in_8_bits, step.low, out)
+            outs = put(fp8_contraction.fp8_contraction_p, values, params)
+        else:
+            params = contraction_params(eqn.primitive, eqn.params, step.low, out)
+            outs = put(contraction_p, values, params)
     else:
         assert step.inside is not None
         outs = step.inside.emit(step, values)

@@ -54,7 +54,7 @@ def _can(op: Op, rule: Rule) -> bool:
     """True if jax has the op, in a form that the rule can be applied to."""
     if not op.jax and not op.functions:
         return False
-    if rule not in (Rule.LOWER, Rule.WIDEST) or op.rule:
+    if rule not in (Rule.LOWER, Rule.FP8, Rule.WIDEST) or op.rule:
         return True
     return op.kind not in op_facts.AS_WRITTEN
 

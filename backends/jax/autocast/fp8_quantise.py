@@ -1,0 +1,157 @@
+"""Operands of 8-bit products in JAX: an array in 8 bits, and the scale that it was multiplied by.
+
+The formulas are those of `polymp.fp8.quantise`. Here are JAX's verbs for them, and the axes that a
+scale is computed along in a product of any number of dimensions, over a batch of vmap's too.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.extend.core as core
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from polymp.fp8 import quantise
+from polymp.fp8.recipes import (
+    GRADIENT,
+    INPUT_GRADIENT,
+    RESULT,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+    Axis,
+    Recipe,
+)
+from polymp.fp8.verbs import Verbs
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Quantised(NamedTuple):
+    """An operand in 8 bits.
+
+    Attributes:
+        values: the operand multiplied by the scale, in an 8-bit format.
+        scale: float32, of as many dimensions as the values; of length 1 where it was computed along
+            a dimension.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def is_quantised(x: jax.Array) -> bool:
+    """True for an array of an 8-bit format."""
+    return jax.typeof(x).dtype.name in FORMATS
+
+
+def product_of(roles: Collection[str]) -> str:
+    """The name of a product by the roles of its operands, as recipes have it."""
+    if GRADIENT not in roles:
+        return RESULT
+    return INPUT_GRADIENT if WEIGHT in roles else WEIGHT_GRADIENT
+
+
+def quantised(
+    x: jax.Array,
+    recipe: Recipe,
+    roles: Sequence[str],
+    summed: Sequence[int],
+    own: Collection[int],
+) -> Quantised:
+    """An operand in 8 bits, for a product.
+
+    Args:
+        x: the operand, of any float dtype of 16 or 32 bits.
+        recipe: in force.
+        roles: of the operand, and of the one that it meets.
+        summed: the dimensions of the operand that the product sums over.
+        own: the dimensions of the operand that vmap batches it by. Each element of a batch has
+            scales of its own, unless the product sums over them.
+
+    Returns:
+        The operand and its scale.
+    """
+    axes: Axis = recipe.scale_axis(product_of(roles), roles[0], tuple(summed))
+    if axes is None:
+        axes = tuple(d for d in range(x.ndim) if d in summed or d not in own)
+    scale = quantise.scale_of(VERBS, x, recipe, roles[0], axes)
+    values = quantise.quantised(VERBS, x, scale, recipe.format_of(roles[0]))
+    return Quantised(values, scale)
+
+
+def dequantised(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
+    """An operand as it was, but for its rounding to 8 bits, in a dtype."""
+    wide = lax.convert_element_type(values, "float32") * quantise.inverse(scale)
+    return lax.convert_element_type(wide, dtype)
+
+
+def _amax(x: jax.Array, axis: Axis) -> jax.Array:
+    axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
+    # The largest is one of the numbers: to find it, they need not be cast.
+    largest = lax.reduce_max(lax.abs(x), tuple(axes))
+    if axis is not None:
+        largest = lax.expand_dims(largest, tuple(axes))
+    return lax.convert_element_type(largest, "float32")
+
+
+def _where(test: jax.Array, one: jax.Array | float, other: jax.Array | float) -> jax.Array:
+    both = [
+        lax.full(test.shape, x, np.dtype("float32")) if isinstance(x, float) else x
+        for x in (one, other)
+    ]
+    return lax.select(test, *both)
+
+
+def _clip(x: jax.Array, lowest: float, highest: float) -> jax.Array:
+    return lax.clamp(np.float32(lowest), x, np.float32(highest))
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(x, np.uint32)
+    return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), np.float32)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, "float32")
+
+
+def _cast(x: jax.Array, format: str) -> jax.Array:
+    return lax.convert_element_type(x, np.dtype(format))
+
+
+VERBS = Verbs(
+    amax=_amax,
+    float32=_float32,
+    where=_where,
+    clip=_clip,
+    cast=_cast,
+    isfinite=lax.is_finite,
+    power_of_two=_power_of_two,
+)
+
+
+# What is saved for the backward pass is quantised from a value that the derivative has been taken
+# by already. To differentiate again would differentiate a cast to 8 bits, which is a staircase.
+differentiated_p: core.Primitive = core.Primitive("polymp_fp8_differentiated")
+
+TWICE = (
+    "A product in 8 bits has a first derivative only, and a function with such products is "
+    "differentiated twice here. Run it with a policy without rule fp8, such as 'lean', or put "
+    "`with polymp.jax.autocast(enabled=False)` around the products."
+)
+
+
+def _refuse(primals: Sequence[jax.Array], tangents: Sequence[object]) -> tuple[jax.Array, object]:
+    (x,), (moved,) = primals, tangents
+    if type(moved) is not ad.Zero:
+        raise NotImplementedError(TWICE)
+    return differentiated_p.bind(x), moved
+
+
+differentiated_p.def_impl(lambda x: x)
+differentiated_p.def_abstract_eval(lambda aval: aval)
+mlir.register_lowering(differentiated_p, lambda ctx, x: [x])
+ad.primitive_jvps[differentiated_p] = _refuse
+batching.defvectorized(differentiated_p)

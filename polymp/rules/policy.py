@@ -8,7 +8,7 @@ what a tensor is.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
+from polymp.fp8.recipes import RECIPES, recipe_of
 from polymp.rules import parse, scopes
 from polymp.rules.answers import Decision, Why
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
@@ -58,12 +59,15 @@ class Policy:
         halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
             "raise" forbids the call, as torch.amp does.
         inside: True for what `at` returns: the rows that have a scope hold.
+        fp8: the recipe of the rows with rule fp8, by name, see `polymp.fp8.recipes`; "tensorwise"
+            if there are such rows and none is given, "" if there are no such rows.
     """
 
     name: str
     rows: tuple[Row, ...]
     halves: str = "widen"
     inside: bool = False
+    fp8: str = ""
 
     def __post_init__(self) -> None:
         rows = tuple(sorted(self.rows, key=lambda row: row.key))
@@ -81,13 +85,17 @@ class Policy:
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
             )
+        if self.fp8:
+            recipe_of(self.fp8, f"policy {self.name!r}")
+        in_8_bits = any(row.rule is Rule.FP8 for row in rows)
+        object.__setattr__(self, "fp8", (self.fp8 or "tensorwise") if in_8_bits else "")
         object.__setattr__(self, "rows", rows)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.name, self.rows, self.halves, self.inside
+        fields = self.name, self.rows, self.halves, self.inside, self.fp8
         return type(self), fields  # a hash holds for one process
 
     def __repr__(self) -> str:
@@ -95,7 +103,7 @@ class Policy:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.halves, self.inside))
+        return hash((self.name, self.rows, self.halves, self.inside, self.fp8))
 
     @cached_property
     def _in_force(self) -> Mapping[tuple[str, str], Row]:
@@ -148,7 +156,7 @@ class Policy:
                     f"{one.rule} and {other.scope!r} gives it {other.rule}, and neither pattern "
                     "is the more exact. Make one of them longer."
                 )
-        return Policy(self.name, rows, self.halves, inside=True)
+        return Policy(self.name, rows, self.halves, inside=True, fp8=self.fp8)
 
     @cached_property
     def _winners(self) -> dict[tuple[str, str, str], Row | None]:
@@ -219,6 +227,7 @@ class Policy:
         """Decide in which dtype an op runs, and which dtype its results get.
 
             lower      run = region dtype     out = as computed
+            fp8        as lower, if the product cannot run in 8 bits
             fp32       run = float32           out = as computed
             fp32_keep  run = float32           out = widest input
             widest     run = widest input      out = as computed
@@ -259,7 +268,7 @@ class Policy:
             The decision, as in `decide`.
         """
         match row.rule:
-            case Rule.LOWER:
+            case Rule.LOWER | Rule.FP8:
                 return Decision(row.rule, dtype)
             case Rule.FP32:
                 return Decision(row.rule, "float32")
@@ -293,6 +302,7 @@ class Policy:
         *,
         name: str = "",
         lower: Sequence[str] = (),
+        fp8: Sequence[str] = (),
         fp32: Sequence[str] = (),
         fp32_keep: Sequence[str] = (),
         widest: Sequence[str] = (),
@@ -301,6 +311,7 @@ class Policy:
         parts: Sequence[str] = (),
         rules: Mapping[str, object] | None = None,
         scopes: Mapping[str, Mapping[str, object]] | None = None,
+        recipe: str = "",
     ) -> "Policy":
         """Return this policy with some rows replaced.
 
@@ -313,6 +324,7 @@ class Policy:
         Args:
             name: of the result; this policy's with "*" appended, if left out.
             lower: ops, or classes as "class:NAME", that are to have this rule.
+            fp8: as `lower`; for matrix products.
             fp32: as `lower`.
             fp32_keep: as `lower`.
             widest: as `lower`.
@@ -321,18 +333,45 @@ class Policy:
             parts: as `lower`.
             rules: any rows, as the `[rules]` of a TOML file has them.
             scopes: rows by pattern of module paths, as `[scopes]` has them.
+            recipe: of the rows with rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; this
+                policy's, if left out.
 
         Returns:
             A new policy.
 
         Raises:
-            PolicyError: an unknown op, class or rule, or two rules for one op.
+            PolicyError: an unknown op, class, rule or recipe, or two rules for one op.
         """
-        lists = {"lower": lower, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
+        lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
         lists |= {"first": first, "keep": keep, "parts": parts}
         where = f"override of policy {self.name!r}"
+        if isinstance(fp8, str) and fp8 in RECIPES:
+            raise PolicyError(f"{where}: fp8={fp8!r} is a recipe. Write recipe={fp8!r}.")
         rows = parse.overriding(lists, rules or {}, scopes or {}, where)
-        return Policy(name or self.name.rstrip("*") + "*", rows, self.halves).over(self)
+        name = name or self.name.rstrip("*") + "*"
+        changed = Policy(name, rows, self.halves, fp8=self.fp8).over(self)
+        return changed.with_recipe(recipe, where) if recipe else changed
+
+    def with_recipe(self, recipe: str, where: str) -> "Policy":
+        """Return this policy with another recipe for its rows with rule fp8.
+
+        Args:
+            recipe: its name.
+            where: it was given, for messages.
+
+        Returns:
+            A policy with the same name and rows.
+
+        Raises:
+            PolicyError: there is no such recipe, or no such row.
+        """
+        recipe_of(recipe, where)
+        if not self.fp8:
+            raise PolicyError(
+                f"{where}: fp8 = {recipe!r} is for rows with rule fp8, and there are none. Write "
+                'such a row, as linear = "fp8", or extends = "fp8".'
+            )
+        return replace(self, fp8=recipe)
 
     def over(self, base: "Policy") -> "Policy":
         """Return this policy with the rows of another that it does not replace.
@@ -347,7 +386,7 @@ class Policy:
             A new policy with this one's name.
         """
         kept = without(base.rows, self.rows, holds_instead)
-        return Policy(self.name, (*kept, *self.rows), self.halves)
+        return Policy(self.name, (*kept, *self.rows), self.halves, fp8=self.fp8 or base.fp8)
 
     def unused(self, record: RowsUsed) -> tuple[Row, ...]:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.

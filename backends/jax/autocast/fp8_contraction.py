@@ -37,9 +37,10 @@ from polymp.backends.jax.autocast.fp8_quantise import (
     differentiated_p,
     is_quantised,
     quantised,
+    scale_axes,
 )
 from polymp.fp8.quantise import inverse
-from polymp.fp8.recipes import ACTIVATION, GRADIENT, WEIGHT, Recipe
+from polymp.fp8.recipes import ACTIVATION, GRADIENT, RECIPES, WEIGHT, Recipe
 
 fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
 
@@ -62,14 +63,19 @@ class In8Bits(NamedTuple):
     """How a product runs in 8 bits.
 
     Attributes:
-        recipe: in force.
+        recipe: the name of the one in force.
         lhs: the first operand's part.
         rhs: the second operand's part.
     """
 
-    recipe: Recipe
+    recipe: str
     lhs: Operand
     rhs: Operand
+
+    @property
+    def rules(self) -> Recipe:
+        """The formats and scales of the recipe."""
+        return RECIPES[self.recipe]
 
     @property
     def both(self) -> tuple[Operand, Operand]:
@@ -81,6 +87,21 @@ class In8Bits(NamedTuple):
         """The role of what has the result's shape in the transposes: a gradient, as a rule."""
         roles = {self.lhs.role, self.rhs.role}
         return next(role for role in (GRADIENT, ACTIVATION, WEIGHT) if role not in roles)
+
+    def axes(self, at: int, ndim: int, summed: Sequence[int], other: str = "") -> tuple[int, ...]:
+        """The dimensions along which a scale of an operand is computed.
+
+        Args:
+            at: the operand's place.
+            ndim: how many dimensions it has.
+            summed: those that the product sums over.
+            other: the role of what it meets; "" for the role of the other operand.
+
+        Returns:
+            The dimensions, sorted.
+        """
+        roles = self.both[at].role, other or self.both[1 - at].role
+        return scale_axes(ndim, self.rules, roles, summed, self.both[at].own)
 
 
 def contraction_params(
@@ -139,8 +160,8 @@ def _product(*flat: jax.Array, params: Params, how: In8Bits, run: str, out: str)
     """The product of quantised operands, and of those that are quantised here."""
     operands, own = _operands(flat), dict(params)
     (lc, rc), (lb, rb) = own["dimension_numbers"]
-    parts = list(zip(operands, (lc, rc), how.both, how.both[::-1], strict=True))
-    if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed, _, _ in parts):
+    pairs = list(zip(operands, (lc, rc), strict=True))
+    if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed in pairs):
         # Forward mode meets an operand that was quantised for the backward product, which sums
         # over other dimensions: its scales differ along those of this one.
         wide = [dequantised(*x, run) if isinstance(x, Quantised) else x for x in operands]
@@ -148,8 +169,8 @@ def _product(*flat: jax.Array, params: Params, how: In8Bits, run: str, out: str)
     lhs, rhs = (
         x
         if isinstance(x, Quantised)
-        else quantised(x, how.recipe, (part.role, other.role), summed, part.own)
-        for x, summed, part, other in parts
+        else quantised(x, how.rules, part.role, how.axes(at, x.ndim, pairs[at][1]))
+        for at, (x, part) in enumerate(zip(operands, how.both, strict=True))
     )
     # XLA's gemm adds up fast, with fewer digits, unless it is asked not to. As torchao's recipes
     # have it, results do, and gradients do not.
@@ -208,18 +229,19 @@ def _jvp(
     if any(type(t) is not ad.Zero for x, t in zip(primals, tangents, strict=True)
            if is_quantised(x)):  # fmt: skip
         raise NotImplementedError(TWICE)
-    operands = _operands(primals)
-    own = dict(params)
-    made = _bind(*operands, own, how, run, out)
+    operands, own = _operands(primals), dict(params)
+    saved = list(operands)
+    for at, x in enumerate(operands):
+        if type(tangents[1 - at]) is not ad.Zero and not isinstance(x, Quantised):
+            saved[at], serves = _saved(x, at, own, how, run)
+            operands[at] = saved[at] if serves else x
+    made = _bind(operands[0], operands[1], own, how, run, out)
     parts = []
     for at, moved in enumerate(tangents[:2]):
         if type(moved) is ad.Zero:
             continue
-        other = operands[1 - at]
-        if not isinstance(other, Quantised):
-            other = _saved(other, 1 - at, own, how, run)
-        pair = [moved, other] if at == 0 else [other, moved]
-        if how.recipe.weight_gradient_high and how.both[at].role == WEIGHT:
+        pair = [moved, saved[1]] if at == 0 else [saved[0], moved]
+        if how.rules.weight_gradient_high and how.both[at].role == WEIGHT:
             parts.append(contract(lax.dot_general_p, *pair, params=own, run=run, out=out))
         else:
             parts.append(_bind(*pair, own, how, run, out))
@@ -230,17 +252,19 @@ def _jvp(
 
 def _saved(
     x: jax.Array, at: int, params: Mapping[str, Any], how: In8Bits, run: str
-) -> "jax.Array | Quantised":
-    """An operand as the backward pass wants it: for the product with the gradient."""
+) -> "tuple[jax.Array | Quantised, bool]":
+    """An operand as it is saved for the product with the gradient; if it serves this one, too."""
     part, moving = how.both[at], how.both[1 - at]
     if part.given:
-        return x
+        return x, False
     x = differentiated_p.bind(x)
-    if how.recipe.weight_gradient_high and moving.role == WEIGHT:
-        return lax.convert_element_type(x, run)
+    if how.rules.weight_gradient_high and moving.role == WEIGHT:
+        return lax.convert_element_type(x, run), False
     contracted, batch = params["dimension_numbers"]
-    summed = [d for d in range(x.ndim) if d not in (*contracted[at], *batch[at])]
-    return quantised(x, how.recipe, (part.role, how.role_of_result), summed, part.own)
+    free = [d for d in range(x.ndim) if d not in (*contracted[at], *batch[at])]
+    axes = how.axes(at, x.ndim, free, how.role_of_result)
+    serves = axes == how.axes(at, x.ndim, contracted[at])
+    return quantised(x, how.rules, part.role, axes), serves
 
 
 def _transpose(

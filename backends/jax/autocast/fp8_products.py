@@ -80,7 +80,7 @@ def in_8_bits(
         )
         for i, atom in enumerate(eqn.invars)
     ]
-    return In8Bits(recipe, parts[0], parts[1])
+    return In8Bits(recipe.name, parts[0], parts[1])
 
 
 def _weight(known: Sequence[Known]) -> int:

@@ -53,17 +53,17 @@ def product_of(roles: Collection[str]) -> str:
     return INPUT_GRADIENT if WEIGHT in roles else WEIGHT_GRADIENT
 
 
-def quantised(
-    x: jax.Array,
+def scale_axes(
+    ndim: int,
     recipe: Recipe,
     roles: Sequence[str],
-    summed: Sequence[int],
+    summed: Collection[int],
     own: Collection[int],
-) -> Quantised:
-    """An operand in 8 bits, for a product.
+) -> tuple[int, ...]:
+    """The dimensions along which a scale of an operand is computed.
 
     Args:
-        x: the operand, of any float dtype of 16 or 32 bits.
+        ndim: of the operand.
         recipe: in force.
         roles: of the operand, and of the one that it meets.
         summed: the dimensions of the operand that the product sums over.
@@ -71,14 +71,28 @@ def quantised(
             scales of its own, unless the product sums over them.
 
     Returns:
+        The dimensions, sorted.
+    """
+    axes = recipe.scale_axis(product_of(roles), roles[0], tuple(sorted(summed)))
+    if axes is None:
+        return tuple(d for d in range(ndim) if d in summed or d not in own)
+    return (axes,) if isinstance(axes, int) else axes
+
+
+def quantised(x: jax.Array, recipe: Recipe, role: str, axes: Sequence[int]) -> Quantised:
+    """An operand in 8 bits.
+
+    Args:
+        x: the operand, of any float dtype of 16 or 32 bits.
+        recipe: in force.
+        role: of the operand.
+        axes: along which scales are computed; see `scale_axes`.
+
+    Returns:
         The operand and its scale.
     """
-    axes: Axis = recipe.scale_axis(product_of(roles), roles[0], tuple(summed))
-    if axes is None:
-        axes = tuple(d for d in range(x.ndim) if d in summed or d not in own)
-    scale = quantise.scale_of(VERBS, x, recipe, roles[0], axes)
-    values = quantise.quantised(VERBS, x, scale, recipe.format_of(roles[0]))
-    return Quantised(values, scale)
+    scale = quantise.scale_of(VERBS, x, recipe, role, tuple(axes))
+    return Quantised(quantise.quantised(VERBS, x, scale, recipe.format_of(role)), scale)
 
 
 def dequantised(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:

@@ -120,7 +120,7 @@ def contraction_params(
     """
     own = {"dimension_numbers": params["dimension_numbers"], "precision": None}
     kept = tuple(sorted({**own, "out_sharding": params["out_sharding"]}.items()))
-    return {"params": kept, "how": how, "run": run, "out": out}
+    return {"of": lax.dot_general_p, "params": kept, "how": how, "run": run, "out": out}
 
 
 def _bind(
@@ -147,16 +147,18 @@ def _operands(flat: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _abstract(*avals: ShapedArray, params: Params, how: In8Bits, run: str, out: str) -> ShapedArray:
+def _abstract(
+    *avals: ShapedArray, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
+) -> ShapedArray:
     low = [programs.low(aval, run) for aval in avals[:2]]
     made: ShapedArray
-    made, _ = lax.dot_general_p.abstract_eval(
-        *low, **dict(params), preferred_element_type=np.dtype(out)
-    )
+    made, _ = of.abstract_eval(*low, **dict(params), preferred_element_type=np.dtype(out))
     return made
 
 
-def _product(*flat: jax.Array, params: Params, how: In8Bits, run: str, out: str) -> jax.Array:
+def _product(
+    *flat: jax.Array, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
+) -> jax.Array:
     """The product of quantised operands, and of those that are quantised here."""
     operands, own = _operands(flat), dict(params)
     (lc, rc), (lb, rb) = own["dimension_numbers"]
@@ -165,7 +167,7 @@ def _product(*flat: jax.Array, params: Params, how: In8Bits, run: str, out: str)
         # Forward mode meets an operand that was quantised for the backward product, which sums
         # over other dimensions: its scales differ along those of this one.
         wide = [dequantised(*x, run) if isinstance(x, Quantised) else x for x in operands]
-        return contract(lax.dot_general_p, *wide, params=own, run=run, out=out)
+        return contract(of, *wide, params=own, run=run, out=out)
     lhs, rhs = (
         x
         if isinstance(x, Quantised)
@@ -221,6 +223,7 @@ def _over_result(
 def _jvp(
     primals: Sequence[jax.Array],
     tangents: Sequence[object],
+    of: core.Primitive,
     params: Params,
     how: In8Bits,
     run: str,
@@ -242,7 +245,7 @@ def _jvp(
             continue
         pair = [moved, saved[1]] if at == 0 else [saved[0], moved]
         if how.rules.weight_gradient_high and how.both[at].role == WEIGHT:
-            parts.append(contract(lax.dot_general_p, *pair, params=own, run=run, out=out))
+            parts.append(contract(of, *pair, params=own, run=run, out=out))
         else:
             parts.append(_bind(*pair, own, how, run, out))
     if not parts:
@@ -268,7 +271,7 @@ def _saved(
 
 
 def _transpose(
-    ct: object, *flat: Any, params: Params, how: In8Bits, run: str, out: str
+    ct: object, *flat: Any, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
 ) -> list[object]:
     moving = 0 if ad.is_undefined_primal(flat[0]) else 1
     aval = flat[moving].aval
@@ -280,7 +283,7 @@ def _transpose(
     of_ct = Operand(how.role_of_result, own=_own_of_result(params, flat, how))
     wide = other.values if isinstance(other, Quantised) else other
     avals = [programs.low(aval, run), *map(programs.low_type(run), (ct, wide))]
-    program = programs.transposed(lax.dot_general_p, params, run, moving, *avals)
+    program = programs.transposed(of, params, run, moving, *avals)
 
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
         (lhs, left), (rhs, right) = ((x, of_ct) if x is ct else (other, part) for x in values)
@@ -311,6 +314,7 @@ def _own_of_result(params: Params, flat: Sequence[Any], how: In8Bits) -> tuple[i
 def _batch(
     flat: Sequence[jax.Array],
     dims: Sequence[Any],
+    of: core.Primitive,
     params: Params,
     how: In8Bits,
     run: str,
@@ -328,7 +332,7 @@ def _batch(
     how = In8Bits(how.recipe, *parts)
     wide = [x.values if isinstance(x, Quantised) else x for x in operands]
     avals = map(programs.low_type(run), wide)
-    program = programs.batched(lax.dot_general_p, params, run, tuple(places), *avals)
+    program = programs.batched(of, params, run, tuple(places), *avals)
 
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
         order = (0, 1) if values[0] is wide[0] else (1, 0)
@@ -361,10 +365,10 @@ def _stands_for(
     eqn: core.JaxprEqn,
 ) -> tuple[core.Primitive, Sequence[ShapedArray], Mapping[str, object]]:
     avals = [programs.low(x.aval, eqn.params["run"]) for x in eqn.invars[:2]]
-    return lax.dot_general_p, avals, dict(eqn.params["params"])
+    return eqn.params["of"], avals, dict(eqn.params["params"])
 
 
-fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("params", "how", "run", "out")))
+fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("of", "params", "how", "run", "out")))
 fp8_contraction_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_contraction_p] = _jvp
 ad.primitive_transposes[fp8_contraction_p] = _transpose

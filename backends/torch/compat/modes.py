@@ -24,7 +24,7 @@ def is_recorded() -> bool:
         any(not getattr(mode, "looks_on", False) for mode in modes)
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or has_tangents()
     )
 
 
@@ -72,3 +72,8 @@ def unwrapped_first(types: Sequence[type]) -> bool:
 def in_transform(tensor: torch.Tensor) -> bool:
     """Return whether a transform of torch.func (vmap, grad) wraps a tensor. Since torch 2.0."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def has_tangents() -> bool:
+    """Return whether forward-mode derivatives are computed. Since torch 1.9."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)

@@ -1,1 +1,1 @@
-"""Tests of polymp.weights."""
+"""Tests of polymp.fp8."""

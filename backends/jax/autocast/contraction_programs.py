@@ -233,11 +233,11 @@ def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
     return rule
 
 
-def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., jax.Array]:
+def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
     """Make the function that runs a primitive where nothing is traced: as one kernel.
 
     Args:
-        primitive: of one result.
+        primitive: to run.
         names: of its parameters.
 
     Returns:
@@ -245,11 +245,10 @@ def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., jax.
     """
 
     @partial(jax.jit, static_argnames=names)
-    def run(*operands: jax.Array, **params: object) -> jax.Array:
-        result: jax.Array = primitive.bind(*operands, **params)
-        return result
+    def run(*operands: jax.Array, **params: object) -> Any:
+        return primitive.bind(*operands, **params)
 
-    def eagerly(*operands: jax.Array, **params: object) -> jax.Array:
+    def eagerly(*operands: jax.Array, **params: object) -> Any:
         with jax.disable_jit(False):  # it is no part of the user's function
             return run(*operands, **params)
 

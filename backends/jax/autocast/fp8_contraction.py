@@ -17,7 +17,7 @@ Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param, F8Scale
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as core
@@ -30,78 +30,26 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import contraction_programs as programs
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.backends.jax.autocast.contraction_forms import Params
+from polymp.backends.jax.autocast.fp8_operands import (
+    In8Bits,
+    Operand,
+    Shared,
+    Value,
+    flattened,
+    main,
+    operands_of,
+)
 from polymp.backends.jax.autocast.fp8_quantise import (
-    TWICE,
     Quantised,
     dequantised,
-    differentiated_p,
     is_quantised,
     quantised,
-    scale_axes,
+    quantised_once,
 )
 from polymp.fp8.quantise import inverse
-from polymp.fp8.recipes import ACTIVATION, GRADIENT, RECIPES, WEIGHT, Recipe
+from polymp.fp8.recipes import GRADIENT, WEIGHT
 
 fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
-
-
-class Operand(NamedTuple):
-    """An operand's part in a product in 8 bits.
-
-    Attributes:
-        role: "activation", "weight" or "gradient".
-        given: True for a parameter, which is saved for the backward pass as it is.
-        own: the dimensions that vmap batches it by: each element of a batch has its own scales.
-    """
-
-    role: str
-    given: bool = False
-    own: tuple[int, ...] = ()
-
-
-class In8Bits(NamedTuple):
-    """How a product runs in 8 bits.
-
-    Attributes:
-        recipe: the name of the one in force.
-        lhs: the first operand's part.
-        rhs: the second operand's part.
-    """
-
-    recipe: str
-    lhs: Operand
-    rhs: Operand
-
-    @property
-    def rules(self) -> Recipe:
-        """The formats and scales of the recipe."""
-        return RECIPES[self.recipe]
-
-    @property
-    def both(self) -> tuple[Operand, Operand]:
-        """The parts of the two operands."""
-        return self.lhs, self.rhs
-
-    @property
-    def role_of_result(self) -> str:
-        """The role of what has the result's shape in the transposes: a gradient, as a rule."""
-        roles = {self.lhs.role, self.rhs.role}
-        return next(role for role in (GRADIENT, ACTIVATION, WEIGHT) if role not in roles)
-
-    def axes(self, at: int, ndim: int, summed: Sequence[int], other: str = "") -> tuple[int, ...]:
-        """The dimensions along which a scale of an operand is computed.
-
-        Args:
-            at: the operand's place.
-            ndim: how many dimensions it has.
-            summed: those that the product sums over.
-            other: the role of what it meets; "" for the role of the other operand.
-
-        Returns:
-            The dimensions, sorted.
-        """
-        roles = self.both[at].role, other or self.both[1 - at].role
-        return scale_axes(ndim, self.rules, roles, summed, self.both[at].own)
 
 
 def contraction_params(
@@ -124,27 +72,12 @@ def contraction_params(
 
 
 def _bind(
-    lhs: "jax.Array | Quantised",
-    rhs: "jax.Array | Quantised",
-    params: Mapping[str, object],
-    how: In8Bits,
-    run: str,
-    out: str,
+    lhs: Value, rhs: Value, params: Mapping[str, object], how: In8Bits, run: str, out: str
 ) -> jax.Array:
-    values = [x.values if isinstance(x, Quantised) else x for x in (lhs, rhs)]
-    scales = [x.scale for x in (lhs, rhs) if isinstance(x, Quantised)]
-    operands = compat.varying_alike(*values, *scales)
+    flat, how = flattened(lhs, rhs, how)
+    operands = compat.varying_alike(*flat)
     made: jax.Array = fp8_contraction_p.bind(*operands, **contraction_params(params, how, run, out))
     return made
-
-
-def _operands(flat: Sequence[Any]) -> list[Any]:
-    """The two operands, each with its scale if it is in 8 bits."""
-    scales = iter(flat[2:])
-    return [
-        Quantised(x, next(scales)) if not ad.is_undefined_primal(x) and is_quantised(x) else x
-        for x in flat[:2]
-    ]
 
 
 def _abstract(
@@ -160,7 +93,7 @@ def _product(
     *flat: jax.Array, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
 ) -> jax.Array:
     """The product of quantised operands, and of those that are quantised here."""
-    operands, own = _operands(flat), dict(params)
+    operands, own = operands_of(flat, how), dict(params)
     (lc, rc), (lb, rb) = own["dimension_numbers"]
     pairs = list(zip(operands, (lc, rc), strict=True))
     if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed in pairs):
@@ -168,12 +101,7 @@ def _product(
         # over other dimensions: its scales differ along those of this one.
         wide = [dequantised(*x, run) if isinstance(x, Quantised) else x for x in operands]
         return contract(of, *wide, params=own, run=run, out=out)
-    lhs, rhs = (
-        x
-        if isinstance(x, Quantised)
-        else quantised(x, how.rules, part.role, how.axes(at, x.ndim, pairs[at][1]))
-        for at, (x, part) in enumerate(zip(operands, how.both, strict=True))
-    )
+    lhs, rhs = (_in_8_bits(x, at, own, how) for at, x in enumerate(operands))
     # XLA's gemm adds up fast, with fewer digits, unless it is asked not to. As torchao's recipes
     # have it, results do, and gradients do not.
     precise = GRADIENT in (how.lhs.role, how.rhs.role)
@@ -189,6 +117,21 @@ def _product(
     made = made * _over_result(inverse(lhs.scale), lc, lb, 0, of_rhs)
     made = made * _over_result(inverse(rhs.scale), rc, rb, of_lhs, 0)
     return lax.convert_element_type(made, out)
+
+
+def _in_8_bits(x: Value, at: int, params: Mapping[str, Any], how: In8Bits) -> Quantised:
+    """An operand as this product takes it."""
+    if isinstance(x, Quantised):
+        return x
+    wide = main(x)
+    axes = how.axes(at, wide.ndim, params["dimension_numbers"][0][at])
+    if isinstance(x, Shared) and x.low.scale.shape == _scale_shape(wide, axes):
+        return x.low
+    return quantised(wide, how.rules, how.both[at].role, axes)
+
+
+def _scale_shape(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(1 if d in axes else size for d, size in enumerate(x.shape))
 
 
 def _differs(scale: jax.Array, dims: Sequence[int]) -> bool:
@@ -229,15 +172,15 @@ def _jvp(
     run: str,
     out: str,
 ) -> tuple[jax.Array, object]:
-    if any(type(t) is not ad.Zero for x, t in zip(primals, tangents, strict=True)
-           if is_quantised(x)):  # fmt: skip
-        raise NotImplementedError(TWICE)
-    operands, own = _operands(primals), dict(params)
+    operands, own = operands_of(primals, how), dict(params)
     saved = list(operands)
     for at, x in enumerate(operands):
         if type(tangents[1 - at]) is not ad.Zero and not isinstance(x, Quantised):
-            saved[at], serves = _saved(x, at, own, how, run)
-            operands[at] = saved[at] if serves else x
+            saved[at] = _saved(x, at, own, how, run)
+            if isinstance(x, Shared):
+                continue
+            if isinstance(saved[at], Quantised) and _serves(saved[at], at, own, how):
+                operands[at] = saved[at]
     made = _bind(operands[0], operands[1], own, how, run, out)
     parts = []
     for at, moved in enumerate(tangents[:2]):
@@ -254,20 +197,24 @@ def _jvp(
 
 
 def _saved(
-    x: jax.Array, at: int, params: Mapping[str, Any], how: In8Bits, run: str
-) -> "tuple[jax.Array | Quantised, bool]":
-    """An operand as it is saved for the product with the gradient; if it serves this one, too."""
-    part, moving = how.both[at], how.both[1 - at]
+    x: jax.Array | Shared, at: int, params: Mapping[str, Any], how: In8Bits, run: str
+) -> jax.Array | Quantised:
+    """An operand as it is saved for the product with the gradient."""
+    part, moving, wide = how.both[at], how.both[1 - at], main(x)
     if part.given:
-        return x, False
-    x = differentiated_p.bind(x)
+        return wide
     if how.rules.weight_gradient_high and moving.role == WEIGHT:
-        return lax.convert_element_type(x, run), False
-    contracted, batch = params["dimension_numbers"]
-    free = [d for d in range(x.ndim) if d not in (*contracted[at], *batch[at])]
-    axes = how.axes(at, x.ndim, free, how.role_of_result)
-    serves = axes == how.axes(at, x.ndim, contracted[at])
-    return quantised(x, how.rules, part.role, axes), serves
+        return lax.convert_element_type(wide, run)
+    axes = how.axes_when_saved(at, wide.ndim, params)
+    if isinstance(x, Shared) and x.low.scale.shape == _scale_shape(wide, axes):
+        return x.low
+    return quantised_once(wide, how.recipe, part.role, axes)
+
+
+def _serves(x: Quantised, at: int, params: Mapping[str, Any], how: In8Bits) -> bool:
+    """True if an operand that is saved is what this product takes, too."""
+    axes = how.axes(at, x.values.ndim, params["dimension_numbers"][0][at])
+    return bool(x.scale.shape == _scale_shape(x.values, axes))
 
 
 def _transpose(
@@ -279,9 +226,9 @@ def _transpose(
     if type(ct) is ad.Zero:
         grads[moving] = ad.Zero(aval)
         return grads
-    other, part = _operands(flat)[1 - moving], how.both[1 - moving]
+    other, part = operands_of(flat, how)[1 - moving], how.both[1 - moving]
     of_ct = Operand(how.role_of_result, own=_own_of_result(params, flat, how))
-    wide = other.values if isinstance(other, Quantised) else other
+    wide = main(other)
     avals = [programs.low(aval, run), *map(programs.low_type(run), (ct, wide))]
     program = programs.transposed(of, params, run, moving, *avals)
 
@@ -320,17 +267,25 @@ def _batch(
     run: str,
     out: str,
 ) -> tuple[jax.Array, int]:
-    scales = iter(zip(flat[2:], dims[2:], strict=True))
+    rest = iter(zip(flat[2:], dims[2:], strict=True))
     operands: list[Any] = []
     parts, places = [], []
     for x, at, part in zip(flat, dims[:2], how.both, strict=False):
-        if is_quantised(x):
-            x, at = _batched_alike((x, at), next(scales))
+        value: Value = x
+        if part.shared:
+            low = [next(rest), next(rest)]
+            if at is not None:
+                value = Shared(jax.numpy.moveaxis(x, at, 0), _batched_alike(*low)[0])
+                at = 0
+            else:
+                value = Shared(x, Quantised(*(y for y, _ in low)))
+        elif is_quantised(x):
+            value, at = _batched_alike((x, at), next(rest))
         parts.append(part if at is None else part._replace(own=_with_batch(part.own, at)))
         places.append(at)
-        operands.append(x)
+        operands.append(value)
     how = In8Bits(how.recipe, *parts)
-    wide = [x.values if isinstance(x, Quantised) else x for x in operands]
+    wide = list(map(main, operands))
     avals = map(programs.low_type(run), wide)
     program = programs.batched(of, params, run, tuple(places), *avals)
 

@@ -15,7 +15,7 @@ from math import prod
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Operand
+from polymp.backends.jax.autocast.fp8_operands import In8Bits, Operand
 from polymp.backends.jax.autocast.frame import Frame
 from polymp.backends.jax.autocast.values import Known, Origin
 from polymp.backends.jax.compat.programs import Atom, Equation

@@ -5,18 +5,22 @@ scale is computed along in a product of any number of dimensions, over a batch o
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as core
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from polymp.backends.jax.autocast.contraction_programs import eager
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import (
     GRADIENT,
     INPUT_GRADIENT,
+    RECIPES,
     RESULT,
     WEIGHT,
     WEIGHT_GRADIENT,
@@ -146,26 +150,85 @@ VERBS = Verbs(
 )
 
 
-# What is saved for the backward pass is quantised from a value that the derivative has been taken
-# by already. To differentiate again would differentiate a cast to 8 bits, which is a staircase.
-differentiated_p: core.Primitive = core.Primitive("polymp_fp8_differentiated")
+# An operand in 8 bits as an equation of its own: several products may share it, and it is saved for
+# the backward pass once. It has no derivative: products have one in the operand as it was.
+fp8_quantise_p: core.Primitive = core.Primitive("polymp_fp8_quantise")
+fp8_quantise_p.multiple_results = True
 
 TWICE = (
     "A product in 8 bits has a first derivative only, and a function with such products is "
-    "differentiated twice here. Run it with a policy without rule fp8, such as 'lean', or put "
-    "`with polymp.jax.autocast(enabled=False)` around the products."
+    "differentiated twice here. Run it with a policy without rule fp8, such as 'lean'."
 )
 
 
-def _refuse(primals: Sequence[jax.Array], tangents: Sequence[object]) -> tuple[jax.Array, object]:
-    (x,), (moved,) = primals, tangents
-    if type(moved) is not ad.Zero:
-        raise NotImplementedError(TWICE)
-    return differentiated_p.bind(x), moved
+def quantised_once(x: jax.Array, recipe: str, role: str, axes: Sequence[int]) -> Quantised:
+    """An operand in 8 bits, from which no derivative is taken: one that is saved for it.
+
+    Args:
+        x: the operand.
+        recipe: the name of the one in force.
+        role: of the operand.
+        axes: along which scales are computed; see `scale_axes`.
+
+    Returns:
+        The operand and its scale.
+    """
+    params = quantise_params(recipe, role, axes, differentiated=True)
+    return Quantised(*fp8_quantise_p.bind(x, **params))
 
 
-differentiated_p.def_impl(lambda x: x)
-differentiated_p.def_abstract_eval(lambda aval: aval)
-mlir.register_lowering(differentiated_p, lambda ctx, x: [x])
-ad.primitive_jvps[differentiated_p] = _refuse
-batching.defvectorized(differentiated_p)
+def quantise_params(
+    recipe: str, role: str, axes: Sequence[int], differentiated: bool = False
+) -> jax.core.ParamDict:
+    """The parameters of `fp8_quantise_p`; `differentiated` once the derivative has been taken."""
+    return {
+        "recipe": recipe, "role": role, "axes": tuple(axes), "differentiated": differentiated,
+    }  # fmt: skip
+
+
+def _quantise(x: jax.Array, *, recipe: str, role: str, axes: Sequence[int], **_: bool) -> Quantised:
+    return quantised(x, RECIPES[recipe], role, axes)
+
+
+def _quantise_abstract(
+    x: ShapedArray, *, recipe: str, role: str, axes: tuple[int, ...], **_: bool
+) -> Sequence[ShapedArray]:
+    return _types(x, recipe, role, axes)
+
+
+@lru_cache(maxsize=1024)
+def _types(x: ShapedArray, recipe: str, role: str, axes: tuple[int, ...]) -> Sequence[ShapedArray]:
+    quantise = partial(_quantise, recipe=recipe, role=role, axes=axes)
+    types: Sequence[ShapedArray] = jax.make_jaxpr(quantise)(x).out_avals
+    return types
+
+
+def _quantise_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[object], **params: Any
+) -> tuple[Sequence[jax.Array], list[object]]:
+    if type(tangents[0]) is not ad.Zero:
+        if params["differentiated"]:
+            raise NotImplementedError(TWICE)
+        params["differentiated"] = True
+    outs = fp8_quantise_p.bind(*primals, **params)
+    return outs, [ad.Zero(jax.typeof(out)) for out in outs]
+
+
+def _quantise_transpose(cts: Sequence[object], x: Any, **_: object) -> list[object]:
+    return [ad.Zero(x.aval)]
+
+
+def _quantise_batch(
+    operands: Sequence[jax.Array], dims: Sequence[int], *, axes: Sequence[int], **params: Any
+) -> tuple[Sequence[jax.Array], list[int]]:
+    (x,), (at,) = operands, dims
+    moved = tuple(d + (d >= at) for d in axes)
+    return fp8_quantise_p.bind(x, axes=moved, **params), [at, at]
+
+
+fp8_quantise_p.def_impl(eager(fp8_quantise_p, ("recipe", "role", "axes", "differentiated")))
+fp8_quantise_p.def_abstract_eval(_quantise_abstract)
+ad.primitive_jvps[fp8_quantise_p] = _quantise_jvp
+ad.primitive_transposes[fp8_quantise_p] = _quantise_transpose
+batching.primitive_batchers[fp8_quantise_p] = _quantise_batch
+mlir.register_lowering(fp8_quantise_p, mlir.lower_fun(_quantise, multiple_results=True))

@@ -15,7 +15,7 @@ import numpy as np
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts, promotion
-from polymp.backends.jax.autocast.fp8_contraction import In8Bits
+from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.fp8_products import in_8_bits
 from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import op_of, spelling

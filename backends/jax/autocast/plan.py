@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from polymp.backends.jax.autocast.fp8_contraction import In8Bits
+from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.values import Known
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, NameStack
 from polymp.rules.region import Region

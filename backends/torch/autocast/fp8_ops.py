@@ -1,6 +1,6 @@
 """The ops of torch whose products run in 8 bits, and why a call of one may not.
 
-    linear(x, weight, bias)   mm(a, b)   matmul(a, b)   addmm(c, a, b)
+linear(x, weight, bias)   mm(a, b)   matmul(a, b)   addmm(c, a, b)
 """
 
 from collections.abc import Callable, Mapping, Sequence

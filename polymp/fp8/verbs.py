@@ -11,13 +11,15 @@ Verb = Callable[[Any], Any]
 class Verbs(NamedTuple):
     """A framework's functions of arrays.
 
-    Besides these, quantisation uses `*`, `/` and `<=` of float32 arrays.
+    Besides these, quantisation uses `*`, `/` and `<=` of float32 arrays, and never divides a number
+    by an array except 1.
 
     Attributes:
         amax: (float array, axis, axes or None) to the largest magnitude, float32: [] for None, else
             with length 1 at the axes. NaN if there is a NaN.
         float32: a float array to float32.
-        where: (bool, array or number, array or number) to one of the two, element by element.
+        where: (bool, array or number, array or number) to one of the two, element by element; the
+            result is float32, also of two numbers.
         clip: (float32, lowest, highest) to the numbers between the two; NaN stays NaN.
         cast: (float32, name of an 8-bit format) to that dtype, to nearest, ties to even.
         isfinite: a float32 array to bool.

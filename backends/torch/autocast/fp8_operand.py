@@ -30,7 +30,7 @@ def _amax(array: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _where(condition: torch.Tensor, one: Any, other: Any) -> torch.Tensor:
-    return torch.where(condition, one, other)
+    return torch.where(condition, one, other).float()  # of two numbers, the default dtype
 
 
 VERBS = Verbs(

@@ -82,19 +82,28 @@ class _Product(torch.autograd.Function):
         ctx: Any, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         (gradient,) = gradients
+        weight, weight_scale, x, x_scale = ctx.saved_tensors  # once: checkpoints allow no second
         recipe, wants = ctx.recipe, ctx.needs_input_grad
         gradient = gradient.reshape(-1, gradient.shape[-1])
+        how = _how(recipe, INPUT_GRADIENT, GRADIENT, 1)
+        low = of_x = of_weight_ = None
         # Where a backward pass runs inside a region, its ops have no rows.
         key = dispatcher.autocast_key(gradient.device.type)
-        of_x = of_weight_ = None
         with dispatcher.ExcludeKeys(dispatcher.keyset(str(key))):
-            how = _how(recipe, INPUT_GRADIENT, GRADIENT, 1)
-            low = how(gradient) if wants[0] else None
-            if low is not None:
-                of_x = _scaled(low, _saved_weight(ctx), ctx.x_dtype).view(ctx.x_shape)
-            if wants[1]:
+            if wants[0]:
+                low = how(gradient)
+                low_weight = InBits(weight, weight_scale)
+                if ctx.weight_kept:
+                    low_weight = of_weight(weight, _how(recipe, INPUT_GRADIENT, WEIGHT, 0))
+                of_x = _scaled(low, low_weight, ctx.x_dtype).view(ctx.x_shape)
+            if wants[1] and recipe.weight_gradient_high:
+                x = x.reshape(-1, x.shape[-1])
+                of_weight_ = torch.mm(gradient.to(x.dtype).t(), x).to(ctx.weight_dtype)
+            elif wants[1]:
                 again = _how(recipe, WEIGHT_GRADIENT, GRADIENT, 0)
-                of_weight_ = _weight_gradient(ctx, gradient, low if again == how else None, again)
+                low = low if low is not None and again == how else again(gradient)
+                turned = InBits(low.array.t(), _turned(low.scale))
+                of_weight_ = _scaled(turned, InBits(x, x_scale), ctx.weight_dtype)
         return of_x, of_weight_, None
 
 
@@ -102,26 +111,6 @@ def _is_parameter(weight: torch.Tensor) -> bool:
     """Return whether a tensor, or what it is a view of, is there without being saved."""
     base = weight._base if weight._is_view() else weight
     return base is not None and base.is_leaf
-
-
-def _saved_weight(ctx: Any) -> InBits:
-    array, scale = ctx.saved_tensors[:2]
-    if not ctx.weight_kept:
-        return InBits(array, scale)
-    return of_weight(array, _how(ctx.recipe, INPUT_GRADIENT, WEIGHT, 0))
-
-
-def _weight_gradient(
-    ctx: Any, gradient: torch.Tensor, low: InBits | None, how: Quantisation
-) -> torch.Tensor:
-    """Return the gradient [n, k] of the weight; `low` is the gradient in 8 bits, if it is known."""
-    x, scale = ctx.saved_tensors[2:]
-    if ctx.recipe.weight_gradient_high:
-        x = x.reshape(-1, x.shape[-1])
-        return torch.mm(gradient.to(torch.bfloat16).t(), x).to(ctx.weight_dtype)
-    low = how(gradient) if low is None else low
-    turned = InBits(low.array.t(), _turned(low.scale))
-    return _scaled(turned, InBits(x, scale), ctx.weight_dtype)
 
 
 def _turned(scale: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,7 @@ class OpTracer(decision_log.Recorder):
             entry.row,
             dtypes(float_tensors(given)) if self.counts else (),
         )
+        op_call.recipe, op_call.fallback = entry.recipe, entry.fallback
         if self.counts:
             self.calls.append(op_call)
         self._open.append(op_call)
@@ -157,6 +158,8 @@ class OpTracer(decision_log.Recorder):
                 origin.backward = OpCall(
                     origin.op, origin.spelling, place, BACKWARD, origin.region, origin.row
                 )
+                origin.backward.recipe = origin.recipe
+                origin.backward.fallback = origin.fallback
                 if self.counts:
                     self.calls.append(origin.backward)
             return origin.backward
@@ -196,6 +199,8 @@ class OpTracer(decision_log.Recorder):
 
     def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
         """Called before a view, which is no call itself; its backward may be one."""
+        if not torch.is_grad_enabled():  # it has no node; the latest is the function's it is in
+            return
         number = autograd.latest_node()
         if number >= self._first_node and number not in self._of_node:
             place, direction, _ = self._where(frame)

@@ -16,8 +16,11 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from polymp.backends.jax.autocast.contraction_programs import eager
+from polymp.dtypes import FORMATS
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import (
+    E4M3,
+    E5M2,
     GRADIENT,
     INPUT_GRADIENT,
     RECIPES,
@@ -29,7 +32,7 @@ from polymp.fp8.recipes import (
 )
 from polymp.fp8.verbs import Verbs
 
-FORMATS = ("float8_e4m3fn", "float8_e5m2")
+IN_8_BITS = frozenset({E4M3, E5M2})
 
 
 class Quantised(NamedTuple):
@@ -47,7 +50,7 @@ class Quantised(NamedTuple):
 
 def is_quantised(x: jax.Array) -> bool:
     """True for an array of an 8-bit format."""
-    return jax.typeof(x).dtype.name in FORMATS
+    return jax.typeof(x).dtype.name in IN_8_BITS
 
 
 def product_of(roles: Collection[str]) -> str:
@@ -107,16 +110,13 @@ def dequantised(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
 
 def _amax(x: jax.Array, axis: Axis) -> jax.Array:
     axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
-    # The largest is one of the numbers: to find it, they need not be cast.
-    largest = lax.reduce_max(lax.abs(x), tuple(axes))
-    if axis is not None:
-        largest = lax.expand_dims(largest, tuple(axes))
-    return lax.convert_element_type(largest, "float32")
+    largest = lax.reduce_max(lax.abs(_float32(x)), tuple(axes))
+    return largest if axis is None else lax.expand_dims(largest, tuple(axes))
 
 
 def _where(test: jax.Array, one: jax.Array | float, other: jax.Array | float) -> jax.Array:
     both = [
-        lax.full(test.shape, x, np.dtype("float32")) if isinstance(x, float) else x
+        lax.full_like(test, x, np.float32) if isinstance(x, float) else x
         for x in (one, other)
     ]
     return lax.select(test, *both)
@@ -132,7 +132,10 @@ def _power_of_two(x: jax.Array) -> jax.Array:
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, "float32")
+    """The numbers of a low array, and no others: XLA may leave out a rounding before a cast up."""
+    wide = lax.convert_element_type(x, np.float32)
+    digits = FORMATS[x.dtype.name].mantissa
+    return wide if digits == 23 else lax.reduce_precision(wide, 8, digits)
 
 
 def _cast(x: jax.Array, format: str) -> jax.Array:

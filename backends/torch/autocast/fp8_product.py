@@ -74,7 +74,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         weight_t = InBits(low_weight.array.t(), _turned(low_weight.scale))
         result = _scaled(low_x, weight_t, torch.bfloat16, fast=True)
-        return result.view(*x.shape[:-1], weight.shape[0])
+        # As torch's own products do: a view as output would be one to FSDP2, which warns of them.
+        return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
     @once_differentiable

@@ -62,6 +62,12 @@ class In8Bits(NamedTuple):
         return RECIPES[self.recipe]
 
     @property
+    def format(self) -> str:
+        """The 8-bit format of the product, by that of its gradient, if it has one, or operands."""
+        roles = (self.lhs.role, self.rhs.role)
+        return self.rules.format_of(GRADIENT if GRADIENT in roles else roles[0])
+
+    @property
     def both(self) -> tuple[Operand, Operand]:
         """The parts of the two operands."""
         return self.lhs, self.rhs

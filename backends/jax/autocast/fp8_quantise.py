@@ -115,10 +115,7 @@ def _amax(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _where(test: jax.Array, one: jax.Array | float, other: jax.Array | float) -> jax.Array:
-    both = [
-        lax.full_like(test, x, np.float32) if isinstance(x, float) else x
-        for x in (one, other)
-    ]
+    both = [lax.full_like(test, x, np.float32) if isinstance(x, float) else x for x in (one, other)]
     return lax.select(test, *both)
 
 

@@ -8,6 +8,7 @@ Numbers in the program, scalar arguments and masks take the dtype of what they m
 that is added to the result of a contraction is its bias, and takes the low dtype too.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -155,7 +156,8 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     spelled = spelling(eqn)
     if not hard:
         return _not_eligible(frame, eqn, known, spelled, region)
-    decision = frame.decision(op_of(spelled), hard, region, spelled)
+    how_in_8_bits = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
+    decision = frame.decision(op_of(spelled), hard, region, spelled, how_in_8_bits)
     wide = {f for f in map(declared, eqn.invars) if f}
     asked = name_of(eqn.params.get("preferred_element_type"))
     if eqn.params.get("preferred_element_type") is not None and asked is None:
@@ -175,9 +177,7 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         return frame.step(eqn, reads, [out], Kind.BIND, params, returns), [Known(final)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
-    how: In8Bits | str = ""
-    if decision.rule is Rule.FP8:
-        how = in_8_bits(frame, eqn, known, op_of(spelled), region)
+    how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
     if isinstance(how, In8Bits):  # its operands are quantised from the dtypes that they come in
         reads = [None] * len(known)
     made = out if out == run else "float32"

@@ -39,7 +39,7 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
         why = ""
         if prefix == "jax":
             why = _no_primitive(name)
-        elif replace(row, dtype="") not in shipped:
+        elif replace(row, dtype="", scope="") not in shipped:
             is_class = prefix == "class"
             known = words.ops.get(row.of)
             ops = words.members(name) if is_class else (known,) if known else ()

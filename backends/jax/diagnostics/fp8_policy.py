@@ -45,9 +45,9 @@ def fp8_policy(
     loaded = policy_files.load(policy)
     if not loaded.fp8:
         kept_lower(loaded, (), where)  # raises
-    calls = [
+    calls = [  # without products of batches, as in attention, which are no layers
         call
-        for call in explain(autocast(fn, policy=loaded), *args, **kwargs)
+        for call in explain(autocast(fn, policy=loaded), *args, **kwargs).of("linear")
         if call.direction == FORWARD and call.row is not None and call.row.rule is Rule.FP8
     ]
     paths = [call.module for call in calls if call.times == 1]

@@ -41,9 +41,7 @@ def x():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpoints_recompute_the_same(recipe, reentrant, net, x):
     plain = step(net, x, policy(recipe))
-    again = step(
-        net, x, policy(recipe), lambda x: checkpoint(net, x, use_reentrant=reentrant)
-    )
+    again = step(net, x, policy(recipe), lambda x: checkpoint(net, x, use_reentrant=reentrant))
     assert differing(plain, again) == []
     assert differing(plain, step(net, x, "lean")), "the comparison can fail"
 
@@ -55,10 +53,13 @@ def test_a_backward_pass_in_a_region_is_the_same(recipe, net, x):
     with autocast("cpu", policy=policy(recipe)):
         y = net(x)
         (y.float() ** 2).sum().backward()
-    assert differing(
-        {name: plain[name] for name, _ in net.named_parameters()},
-        {name: p.grad for name, p in net.named_parameters()},
-    ) == []
+    assert (
+        differing(
+            {name: plain[name] for name, _ in net.named_parameters()},
+            {name: p.grad for name, p in net.named_parameters()},
+        )
+        == []
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")

@@ -170,9 +170,7 @@ def test_the_comparison_notices_a_fault(fault, monkeypatch):
 
     monkeypatch.setattr(fp8_product, "_how", wrong)
     if fault == "scale":
-        monkeypatch.setattr(
-            fp8_product.quantise, "inverse", lambda scale: 1 / scale * (1 + 2**-7)
-        )
+        monkeypatch.setattr(fp8_product.quantise, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
     x, weight, gradient = operands(torch.bfloat16, (64, 64), 64)
     ours = run("rowwise", x, weight, gradient)
     monkeypatch.undo()

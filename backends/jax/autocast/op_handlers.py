@@ -199,7 +199,9 @@ def _not_eligible(
     if policy is not None and policy.fp8:
         row = policy.at(region.scope).winner(op_of(spelled), region.dtype, f"jax:{spelled}")
         if row is not None and row.rule is Rule.FP8:
-            why = in_8_bits(frame, eqn, known, op_of(spelled), region)
+            how = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
+            frame.decision(op_of(spelled), (), region, spelled, how)
+            why = how()
             assert isinstance(why, str), "no such dtype is quantised"
             step = step._replace(fallback=why)
     return step, outs

@@ -43,7 +43,8 @@ def with_sites(closed: ClosedProgram, record: Record) -> Iterator[tuple[Call, li
     for sites in groups:
         name, direction = sites[0].scope.call, sites[0].scope.direction
         followed = record.calls.get(name)
-        if followed is None or any(map(_counts, (s.eqn for s in sites))) or followed.saved:
+        counts = any(_counts(site.eqn) for site in sites)
+        if followed is None or counts or followed.saved or followed.fallback:
             saved = () if name in seen or followed is None else tuple(followed.saved.items())
             seen.add(name)
             yield _call(sites, followed, direction, saved, kept), sites

@@ -39,7 +39,7 @@ class Call(NamedTuple):
         times: how often it ran; all the counts above are for all times together.
         recipe: of a product that ran in 8 bits; "" for others.
         fallback: why a product with rule fp8 ran as under rule lower; "" for others.
-        kept_fp8: bytes of 8-bit arrays that it keeps for the backward pass, counted in `times`, too.
+        kept_fp8: bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
     """
 
     backend: str

@@ -50,7 +50,7 @@ def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) ->
     largest = recipe.largest(role)
     amax = verbs.amax(array, axis)
     tiny = amax <= _float32(SMALLEST_AMAX)
-    # Both are arrays, for torch divides a number by an array as number * (1 / array): two roundings.
+    # Both are arrays: torch divides a number by an array as number * (1 / array), in two roundings.
     dividend = verbs.where(tiny, _float32(largest / SMALLEST_AMAX), largest)
     scale = dividend / verbs.where(tiny, 1.0, amax)
     if recipe.power_of_two:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
-from polymp.fp8.recipes import RECIPES, recipe_of
+from polymp.fp8.recipes import recipe_of
 from polymp.rules import parse, scopes
 from polymp.rules.answers import Decision, Why
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
@@ -345,8 +345,6 @@ class Policy:
         lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
         lists |= {"first": first, "keep": keep, "parts": parts}
         where = f"override of policy {self.name!r}"
-        if isinstance(fp8, str) and fp8 in RECIPES:
-            raise PolicyError(f"{where}: fp8={fp8!r} is a recipe. Write recipe={fp8!r}.")
         rows = parse.overriding(lists, rules or {}, scopes or {}, where)
         name = name or self.name.rstrip("*") + "*"
         changed = Policy(name, rows, self.halves, fp8=self.fp8).over(self)

@@ -24,9 +24,9 @@ from polymp.torch import cpu, cuda
 
 __all__ = [
     "Frozen", "GradScaler", "LossScalers", "UpdateWatch", "audit", "autocast", "bake", "catch",
-    "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain", "fp8_policy",
-    "freeze", "hold_casts", "is_autocast_available", "locate", "low_weights", "needs_float32", "pin",
-    "register", "scoped",
+    "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain",
+    "fp8_policy", "freeze", "hold_casts", "is_autocast_available", "locate", "low_weights",
+    "needs_float32", "pin", "register", "scoped",
 ]  # fmt: skip
 
 

@@ -7,11 +7,11 @@ of one activation, and save it for backward once.
 
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from polymp import dtypes
 from polymp.backends.torch.autocast import held_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.autocast.held_casts import held
@@ -24,9 +24,10 @@ _EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two
 
 
 def _amax(array: torch.Tensor, axis: Axis) -> torch.Tensor:
-    return torch.linalg.vector_norm(
-        array, float("inf"), dim=axis, keepdim=axis is not None, dtype=torch.float32
-    )
+    keep, top = axis is not None, float("inf")
+    amax: torch.Tensor
+    amax = torch.linalg.vector_norm(array, top, dim=axis, keepdim=keep, dtype=torch.float32)
+    return amax
 
 
 def _where(condition: torch.Tensor, one: Any, other: Any) -> torch.Tensor:
@@ -56,7 +57,8 @@ class InBits(NamedTuple):
     scale: torch.Tensor
 
 
-class Quantisation(NamedTuple):
+@dataclass(frozen=True)
+class Quantisation:
     """How an operand is quantised; equal for operands that get the same bits.
 
     Attributes:
@@ -67,18 +69,13 @@ class Quantisation(NamedTuple):
 
     recipe: Recipe
     role: str
-    axis: int | None
+    axis: Axis
 
     def __call__(self, array: torch.Tensor) -> InBits:
         """Quantise a tensor of two dimensions."""
         scale = quantise.scale_of(VERBS, array, self.recipe, self.role, self.axis)
         format = self.recipe.format_of(self.role)
         return InBits(quantise.quantised(VERBS, array, scale, format).contiguous(), scale)
-
-    @property
-    def format(self) -> dtypes.Format:
-        """The 8-bit format."""
-        return dtypes.get(self.recipe.format_of(self.role))
 
 
 def of_weight(weight: torch.Tensor, how: Quantisation) -> InBits:

@@ -75,7 +75,9 @@ class _Product(torch.autograd.Function):
         weight_t = InBits(low_weight.array.t(), _turned(low_weight.scale))
         result = _scaled(low_x, weight_t, torch.bfloat16, fast=True)
         # As torch's own products do: a view as output would be one to FSDP2, which warns of them.
-        return torch.ops.aten._unsafe_view(result, [*x.shape[:-1], weight.shape[0]])
+        shape = [*x.shape[:-1], weight.shape[0]]
+        shaped: torch.Tensor = torch.ops.aten._unsafe_view(result, shape)
+        return shaped
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ gets a node of its own in the graph: gradients are then added up as they are wit
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,9 @@ TOGETHER = frozenset({"cuda"})
 # Version, address, shape, strides and dtype of a tensor; () of none.
 Stamp = tuple[object, ...]
 
-# What a weight is cast to: a dtype, or 8 bits in a way that is known by its value.
-How = torch.dtype | Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# What a weight is cast to: a dtype, or 8 bits in a way that is known by its value, which returns
+# the 8-bit tensor and its scale.
+How = torch.dtype | Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 # A `How` and the stream of a cast; of a view's, its place, shape and strides, too.
 Key = tuple[Any, ...]
@@ -257,7 +258,7 @@ def _made_again(weight: Weight, t: torch.Tensor, key: Key) -> Held:
     return found
 
 
-def _made(source: torch.Tensor, how: How) -> tuple[torch.Tensor, torch.Tensor]:
+def _made(source: torch.Tensor, how: How) -> Sequence[torch.Tensor]:
     if isinstance(how, torch.dtype):
         return source.to(how), _NOTHING
     return how(source)

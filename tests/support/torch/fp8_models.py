@@ -77,7 +77,7 @@ def step(
     model.zero_grad()
     x = x.clone().requires_grad_()
     with autocast(x.device.type, torch.bfloat16, policy=policy):
-        y = (run or model)(x)
+        y = (model if run is None else run)(x)
     (y.float() ** 2).sum().backward()
     assert x.grad is not None
     found = {"output": y.detach(), "input": x.grad}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -78,8 +80,10 @@ SHAPES = [((32, 64), 48), ((2, 16, 16), 128), ((4, 3, 16, 32), 16)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_bits_of_torchao(recipe, dtype, shape, outputs, seed):
-    """Result and gradients, bit for bit; of float32 operands, torchao's result is float32, and we
-    round it to the region's dtype."""
+    """Result and gradients, bit for bit.
+
+    Of float32 operands, torchao's result is float32, and ours is that, rounded to the region's.
+    """
     given = operands(dtype, shape, outputs, seed)
     theirs = run(recipe, *given, of_torchao(recipe))
     ours = run(recipe, *given)
@@ -161,11 +165,11 @@ def test_the_comparison_notices_a_fault(fault, monkeypatch):
     def wrong(recipe, product, role, summed):
         how = right(recipe, product, role, summed)
         if fault == "axis" and (product, role) == ("input_gradient", "weight"):
-            return how._replace(axis=None)
+            return replace(how, axis=None)
         if fault == "format" and role == "activation":
-            return how._replace(role="gradient", recipe=RECIPES["tensorwise"])
+            return replace(how, role="gradient", recipe=RECIPES["tensorwise"])
         if fault == "recipe" and role == "gradient":
-            return how._replace(recipe=RECIPES["tensorwise"])
+            return replace(how, recipe=RECIPES["tensorwise"])
         return how
 
     monkeypatch.setattr(fp8_product, "_how", wrong)

@@ -228,6 +228,8 @@ class _Evaluation:
         name = eqn.primitive.name
         if not is_float(x) or x.size == 0 or (name in _CHOOSES):
             return x
+        if name == "polymp_fp8_quantise" or x.dtype.itemsize == 1:
+            return x  # both frameworks round to 8 bits alike; the operands have been moved
         if name == "convert_element_type":
             (given,) = values
             if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:

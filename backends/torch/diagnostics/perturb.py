@@ -57,7 +57,8 @@ class Chance:
             self._move(result, torch.finfo(result.dtype).eps / 2 * result.double().abs())
 
     def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
-        if t.numel():
+        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
+        if t.numel() and t.itemsize > 1:
             shape = (1,) * t.ndim if self._alike else t.shape
             share = torch.rand(shape, generator=self._numbers, dtype=torch.float64) * 2 - 1
             # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN.

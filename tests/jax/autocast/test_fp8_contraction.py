@@ -78,6 +78,7 @@ def test_the_comparison_finds_another_format_or_scale():
     assert off(product(x, w, RECIPES["tensorwise"], "result", ("gradient", "weight")), want) > 1e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scale", [1.0, 100.0, 2.0**16])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_a_scaled_loss_are_finite(name, scale):
@@ -90,6 +91,7 @@ def test_gradients_of_a_scaled_loss_are_finite(name, scale):
 # --- transformations ------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_jit_scan_and_remat_change_no_bit(name):
     params, x = layers(), batch()
@@ -119,6 +121,7 @@ def test_jit_scan_and_remat_change_no_bit(name):
     assert not any(wrong.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_is_one_after_the_other(name):
     params, xs = layers(), jnp.stack([batch(), 3 * batch() + 1, batch() ** 3])
@@ -132,6 +135,7 @@ def test_vmap_is_one_after_the_other(name):
     assert same(jax.vmap(one, (0, 0))(many, xs), want) == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_of_a_vmapped_function_sums_over_the_batch(name):
     params, xs = layers(), jnp.stack([batch(), batch() ** 3])
@@ -146,6 +150,7 @@ def test_the_gradient_of_a_vmapped_function_sums_over_the_batch(name):
     assert off(of_params, want) <= (0.1 if name == "tensorwise" else 1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_mode(name):
     params, x = layers(), batch()
@@ -168,6 +173,7 @@ def test_a_second_derivative_is_refused(name):
     assert np.isfinite(jax.tree.leaves(jax.jvp(lean, (params, x), (params, x)))[0]).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_custom_rule_with_products_has_its_derivative(name):
     @jax.custom_jvp
@@ -192,15 +198,11 @@ def test_a_custom_rule_with_products_has_its_derivative(name):
     assert off(ours, plain) <= 0.15
 
 
-@pytest.fixture(scope="module")
-def on_mesh():
-    return eight_devices.run("fp8_on_mesh")
-
-
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
-def test_sharded_programs(on_mesh, name):
+def test_sharded_programs(name):
     """A mesh has the scales of the whole array; a shard_map has those of each device's part."""
-    seen = dict(on_mesh[name])
+    seen = eight_devices.run("fp8_on_mesh", name)
     print(name, seen)
     apart = seen.pop("one scale or eight")
     assert max(seen.values()) <= 1e-2, "the loss is rounded to bfloat16 before it is added up"

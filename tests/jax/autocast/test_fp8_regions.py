@@ -218,6 +218,7 @@ def test_the_scaler_sees_every_planted_inf_and_nan(recipe):
 
 
 @pytest.mark.sized
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", NAMES)
 def test_locate_sees_every_planted_inf_and_nan(recipe):
     numbers = range(NAMES.index(recipe), len(PLACES), size(15, 1))
@@ -288,10 +289,31 @@ def test_bytes_saved_by_the_example():
 # --- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.sized
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_model_trains_as_in_bfloat16(name):
+    def trained(chosen):
+        def mean(params, x):
+            return loss(params, x) + jnp.mean((x @ params["w0"] - x) ** 2)
+
+        fn = jax.jit(jax.value_and_grad(autocast(mean, policy=chosen)))
+        params = layers()
+        for _ in range(60):
+            _, grads = fn(params, batch())
+            params = jax.tree.map(lambda w, g: w - 2.0 * g, params, grads)
+        return float(mean(params, batch()))
+
+    start = float(loss(layers(), batch()) + jnp.mean((batch() @ layers()["w0"] - batch()) ** 2))
+    losses = trained("lean"), trained(policy(name))
+    print(f"{name}: {start:.4f} to {losses[1]:.4f}, in bfloat16 {losses[0]:.4f}")
+    assert losses[1] < start / 10
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.long
 def test_the_example_trains_as_in_bfloat16():
     train_jax, args, text, _ = example()
-    args.steps = size(20, 1000)
+    args.steps = 1000
     own, losses = train_jax.autocast, {}
     for name in ("bfloat16", *NAMES):
         chosen = None if name == "bfloat16" else policy(name)

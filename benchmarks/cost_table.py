@@ -38,7 +38,7 @@ COST = {
     },
 }
 SOURCES = {
-    "torch-overhead": "Figures of the region in PyTorch",
+    "torch-overhead": "Figures of the first row",
     "torch-speed": "Figures of the other PyTorch rows",
     "jax-speed": "Figures of the JAX rows",
 }

@@ -31,7 +31,7 @@ from torch import nn
 from polymp.torch import hold_casts
 
 BAR = 1.02
-STEPS, WARM, EVERY = 10, 2, 4  # optimizer steps of a run, those that do not count, microbatches
+WARM, EVERY = 2, 4  # optimizer steps of a run that do not count, microbatches of a step
 THEIRS = "the framework's own"
 HELD = "hold_casts"
 WAYS: dict[str, Any] = {  # the policy of each
@@ -83,7 +83,7 @@ def sentences(count: int, rows: int, vocabulary: int = 512) -> list[torch.Tensor
     return list(torch.randint(1, vocabulary, (count, rows, 64), generator=made))
 
 
-def with_lightning(way: str, mode: str, every: int) -> Run:
+def with_lightning(way: str, mode: str, every: int, steps: int) -> Run:
     """The autoencoder of "Lightning in 15 minutes", wider."""
     import lightning
     from lightning.pytorch.plugins import MixedPrecision
@@ -123,14 +123,13 @@ def with_lightning(way: str, mode: str, every: int) -> Run:
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    data = images(
-        STEPS * every, 4 if mode == "fp16" else 64
-    )  # without units for float16, it is slow
+    # Without units for float16, a processor is slow in it.
+    data = images(steps * every, 4 if mode == "fp16" else 64)
     trainer.fit(AutoEncoder(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return clock.run(losses)
 
 
-def with_accelerate(way: str, mode: str, every: int) -> Run:
+def with_accelerate(way: str, mode: str, every: int, steps: int) -> Run:
     """BERT on pairs of sentences, as in accelerate's nlp_example."""
     import transformers
     from accelerate import Accelerator
@@ -151,7 +150,7 @@ def with_accelerate(way: str, mode: str, every: int) -> Run:
     model, optimizer = accelerator.prepare(model, optimizer)
     clock, losses = Clock(), []
     with hold_casts(model) if way == HELD else nullcontext():
-        for ids in sentences(STEPS * every, 4):
+        for ids in sentences(steps * every, 4):
             with accelerator.accumulate(model):
                 loss = model(input_ids=ids, labels=ids[:, 0] % 2).loss
                 accelerator.backward(loss)
@@ -163,7 +162,7 @@ def with_accelerate(way: str, mode: str, every: int) -> Run:
     return clock.run(losses)
 
 
-def with_transformers(way: str, mode: str, every: int) -> Run:
+def with_transformers(way: str, mode: str, every: int, steps: int) -> Run:
     """A causal language model, as in the Trainer's guide."""
     import transformers
 
@@ -186,11 +185,11 @@ def with_transformers(way: str, mode: str, every: int) -> Run:
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=4,
+            folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=4,
             gradient_accumulation_steps=every, logging_steps=1, save_strategy="no", report_to=[],
             disable_tqdm=True, dataloader_pin_memory=False, **{mode: True},
         )  # fmt: skip
-        data = [{"input_ids": ids, "labels": ids} for ids in torch.cat(sentences(STEPS * every, 4))]
+        data = [{"input_ids": ids, "labels": ids} for ids in torch.cat(sentences(steps * every, 4))]
         trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])  # type: ignore[arg-type]
         trainer.remove_callback(transformers.PrinterCallback)
         if WAYS[way] is not False:
@@ -200,11 +199,24 @@ def with_transformers(way: str, mode: str, every: int) -> Run:
     return clock.run(losses)
 
 
-Train = Callable[[str, str, int], Run]
-PROGRAMS: dict[str, tuple[Train, tuple[str, ...]]] = {  # and the modes that they have on a CPU
-    "Lightning": (with_lightning, ("bf16", "fp16")),
-    "accelerate": (with_accelerate, ("bf16",)),
-    "transformers": (with_transformers, ("bf16",)),
+class Program(NamedTuple):
+    """A framework's example.
+
+    Attributes:
+        train: runs it: the way, the mode, microbatches of a step, steps.
+        modes: that it has on a CPU.
+        steps: optimizer steps of a run, about half a second of them.
+    """
+
+    train: Callable[[str, str, int, int], Run]
+    modes: tuple[str, ...]
+    steps: int
+
+
+PROGRAMS = {
+    "Lightning": Program(with_lightning, ("bf16", "fp16"), 50),
+    "accelerate": Program(with_accelerate, ("bf16",), 12),
+    "transformers": Program(with_transformers, ("bf16",), 12),
 }
 
 
@@ -217,15 +229,15 @@ def compare(name: str, mode: str, every: int, rounds: int) -> tuple[list[Row], d
         every: microbatches of a step.
         rounds: trainings of each way.
     """
-    train = PROGRAMS[name][0]
+    program = PROGRAMS[name]
     ways = [way for way in WAYS if (every > 1) or way != HELD]
     losses: dict[str, list[float]] = {}
 
     def timed(way: str) -> Callable[[], float]:
         def once() -> float:
-            run = train(way, mode, every)
+            run = program.train(way, mode, every, program.steps)
             assert losses.setdefault(way, run.losses) == run.losses, "a run differs from the last"
-            return run.seconds / (STEPS - WARM)
+            return run.seconds / (program.steps - WARM)
 
         return once
 
@@ -257,7 +269,7 @@ def main() -> int:
     tables: dict[str, list[Row]] = {}
     equal: dict[str, bool] = {}
     for name in args.only or PROGRAMS:
-        for mode in PROGRAMS[name][1]:
+        for mode in PROGRAMS[name].modes:
             for every in (1, EVERY):
                 rows, same = compare(name, mode, every, args.rounds)
                 tables.setdefault(name, []).extend(rows)

@@ -6,7 +6,7 @@ accelerate goes on opening its own region around the forward of each model that 
 calling the scaler. The policy is put on the models, and the scaler takes the place of torch's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -118,7 +118,7 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
     return accelerator
 
 
-def _check(words: Words, accelerator: Any, scaler: Any) -> None:
+def _check(words: Words, accelerator: object, scaler: object) -> None:
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
             "polymp.accelerate.use() takes an accelerate.Accelerator, got "
@@ -177,7 +177,7 @@ class _OuterRegionCheck(NamedTuple):
     policy: Policy | None
     words: Words
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling():
             write = f"{self.words.use}({self.words.argument}, policy=...)"
             refuse_outer_region(self.device, self.dtype, self.policy, self.words.opener, write)
@@ -221,7 +221,7 @@ class _Accelerator:
     # The optimizers whose gradients were unscaled when the last backward pass began.
     _unscaled: Sequence[torch.optim.Optimizer] = ()
 
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
         before = _uses.get(model)
         if before is None or before.settings is not self.polymp:
             if before is not None:
@@ -229,14 +229,16 @@ class _Accelerator:
             _uses[model] = _Use(model, self.polymp)
         return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
 
-    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> Any:
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)  # type: ignore[misc]
         if self.scaler is not None:
             prepared.__class__ = _ScaledOptimizer
             prepared._together = self._optimizers
         return prepared
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         scaler = self.scaler
         if scaler is not None:
             update_pending(scaler)
@@ -244,23 +246,25 @@ class _Accelerator:
             self._unscaled = [one for one in plain if stage(scaler, one) is OptState.UNSCALED]
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, *args: object, **kwargs: object) -> Any:
         update_pending(self.scaler)
         return super().save_state(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
-    def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def autocast(self, *args: object, **kwargs: object) -> Iterator[None]:
         with self.polymp.region, super().autocast(*args, **kwargs):  # type: ignore[misc]
             yield
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
         if self.scaler is not None and not self.sync_gradients:  # type: ignore[attr-defined]
             raise RuntimeError(
                 "gradients are accumulated here, and those that come later are scaled. Clip once, "
                 "before the step: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)."
             )
         if self.scaler is not None:
-            asked = self._optimizers if optimizer is None else optimizer
+            asked: Any = self._optimizers if optimizer is None else optimizer
             asked = [_plain(one) for one in (asked if isinstance(asked, list | tuple) else [asked])]
             done = [one for one in asked if stage(self.scaler, one) is not OptState.READY]
             if any(one is before for one in done for before in self._unscaled):
@@ -274,11 +278,11 @@ class _Accelerator:
             optimizer = [one for one in asked if all(one is not other for other in done)]
         super().unscale_gradients(optimizer)  # type: ignore[misc]
 
-    def log(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log(self, values: Mapping[str, Any], *args: object, **kwargs: object) -> None:
         super().log({**values, **metrics(self.scaler)}, *args, **kwargs)  # type: ignore[misc]
 
 
-def _plain(optimizer: Any) -> Any:
+def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -295,7 +299,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _skipped: Any = False
     _together: Sequence[AcceleratedOptimizer]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
         if self.gradient_state.sync_gradients:
             if closure is not None:
                 update_pending(self.scaler)  # not in the closure, where this step has begun

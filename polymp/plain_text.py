@@ -5,51 +5,59 @@
 No package is needed for it, so that a report can be printed wherever it can be made.
 """
 
-import textwrap
+import re
+import shutil
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 # The field's own abbreviations.
 _SHORT = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 _SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
-WIDTH = 100
+WIDTH = 100  # where nothing is known of a terminal: in a pipe, in a log
+_NARROWEST, _WIDEST = 80, 180  # a table is no use below, and its lines are hard to follow beyond
 _GAP = 2
-_LEAST = 6
+_LEAST = 6  # of a column
+_NEEDED = 4  # right of an indent
+_PLACE = re.compile(r"[^\s/]+:\d+")  # a file and a line of it
+_PART = re.compile(rf"{_PLACE.pattern}|[^\s/._-]*[/._-]|[^\s/._-]+")  # of a word that is too long
+
+
+def terminal_width() -> int:
+    """The width of tables: that of the terminal, or of `COLUMNS`, within reason; or else 100."""
+    return min(max(shutil.get_terminal_size((WIDTH, 0)).columns, _NARROWEST), _WIDEST)
 
 
 def columns(
     heads: Sequence[str],
     rows: Iterable[str | Sequence[str]],
     right: Iterable[str] = (),
-    width: int = WIDTH,
+    width: int | None = None,
 ) -> list[str]:
     """Lines of a table: the heads, then the rows; columns that are empty are left out.
 
-    Cells that do not fit are broken, at spaces where there are any: the widest columns first, and
-    those of numbers never.
+    Cells that do not fit are broken: the widest columns first, and those of numbers never. They are
+    broken at spaces, and words that are too long after dots and dashes, or anywhere; but a file and
+    its line, such as "train.py:12", stay in one piece.
 
     Args:
         heads: of the columns.
         rows: the cells of a row, as many as heads; or a text that stands alone on its line.
         right: heads of the columns that end at the right: numbers.
-        width: of the longest line, in characters; a text that stands alone may be longer.
+        width: of the longest line, in characters; None for the terminal's. A text that stands
+            alone may be longer, and so may a table whose numbers and files need more.
 
     Returns:
         The lines.
     """
+    width = terminal_width() if width is None else width
     listed = list(rows)
     cells = [row for row in listed if not isinstance(row, str)]
     used = [i for i in range(len(heads)) if any(row[i] for row in cells)]
     numeric = {i for i in used if heads[i] in right}
     wide = {i: max(len(heads[i]), *(len(row[i]) for row in cells)) for i in used}
-    words = {i: max(_longest(row[i]) for row in (heads, *cells)) for i in used}
-    for least in (words, dict.fromkeys(used, _LEAST)):
-        while sum(wide.values()) + _GAP * (len(used) - 1) > width:
-            narrower = [i for i in used if i not in numeric and wide[i] > least[i]]
-            if not narrower:
-                break
-            wide[max(narrower, key=wide.__getitem__)] -= 1
+    texts = {i: Counter(row[i] for row in cells) for i in used if i not in numeric}
+    wide |= _narrowed(texts, {i: wide[i] for i in texts}, width - _total(wide), heads)
 
     def lines(row: Sequence[str]) -> list[str]:
         broken = {i: _broken(row[i], wide[i]) for i in used}
@@ -88,16 +96,67 @@ def _line(parts: Mapping[int, str], wide: Mapping[int, int], numeric: Container[
     return (" " * _GAP).join(placed).rstrip()
 
 
-def heading(name: str, width: int = WIDTH) -> str:
+def heading(name: str, width: int | None = None) -> str:
     """The line above a section of a table."""
-    return f"-- {name} ".ljust(width, "-")
+    return f"-- {name} ".ljust(terminal_width() if width is None else width, "-")
 
 
-def _longest(cell: str) -> int:
-    """The width below which a word of a cell would be broken."""
-    indent = len(cell) - len(cell.lstrip())
-    first, *others = cell.split() or [""]
-    return max(indent + len(first), *(_GAP + len(word) for word in others), 0)
+def _total(wide: Mapping[int, int]) -> int:
+    """The width of a table with these columns."""
+    return sum(wide.values()) + _GAP * (len(wide) - 1)
+
+
+def _narrowed(
+    texts: Mapping[int, Counter[str]], wide: Mapping[int, int], room: int, heads: Sequence[str]
+) -> dict[int, int]:
+    """The widths of columns that share what room there is, or less if there is too little.
+
+    Character by character, the column is narrowed that then has the fewest lines more.
+
+    Args:
+        texts: the cells of each column, with how often they are there.
+        wide: their widths if no cell is broken.
+        room: how much wider they may be; below 0, how much narrower they have to be.
+        heads: of all columns.
+
+    Returns:
+        The widths.
+    """
+    made = dict(wide)
+    least = {
+        i: max(_LEAST, len(heads[i]), *map(_longest_place, texts[i])) for i in texts if texts[i]
+    }
+    price = {i: _price(texts[i], made[i] - 1) - _price(texts[i], made[i]) for i in least}
+    for _ in range(-room):
+        narrower = [i for i in least if made[i] > least[i]]
+        if not narrower:
+            break
+        i = min(narrower, key=lambda i: (price[i], -made[i]))
+        made[i] -= 1
+        price[i] = _price(texts[i], made[i] - 1) - _price(texts[i], made[i])
+    return made
+
+
+def _price(texts: Counter[str], width: int) -> int:
+    """How many lines more cells need at a width; a word in two counts as one more, or as three."""
+    return sum(
+        count * (len(_broken(text, width)) - 1 + _torn(text, width))
+        for text, count in texts.items()
+        if len(text) > width
+    )
+
+
+def _torn(cell: str, width: int) -> int:
+    """0 if every word of a cell fits, 1 if one is broken at a dash or a dot, 3 if elsewhere."""
+    room = width - (len(cell) - len(cell.lstrip())) - _GAP
+    if max(map(len, cell.split())) <= room:
+        return 0
+    return 1 if max(len(match[0]) for match in _PART.finditer(cell)) <= room else 3
+
+
+def _longest_place(cell: str) -> int:
+    """The width below which a file and its line would not fit."""
+    return max((_GAP + len(place) for place in _PLACE.findall(cell)), default=0)
 
 
 def _broken(cell: str, width: int) -> list[str]:
@@ -105,15 +164,35 @@ def _broken(cell: str, width: int) -> list[str]:
     if len(cell) <= width:
         return [cell]
     text = cell.lstrip()
-    lead = " " * min(len(cell) - len(text), max(width - _LEAST, 0))
-    rest = lead + " " * _GAP if width > len(lead) + _GAP + _LEAST else lead
-    return textwrap.wrap(
-        text, width, initial_indent=lead, subsequent_indent=rest, break_on_hyphens=False
-    )
+    lead = " " * min(len(cell) - len(text), max(width - _NEEDED, 0))
+    rest = lead + " " * _GAP if width >= len(lead) + _GAP + _NEEDED else lead
+    parts = [part for word in text.split() for part in _pieces(word, width - len(rest))]
+    made, line = list[str](), lead
+    for gap, piece in parts:
+        if line.strip() and len(line + gap + piece) > width:
+            made.append(line)
+            line = rest
+        line += gap + piece if line.strip() else piece
+    return [*made, line]
 
 
-def folded(text: str, width: int = WIDTH) -> list[str]:
+def _pieces(word: str, most: int) -> Iterator[tuple[str, str]]:
+    """The parts of a word of which each fits into a line, with what is in front of each."""
+    found = [word]
+    if len(word) > most:
+        parts = [match[0] for match in _PART.finditer(word)]
+        found = [
+            part[at : at + most] if not _PLACE.fullmatch(part) else part
+            for part in parts
+            for at in range(0, 1 if _PLACE.fullmatch(part) else len(part), most)
+        ]
+    yield " ", found[0]
+    yield from (("", part) for part in found[1:])
+
+
+def folded(text: str, width: int | None = None) -> list[str]:
     """The lines of a text, those that are too long broken at spaces."""
+    width = terminal_width() if width is None else width
     return [part for line in text.splitlines() for part in _broken(line, width)]
 
 

@@ -147,6 +147,17 @@ def compiled_kernels() -> None:
             table.kernels(device)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def left_out_of_garbage() -> None:
+    """Look no more for garbage among what earlier files have left in the caches of compilers.
+
+    Some tests, and libraries after each training, go through all that is not frozen. Those of
+    tracers that leaked thaw what was frozen when the tests were collected.
+    """
+    gc.collect(1)
+    gc.freeze()
+
+
 @pytest.fixture(params=FRAMEWORKS)
 def fw(request: pytest.FixtureRequest) -> ModuleType:
     """The verbs of each framework in turn: see tests/support/frameworks."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import polymp
-from polymp import backends, dtypes
+from polymp import backends, dtypes, progress
 from polymp.cli import check, doctor, doctor_inputs, measurement, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError
 from polymp.rules import policy_files
@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 EXIT = """\
 exit codes:
-  0  done; diff: no difference; check: torch and jax accept every row; doctor: nothing is wrong
+  0  done; diff: no difference; check: nothing is wrong; doctor: nothing is wrong
   1  diff: there are differences; check: the policy is wrong; doctor: something is wrong
   2  the command could not be carried out: bad arguments, no such policy, a package is missing
 """
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if drawn:
         from polymp.cli import tables  # which needs rich
 
-        text = tables.drawn(args.command, data)
+        text = tables.drawn(args.command, data, every=getattr(args, "all", False))
     else:
         text = json.dumps(data, indent=2) + "\n" if args.json else check.plain(data)
     for line in data.get("errors", ()):
@@ -80,15 +80,16 @@ def _parser() -> argparse.ArgumentParser:
         text: str,
         collect: Callable[[argparse.Namespace], Data],
         code: Callable[[Data], int] = lambda data: 0,
+        aliases: Sequence[str] = (),
     ) -> argparse.ArgumentParser:
         sentence = text[0].upper() + text[1:] + "."
-        added = commands.add_parser(name, help=text, description=sentence, **end)
+        added = commands.add_parser(name, help=text, description=sentence, aliases=aliases, **end)
         added.add_argument("--json", action="store_true", help="print JSON, without rich")
         added.set_defaults(command=name, collect=collect, code=code)
         return added
 
     named = "the name of a shipped policy, or the path of a .toml file"
-    command("policies", "list the shipped policies", policies.listed)
+    command("policies", "list the shipped policies", policies.listed, aliases=["list"])
 
     show = command("show", "show the rule of every op under a policy", policies.shown)
     show.add_argument("policy", help=named)
@@ -109,7 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     diff = command(
-        "diff", "show where two policies differ", policies.compared, lambda d: not d["same"]
+        "diff",
+        "show where two policies differ",
+        policies.compared,
+        lambda d: not d["same"],
+        aliases=["compare"],
+    )
+    diff.add_argument(
+        "--all", action="store_true", help="list each op, also of many that differ alike"
     )
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
 
@@ -122,6 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("policy", help=named)
     asked.add_argument(
         "--backend", choices=backends.NAMES, help="check for this one; if left out, both"
+    )
+    asked.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="also check that the rules by module path match modules of the model that the "
+        "function returns with example inputs",
     )
 
     examine = command(
@@ -182,9 +196,11 @@ def _doctor(args: argparse.Namespace) -> Data:
     if not measures and (args.framework or args.seconds):
         given = "--framework" if args.framework else "--seconds"
         raise UsageError(f"{given}: nothing is measured without --measure, --model or --shapes.")
-    if not measures:
-        return doctor.diagnose(doctor.gather())
-    found = measurement.measured(
-        args.model, args.shapes, list(dict.fromkeys(args.framework)), args.seconds
-    )
-    return doctor.diagnose(doctor.gather()) | {"measurements": found}
+    found: Data = {}
+    if measures:
+        frameworks = list(dict.fromkeys(args.framework))
+        timed = measurement.measured(args.model, args.shapes, frameworks, args.seconds)
+        found = {"measurements": timed}
+    with progress.line("polymp doctor") as line:
+        line.stage("asking the frameworks")
+        return doctor.diagnose(doctor.gather()) | found

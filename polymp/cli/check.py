@@ -1,13 +1,17 @@
-"""`polymp check`: whether a policy can be read, and which of its rows torch and jax refuse."""
+"""`polymp check`: whether a policy can be read, and is right for torch, for jax and for a model.
+
+policy -> rows that a backend refuses, and module paths that match no module of a model
+"""
 
 import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from polymp import backends
+from polymp import backends, progress
+from polymp.cli import doctor_inputs
 from polymp.cli.policies import path_inside, row_data
 from polymp.errors import PolicyError
-from polymp.rules import policy_files
+from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW, Row, Rule
 
@@ -15,23 +19,69 @@ Data = dict[str, Any]
 
 
 def checked(args: argparse.Namespace) -> Data:
-    """The rows of a policy that the backends refuse."""
+    """What is wrong with a policy: rows that the backends refuse, paths that match no module."""
     asked = [args.backend] if args.backend else list(backends.NAMES)
     data: Data = {"policy": args.policy, "ok": False, "rows": 0, "backends": {}, "errors": []}
+    if args.model:
+        data |= {"model": args.model, "scopes": []}
     if args.backend:
         backends.get(args.backend)  # says what to install
     try:
         policy = policy_files.load(args.policy)
     except PolicyError as error:
         return data | {"errors": [str(error)]}
+    if not policy.rows:
+        why = f'{args.policy} has no rows. Write rows below [rules], or extends = "amp".'
+        return data | {"errors": [why]}
     for name in asked:
         refused: list[Data] | None = None
         if name in backends.installed():
-            said = _refusals(name, policy)
+            with progress.line("polymp check") as line:
+                line.stage(f"asking {name}")
+                said = _refusals(name, policy)
             refused = [{"row": row_data(row), "why": why} for row, why in said.items()]
             data["errors"] += [f"{why} [{row}]" for row, why in said.items()]
         data["backends"][name] = refused
+    if args.model:
+        data["scopes"] = _matches(policy, args.model)
+        data["errors"] += [found["why"] for found in data["scopes"] if not found["matches"]]
     return data | {"ok": not data["errors"], "rows": len(policy.rows)}
+
+
+def _matches(policy: Policy, text: str) -> list[Data]:
+    """For each path of a policy's rows, how many modules of a model it matches."""
+    if not policy.scopes:
+        return []
+    paths = _paths(text)
+    entries = []
+    for pattern in policy.scopes:
+        count = sum(scopes.depth(pattern, path) > 0 for path in paths)
+        close = " or ".join(map(repr, scopes.nearest(pattern, paths)))
+        some = (
+            f"paths are, for example, {', '.join(map(repr, paths[:3]))}."
+            if paths
+            else "it has none."
+        )
+        hint = f"did you mean {close}?" if close else some
+        why = "" if count else f"{pattern!r} matches no module of {text}: {hint}"
+        entries.append({"scope": pattern, "matches": count, "why": why})
+    return entries
+
+
+def _paths(text: str) -> list[str]:
+    """The paths of the modules of a model, as rules by path have them."""
+    framework, model, inputs = doctor_inputs.example(text)
+    if framework == "torch":
+        return [path for path, _ in model.named_modules() if path]
+    from polymp.backends.jax.diagnostics.explain import explain
+
+    try:
+        report = explain(model, *inputs, dtype=LOW[1])
+        modules = {call.module for call in report}
+    except Exception as error:
+        raise doctor_inputs.failed(text, error) from error
+    names = [module.split(".") for module in modules if module]
+    return sorted({".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)})
 
 
 def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
@@ -71,11 +121,18 @@ def _no_kernel(row: Row, policy: Policy) -> str:
 def plain(data: Data) -> str:
     """The text that `check` prints; errors go to standard error."""
     if not data["rows"] and data["errors"]:
-        return f"{data['policy']}: cannot be read\n"
+        return f"{data['policy']}: wrong, so that no row was checked\n"
     lines = [f"{data['policy']}: {data['rows']} rows"]
     for name, refused in data["backends"].items():
         if refused is None:
             lines.append(f"{name}: not installed, not checked")
         else:
             lines.append(f"{name}: {f'refuses {len(refused)}' if refused else 'accepts all rows'}")
+    if "model" in data:
+        found = [entry["matches"] for entry in data["scopes"]]
+        lost = found.count(0)
+        said = f"{lost} of {len(found)} match no module" if lost else "all match modules"
+        lines.append(
+            f"{data['model']}: {f'paths of rules: {said}' if found else 'no rule by path'}"
+        )
     return "\n".join(lines) + "\n"

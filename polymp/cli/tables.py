@@ -6,7 +6,8 @@ Nothing here reads a policy or asks a framework: all that is drawn is in the dat
 `--json` prints.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -20,21 +21,31 @@ from polymp.rules.row import LOW, Row, Rule
 
 Data = dict[str, Any]
 
+_MANY = 6  # ops that differ alike are listed one by one up to here
+_NAMED = 3  # of more, so many
 
-def drawn(command: str, data: Data) -> str:
+
+def drawn(command: str, data: Data, every: bool = False) -> str:
     """Draw the data of a command, with colours if standard output is a terminal.
 
     Args:
         command: its name.
         data: as `--json` prints it.
+        every: True to draw a row for each op, also for many that differ alike.
 
     Returns:
         The text.
     """
-    draw = {"policies": _policies, "show": _show, "diff": _diff, "doctor": _doctor}[command]
+    differing = partial(_diff, every=every)
+    draws: dict[str, Callable[[Data], Iterator[RenderableType]]] = {
+        "policies": _policies,
+        "show": _show,
+        "diff": differing,
+        "doctor": _doctor,
+    }
     console = Console(markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
-        for part in draw(data):
+        for part in draws[command](data):
             console.print(part)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
@@ -145,7 +156,7 @@ def _device(data: Data, title: str) -> Iterator[RenderableType]:
         yield _HALVES
 
 
-def _diff(data: Data) -> Iterator[RenderableType]:
+def _diff(data: Data, every: bool) -> Iterator[RenderableType]:
     one, other = data["policies"]
     if data["same"]:
         yield f"{one} and {other}: no difference"
@@ -157,15 +168,26 @@ def _diff(data: Data) -> Iterator[RenderableType]:
         right = _shown(rules[1], rules[0]), _by(rows[1], entry["op"], other)
         key = entry["scope"], entry["op"], *(", ".join(filter(None, s)) for s in (left, right))
         lines.setdefault(key, []).append(entry["dtype"])
-    yield f"{one} and {other}, ops that differ: {len({key[:2] for key in lines})}\n"
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for (scope, op, *sides), dtypes in lines.items():
+        alike.setdefault(((scope, *sides), tuple(dtypes)), []).append(op)
     scoped = any(scope for scope, *_ in lines)
     table = []
-    for (scope, op, *sides), dtypes in lines.items():
-        label = op if len(dtypes) == len(LOW) else f"{op} ({', '.join(dtypes)})"
-        table.append((label, *sides, *([scope] if scoped else [])))
+    for ((scope, *sides), only), ops in alike.items():
+        of = f" ({', '.join(only)})" if len(only) < len(LOW) else ""
+        for label in ops if every or len(ops) <= _MANY else [_few(ops)]:
+            table.append((f"{label}{of}", *sides, *([scope] if scoped else [])))
+    count = len({key[:2] for key in lines})
+    rows = "" if len(table) == len(lines) else f", in {len(table)} rows; --all lists each op"
+    yield f"{one} and {other}, ops that differ: {count}{rows}\n"
     yield _table(("op", one, other, *(["scope"] if scoped else [])), table)
     if any("(widen)" in cell for row in table for cell in row):
         yield _HALVES
+
+
+def _few(ops: Sequence[str]) -> str:
+    """The first of many ops, and how many more there are."""
+    return f"{', '.join(ops[:_NAMED])} and {len(ops) - _NAMED} more"
 
 
 def _doctor(data: Data) -> Iterator[RenderableType]:

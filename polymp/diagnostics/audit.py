@@ -52,23 +52,47 @@ class Audit(AuditRecord):
             raise ValueError("nothing was measured: run a step in the audit's block first.")
         return suggest(self, base)
 
+    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
+        """Return the audit as the text that `print(audit)` shows.
+
+        "layers.*.attn x24" are 24 modules with the same ops; the row has the largest magnitude of
+        all of them, and the shares of all their values.
+
+        Args:
+            width: of a line, in characters; by default the terminal's, and 100 without one.
+            sort: "program" for the order in which modules and ops were first reached; "largest" to
+                put those with the largest magnitudes first.
+            fold: False to show equal layers one by one.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: `sort` is neither "program" nor "largest".
+        """
+        return audit_text.audit_table(self, width, sort, fold)
+
     def plot(
         self,
         path: str | PathLike[str] | None = None,
         dtype: object = None,
         dark: bool = False,
+        *,
+        fold: bool = True,
     ) -> "Figure":
         """Draw the magnitudes, layer by layer, against the ranges of the dtypes.
 
         A row for every module, with its results in the panel at the left and its gradients at the
         right: a band from the 5 % to the 95 % quantile of the values that are not zero, and a tick
-        at the largest. Gradients are drawn without the loss scale.
+        at the largest. Gradients are drawn without the loss scale. Equal layers are one row, with
+        the values of all of them.
 
         Args:
             path: file to write it to as well: ".png", ".svg" or ".pdf".
             dtype: the one whose range to show, by name or as a dtype object; None for float16,
                 bfloat16, float8_e4m3fn and float8_e5m2.
             dark: True for light marks on a dark page.
+            fold: False to draw equal layers one by one.
 
         Returns:
             The figure.
@@ -79,7 +103,7 @@ class Audit(AuditRecord):
                 no such suffix.
             ImportError: matplotlib is not installed.
         """
-        return audit_plot.audit_figure(self, path, dtype, dark)
+        return audit_plot.audit_figure(self, path, dtype, dark, fold)
 
     def __str__(self) -> str:
         return audit_text.audit_table(self)

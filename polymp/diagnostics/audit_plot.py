@@ -13,9 +13,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from polymp.diagnostics.audit_records import AuditRecord, Measured
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp import progress
+from polymp.diagnostics.audit_layers import Layer, layers
+from polymp.diagnostics.audit_records import AuditRecord
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes
 from polymp.diagnostics.report_text import OUTSIDE
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
@@ -61,57 +62,18 @@ _DARK = Look(
 )  # fmt: skip
 
 
-class Layer(NamedTuple):
-    """A row: a module with the magnitudes of its results and of its gradients, if it has any."""
-
-    module: str
-    forward: Magnitudes | None
-    gradient: Magnitudes | None
-
-
-def layers(audit: AuditRecord) -> list[Layer]:
-    """A row for every module, in the order in which they were first reached.
-
-    The gradients of a module are those of its parameters and those that its ops made.
-    """
-    forward: dict[str, list[Magnitudes]] = {}
-    gradient: dict[str, list[Magnitudes]] = {}
-    for measured in audit.results:
-        side = {FORWARD: forward, BACKWARD: gradient}.get(measured.direction)
-        if side is not None:
-            side.setdefault(measured.module, []).append(measured.magnitudes)
-    known = {*forward, *gradient}
-    for measured in audit.gradients:
-        gradient.setdefault(_module(measured, known), []).append(measured.magnitudes)
-
-    def union(found: Iterable[Magnitudes]) -> Magnitudes | None:
-        listed = list(found)
-        return joined(listed) if listed else None
-
-    names = {**forward, **gradient}
-    return [Layer(m, union(forward.get(m, ())), union(gradient.get(m, ()))) for m in names]
-
-
-def _module(gradient: Measured, known: set[str]) -> str:
-    """The module of a parameter: the innermost that its name begins with and that is known."""
-    owner = gradient.module.rpartition(".")[0]
-    path = owner
-    while path and path not in known:
-        path = path.rpartition(".")[0]
-    return path or owner
-
-
 def audit_figure(
     audit: AuditRecord,
     path: "str | PathLike[str] | None" = None,
     dtype: object = None,
     dark: bool = False,
+    fold: bool = True,
 ) -> "Figure":
     """Draw an audit; see `Audit.plot`, which raises the same."""
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
-    rows = layers(audit)
+    rows = layers(audit, fold)
     if not rows:
         raise ValueError("nothing was measured: run a step in the audit's block first.")
     try:
@@ -129,9 +91,10 @@ def audit_figure(
         "svg.fonttype": "none",
         "svg.hashsalt": "polymp",
     }
-    with rc_context(cast(Any, style)):
-        figure = _figure(Figure, audit, rows, dtypes, look)
+    with rc_context(cast(Any, style)), progress.line("plot", 2 * len(rows), "row") as line:
+        figure = _figure(Figure, audit, rows, dtypes, look, line)
         if path is not None:
+            line.stage("writing the file", long=False)
             undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
             figure.savefig(path, dpi=150, facecolor=look.page, metadata=undated)
     return figure
@@ -143,8 +106,9 @@ def _figure(
     rows: list[Layer],
     dtypes: tuple[str, ...],
     look: Look,
+    line: progress.Line,
 ) -> "Figure":
-    names = [_label(row.module) for row in rows]
+    names = [_label(row) for row in rows]
     left = _EDGE + max(1.2, _widest(names)) + 0.15
     ruler, body = _BAR * len(dtypes), _ROW * len(rows)
     wide = left + 2 * (_PANEL + _GUTTER)
@@ -168,7 +132,7 @@ def _figure(
         above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
         _ruler(above, dtypes, span, look)
         _shade(main, dtypes, look)
-        _bands(main, found, look)
+        _bands(main, found, look, line)
         _frame(main, span, len(rows), look)
         main.set_yticks(range(len(rows)), names if at == 0 else [""] * len(rows), color=look.ink)
     _key(place(_EDGE, _BOTTOM + body + _GAP, left - _EDGE - 0.15, _KEY), look)
@@ -182,16 +146,22 @@ def _figure(
 
 def _widest(names: Iterable[str]) -> float:
     """The width of the widest name, in inches."""
-    from matplotlib.textpath import TextPath
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
 
-    points = (TextPath((0, 0), name, size=_POINTS).get_extents().x1 for name in names)
-    return float(max(points)) / 72
+    font = FontProperties(size=_POINTS)
+    sizes = (text_to_path.get_text_width_height_descent(name, font, False) for name in names)
+    return float(max(wide for wide, *_ in sizes)) / 72
 
 
-def _label(module: str) -> str:
+def _label(row: Layer) -> str:
     """The name of a row; of a long one, its end."""
-    name = module or OUTSIDE
-    return name if len(name) <= _LONGEST else f"\u2026{name[1 - _LONGEST :]}"
+    name, times = row.module or OUTSIDE, f" x{row.modules}" if row.modules > 1 else ""
+    room = _LONGEST - len(times)
+    if len(name) > room:
+        end = name[1 - room :]
+        name = f"\u2026{end[end.find('.') + 1 :]}"  # whole parts of the path
+    return name + times
 
 
 def _span(rows: list[Layer]) -> tuple[float, float]:
@@ -252,9 +222,10 @@ def _shade(axes: "Axes", dtypes: tuple[str, ...], look: Look) -> None:
         axes.axvline(low, color=color, linewidth=0.9, alpha=0.8, linestyle=(0, (1, 2)), zorder=1)
 
 
-def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look) -> None:
+def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look, line: progress.Line) -> None:
     """A band and a tick for each row; Inf, NaN and "all zero" as words at the right."""
     for y, m in enumerate(found):
+        line.step()
         if m is None:
             continue
         if m.largest:
@@ -279,8 +250,7 @@ def _frame(axes: "Axes", span: tuple[float, float], rows: int, look: Look) -> No
     axes.set_xticks(list(ticks), [f"$2^{{{tick}}}$" for tick in ticks])
     axes.tick_params(axis="both", length=0, colors=look.soft, pad=4)
     axes.set_xlabel("magnitude", color=look.soft)
-    for y in range(rows):
-        axes.axhline(y, color=look.line, linewidth=0.6, zorder=1)
+    axes.hlines(range(rows), *span, color=look.line, linewidth=0.6, zorder=1)
     for spine in axes.spines.values():
         spine.set_visible(False)
 

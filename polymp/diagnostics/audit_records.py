@@ -5,15 +5,19 @@ make of the numbers. Nothing here knows a framework.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import plain_text
+from polymp.diagnostics.equal_layers import ModuleRows, folded
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.rules.row import Row
 from polymp.weights.lost_updates import LostUpdates
+
+# The share of the values of an op, or of all gradients, that is too much to become zero.
+MANY = 0.5
 
 
 class Measured(NamedTuple):
@@ -52,6 +56,62 @@ class Measured(NamedTuple):
         del data["magnitudes"]
         kept = ("values", "largest", "inf", "nan", "burst", "vanished", "zeros")
         return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
+
+
+def by_module(results: Iterable[Measured], fold: bool = True) -> list[ModuleRows[Measured]]:
+    """Return results of ops by direction and module, equal layers as one.
+
+    A layer that its dtype broke, by an Inf or by making most values zero, is not equal to others.
+
+    Args:
+        results: of ops.
+        fold: False to leave every module as it is.
+
+    Returns:
+        The modules of each direction, in the order in which they were first reached.
+    """
+    return folded(results, lambda m: (m.direction, m.module), _alike, together, fold)
+
+
+def by_owner(gradients: Iterable[Measured], fold: bool = True) -> list[ModuleRows[Measured]]:
+    """Return gradients of parameters by the module that has them, equal layers as one.
+
+    Args:
+        gradients: of parameters, by name.
+        fold: False to leave every module as it is.
+
+    Returns:
+        The modules; their section is "".
+    """
+    return folded(gradients, lambda m: ("", split(m.module)[0]), _alike_gradient, together, fold)
+
+
+def split(parameter: str) -> tuple[str, str]:
+    """The module of a parameter and its name there."""
+    module, _, name = parameter.rpartition(".")
+    return module, name
+
+
+def together(many: Sequence[Measured]) -> Measured:
+    """The first of some results, with the magnitudes and numbers of all of them."""
+    numbers = {number for m in many for number in m.numbers}
+    found = joined(m.magnitudes for m in many)
+    return many[0]._replace(magnitudes=found, numbers=tuple(sorted(numbers)))
+
+
+def _alike(measured: Measured) -> Hashable:
+    return measured._replace(module="", magnitudes=_EMPTY), *_broken(measured.magnitudes)
+
+
+def _alike_gradient(measured: Measured) -> Hashable:
+    return split(measured.module)[1], measured.run, *_broken(measured.magnitudes)
+
+
+def _broken(m: Magnitudes) -> tuple[bool, ...]:
+    return m.inf, m.nan, m.burst > 0, m.vanished > MANY
+
+
+_EMPTY = Magnitudes(0, 0, (), 0.0)
 
 
 class Operand(NamedTuple):

@@ -2,17 +2,19 @@
 
     AuditRecord -> the fault, the fitting scale, then a row for every op and parameter
 
-Plain characters, as `report_text`; nothing but the standard library is needed.
+Plain characters, and equal layers as one, as in `report_text`; nothing but the standard library is
+needed.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from polymp import plain_text
-from polymp.diagnostics.audit_records import AuditRecord, Measured
+from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.diagnostics.magnitudes import NARROW
-from polymp.diagnostics.report_text import OUTSIDE
+from polymp.diagnostics.report_text import OUTSIDE, PROGRAM, check_sort, folding
 from polymp.weights import lost_updates
 
 SECTIONS = {
@@ -21,6 +23,8 @@ SECTIONS = {
     BACKWARD: "backward: gradients that ops made",
 }
 PARAMETERS = "backward: gradients of parameters"
+LARGEST = "largest"
+SORTS = (PROGRAM, LARGEST)
 _FIRST, *_OTHERS = NARROW
 _HEADS = (
     "op", "source", "largest |x|", "over", "under", "sub",
@@ -30,16 +34,24 @@ _RIGHT = _HEADS[2:-1]
 _WORST = 8  # parameters named of those that lose updates
 
 
-def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
+def audit_table(
+    audit: AuditRecord, width: int | None = None, sort: str = PROGRAM, fold: bool = True
+) -> str:
     """Return an audit as text.
 
     Args:
         audit: the measurements.
-        width: of a line, in characters.
+        width: of a line, in characters; None for the terminal's.
+        sort: "program" or "largest"; see `Audit.table`.
+        fold: True to show equal layers as one.
 
     Returns:
         The text.
+
+    Raises:
+        ValueError: `sort` is neither "program" nor "largest".
     """
+    check_sort(sort, SORTS)
     lines = [f"audit of {plain_text.plural(audit.steps, 'step')}"]
     if audit.fault is not None:
         lines += [
@@ -51,28 +63,40 @@ def audit_table(audit: AuditRecord, width: int = plain_text.WIDTH) -> str:
         lines += ["", *plain_text.folded("\n".join(scales(audit)), width)]
     if audit.lost_updates:
         lines += ["", *plain_text.folded("\n".join(lost(audit)), width)]
+    results, owners = by_module(audit.results, fold), by_owner(audit.gradients, fold)
     rows: list[str | tuple[str, ...]] = []
     for direction, name in SECTIONS.items():
-        found = [(m.module, m.op, m) for m in audit.results if m.direction == direction]
-        section = list(_by_module(found))
-        rows += [plain_text.heading(name, width), *section] if section else []
-    if audit.gradients:
-        named = [(*_split(m.module), m) for m in audit.gradients]
-        rows += [plain_text.heading(PARAMETERS, width), *_by_module(named)]
+        section = [one for one in results if one.section == direction]
+        rows += _section(name, section, lambda m: m.op, width, sort)
+    rows += _section(PARAMETERS, owners, lambda m: split(m.module)[1], width, sort)
     if rows:
-        lines += [
-            "",
-            f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal",
-            "",
-            *plain_text.columns(_HEADS, rows, _RIGHT, width),
-        ]
+        legend = (
+            f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal"
+        )
+        lines += ["", *plain_text.folded(legend, width)]
+        lines += plain_text.folded(folding([*results, *owners]), width)
+        lines += ["", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
     return "\n".join(lines)
 
 
-def _split(parameter: str) -> tuple[str, str]:
-    """The module of a parameter and its name there."""
-    module, _, name = parameter.rpartition(".")
-    return module, name
+def _section(
+    title: str,
+    modules: Sequence[ModuleRows[Measured]],
+    name: Callable[[Measured], str],
+    width: int | None,
+    sort: str,
+) -> Iterator[str | tuple[str, ...]]:
+    """The rows of a section, under their modules."""
+    if sort == LARGEST:
+        modules = sorted(modules, key=lambda one: -max(m.magnitudes.largest for m in one.rows))
+    if modules:
+        yield plain_text.heading(title, width)
+    for one in modules:
+        yield label(one, OUTSIDE)
+        found = one.rows
+        if sort == LARGEST:
+            found = tuple(sorted(found, key=lambda m: -m.magnitudes.largest))
+        yield from (_cells(m, f"  {name(m)}") for m in found)
 
 
 def scales(audit: AuditRecord) -> list[str]:
@@ -99,16 +123,6 @@ def lost(audit: AuditRecord) -> list[str]:
         f"updates of low weights that were rounded away: {share}{advice}",
         *(f"  {each.name} ({each.dtype}): {plain_text.share(each.share)}" for each in worst),
     ]
-
-
-def _by_module(found: Iterable[tuple[str, str, Measured]]) -> Iterator[str | tuple[str, ...]]:
-    """The rows, under their modules in the order in which these were first reached."""
-    modules: dict[str, list[tuple[str, ...]]] = {}
-    for module, name, measured in found:
-        modules.setdefault(module, []).append(_cells(measured, f"  {name}"))
-    for module, cells in modules.items():
-        yield module or OUTSIDE
-        yield from cells
 
 
 def _cells(measured: Measured, name: str) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-from polymp.diagnostics.call_record import Call
-from polymp.diagnostics.report_text import SECTIONS
+from polymp.diagnostics.call_record import Call, added, alike
+from polymp.diagnostics.equal_layers import ModuleRows, folded
+from polymp.diagnostics.report_text import SECTIONS, cost
 
 DTYPES = ("inputs", "run", "outputs")
 _COMPARED = (*DTYPES, "rule", "casts", "cast_bytes", "times")
@@ -64,6 +65,38 @@ def differences(
             changed = _changed(one, other) if one and other else ()
             if changed or one is None or other is None:
                 yield Difference(*place, op, one, other, changed)
+
+
+def by_module(rows: Iterable[Difference], fold: bool = True) -> list[ModuleRows[Difference]]:
+    """Return differences by direction and module, those of equal layers as one.
+
+    Args:
+        rows: the differences.
+        fold: False to leave every module as it is.
+
+    Returns:
+        The modules of each direction, in the order of the first report.
+    """
+    return folded(rows, lambda row: (row.direction, row.module), _alike, _added, fold)
+
+
+def _alike(row: Difference) -> Hashable:
+    sides = (call and alike(call) for call in (row.one, row.other))
+    return row.op, row.changed, *sides
+
+
+def _added(rows: Sequence[Difference]) -> Difference:
+    one, other = (
+        [c for c in calls if c] for calls in ((r.one for r in rows), (r.other for r in rows))
+    )
+    return rows[0]._replace(one=added(one) if one else None, other=added(other) if other else None)
+
+
+def difference_cost(row: Difference) -> tuple[int, int]:
+    """The sort key that puts first what costs the most more, or the most less."""
+    sides = [cost(call) if call else (0, 0) for call in (row.one, row.other)]
+    moved, flops = (-abs(one - other) for one, other in zip(*sides, strict=True))
+    return moved, flops
 
 
 def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str, str], list[Call]]:

@@ -6,10 +6,11 @@ them up. Nothing here knows a framework, or how calls are shown.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
+from polymp.diagnostics.equal_layers import ModuleRows, folded
 from polymp.rules.row import Row
 
 # In which part of a program a call ran; "recompute" is the forward again, for the backward.
@@ -201,6 +202,32 @@ def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
         other = found.get(call.site)
         found[call.site] = call if other is None else _added(other, call)
     return tuple(found.values())
+
+
+def by_module(calls: Iterable[Call], fold: bool = True) -> list[ModuleRows[Call]]:
+    """Return calls by direction and module, equal layers as one.
+
+    Calls of equal layers differ in nothing but their modules and the casts made for them: those of
+    a first layer may be spared in the others. The counts are sums of all layers.
+
+    Args:
+        calls: the call sites.
+        fold: False to leave every module as it is.
+
+    Returns:
+        The modules of each direction, in the order in which they were first reached.
+    """
+    return folded(calls, lambda call: (call.direction, call.module), alike, added, fold)
+
+
+def alike(call: Call) -> Hashable:
+    """All in which the calls of equal layers agree."""
+    return call._replace(module="", casts=0, cast_bytes=0, saved=(), kept=0)
+
+
+def added(calls: Sequence[Call]) -> Call:
+    """The first of some calls, with the counts of all of them."""
+    return reduce(_added, calls)
 
 
 def _added(one: Call, other: Call) -> Call:

@@ -8,7 +8,10 @@ The backends count, on the device; here counts become shares.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
@@ -107,20 +110,16 @@ class Magnitudes(NamedTuple):
 
     def _between(self, low: float, high: float) -> int:
         """How many finite values are in the bins that begin in [low, high)."""
-        return sum(n for n, edge in zip(self.bins, _EDGES, strict=False) if low <= edge < high)
+        return sum(self.bins[bisect_left(_EDGES, low) : bisect_left(_EDGES, high)])
 
     def quantile(self, share: float) -> float:
         """The magnitude that this share of the non-zero finite values is not above; 0 if none.
 
         Rounded down to a sixteenth of a power of two, as bins begin.
         """
-        finite = self.bins[1:INF]
-        wanted, seen = share * sum(finite), 0
-        for bin, count in enumerate(finite, start=1):
-            seen += count
-            if count and seen >= wanted:
-                return _EDGES[bin]
-        return 0.0
+        seen = list(accumulate(self.bins[1:INF]))
+        at = bisect_left(seen, max(share * seen[-1], 1))  # the bin that brings the count there
+        return _EDGES[at + 1] if at < len(seen) else 0.0
 
     def scaled(self, factor: float) -> "Magnitudes":
         """The same values, multiplied by a power of two.
@@ -167,11 +166,13 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
     found: Sequence[Magnitudes] = list(many)
     if not found:
         raise ValueError("joined() of no magnitudes; give at least one")
-    values = sum(m.values for m in found)
+    values, bins = sum(m.values for m in found), found[0].bins
+    for m in found[1:]:
+        bins = tuple(map(add, bins, m.bins))
     return Magnitudes(
         values,
         sum(m.counted for m in found),
-        tuple(map(sum, zip(*(m.bins for m in found), strict=True))),
+        bins,
         max(m.largest for m in found),
         any(m.inf for m in found),
         any(m.nan for m in found),

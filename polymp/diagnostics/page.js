@@ -17,6 +17,13 @@
     `td:nth-child(${at + 1})::before { content: ${JSON.stringify(name)}; }`).join("") + "}";
   document.head.append(labels);
 
+  // A long path is broken after its parts.
+  for (const cell of body.querySelectorAll("td.parts")) {
+    const parts = cell.textContent.split(/(?<=[._])/);
+    if (parts.length > 1) cell.replaceChildren(...parts.flatMap((part) =>
+      [part, document.createElement("wbr")]));
+  }
+
   function sort(at, upwards) {
     const numeric = heads[at].classList.contains("n"), sign = upwards ? 1 : -1;
     const keys = new Map(rows.map((row) => [row, numeric ? Number(row.cells[at].dataset.v)

@@ -44,11 +44,14 @@ class Cell(NamedTuple):
         text: that it shows.
         value: to sort by, if that is not the text.
         about: a hint that the browser shows over it.
+        breaks: "never", "parts" for a path, which may be broken after each of its parts; "" for
+            spaces alone.
     """
 
     text: str
     value: int | None = None
     about: str = ""
+    breaks: str = ""
 
 
 class Line(NamedTuple):
@@ -197,7 +200,9 @@ def _row(line: Line) -> _Markup:
 
 @lru_cache(maxsize=4096)  # most cells of a long table are like others
 def _cell(cell: Cell) -> _Markup:
-    number = {} if cell.value is None else {"class": "n", "data-v": cell.value}
+    number: dict[str, object] = {"class": cell.breaks}
+    if cell.value is not None:
+        number = {"class": "n", "data-v": cell.value}
     given = _attributes({**number, "title": cell.about})
     return _part("cell", text=cell.text, attributes=given)
 

@@ -1,7 +1,7 @@
 """The report that `explain` makes of a program.
 
     report = polymp.explain(model, x)
-    print(report)                         # a table, highest costs first
+    print(report)                         # totals, then a table; equal layers are one
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
@@ -48,29 +48,37 @@ class Report(CallList):
         modules: str | Iterable[str] | None = None,
         ops: str | Iterable[str] | None = None,
         limit: int | None = None,
-        width: int = 100,
+        width: int | None = None,
+        *,
+        sort: str = "program",
+        fold: bool = True,
     ) -> str:
         """Return the report, or a part of it, as the text that `print(report)` shows.
 
-        Calls are grouped by direction and module; in a module, those whose casts move the most
-        bytes come first, then those with the most FLOPs. "fp32 x2 -> bf16 (in fp32)" is an op with
-        two float32 inputs and a bfloat16 result that ran in float32.
+        Calls are grouped by direction and module. "fp32 x2 -> bf16 (in fp32)" is an op with two
+        float32 inputs and a bfloat16 result that ran in float32. "layers.*.attn x24" are 24 modules
+        whose calls are alike; their counts are added up.
 
         Args:
             modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for calls outside
                 of modules. The totals are then of these alone.
             ops: names in the vocabulary or the framework's; the totals are then of these alone.
-            limit: how many calls to list, those with the highest costs.
-            width: of a line, in characters.
+            limit: how many rows to list, those with the highest costs.
+            width: of a line, in characters; by default the terminal's, and 100 without one.
+            sort: "program" for the order in which modules and calls were first reached; "cost" to
+                put those first whose casts move the most bytes, and of these, or where nothing is
+                cast, those with the most FLOPs.
+            fold: False to show equal layers one by one.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: a pattern matches no call, an op is not in the report, or `limit` is not a
-                positive number.
+            ValueError: a pattern matches no call, an op is not in the report, `limit` is not a
+                positive number, or `sort` neither "program" nor "cost".
         """
-        return report_text.report_table(report_text.chosen(self, modules, ops), limit, width)
+        part = report_text.chosen(self, modules, ops)
+        return report_text.report_table(part, limit, width, sort, fold)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data: "title", "low", "policy", "totals" and "calls"."""
@@ -91,18 +99,19 @@ class Report(CallList):
             "calls": [call.to_dict() for call in self.calls],
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
         """Return an HTML page: totals, and a table to sort and to filter.
 
         The page loads nothing, so it can be mailed or kept with a run.
 
         Args:
             path: file to write it to as well, in UTF-8.
+            fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
         """
-        return page.written(page.html(report_html.page(self)), path)
+        return page.written(page.html(report_html.page(self, fold)), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.

@@ -11,10 +11,25 @@ from typing import Any
 
 from polymp import plain_text
 from polymp.diagnostics import module_paths, page
-from polymp.diagnostics.call_differences import DTYPES, Difference, differences
+from polymp.diagnostics.call_differences import (
+    DTYPES,
+    Difference,
+    by_module,
+    difference_cost,
+    differences,
+)
 from polymp.diagnostics.call_record import Call, CallList
+from polymp.diagnostics.equal_layers import label
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
-from polymp.diagnostics.report_text import OUTSIDE, SECTIONS, ruled
+from polymp.diagnostics.report_text import (
+    COST,
+    OUTSIDE,
+    SECTIONS,
+    check_sort,
+    folding,
+    ranked,
+    ruled,
+)
 
 
 class ReportDiff:
@@ -85,39 +100,41 @@ class ReportDiff:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
         """Return an HTML page, as `Report.to_html` does.
 
         Args:
             path: file to write it to as well, in UTF-8.
+            fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
         """
-        return page.written(page.html(self._page()), path)
+        return page.written(page.html(self._page(fold)), path)
 
-    def _page(self) -> Page:
-        names = self.names
+    def _page(self, fold: bool) -> Page:
+        names, modules = self.names, by_module(self.rows, fold)
         figures = [
             (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
             for what, pair in self.totals().items()
         ]
         heads = (Head("#", True), *map(Head, ("module", "op", "direction", "what", *names)))
+        listed = [(label(one, ""), row) for one in modules for row in one.rows]
         lines = [
             Line(
                 (
                     Cell(str(at), at),
-                    *map(Cell, (row.module, row.op, row.direction, kind, *_sides(row))),
+                    *map(Cell, (module, row.op, row.direction, kind, *_sides(row))),
                 ),
                 (row.direction, kind),
             )
-            for at, row in enumerate(self.rows, 1)
+            for at, (module, row) in enumerate(listed, 1)
             for kind in [self._kind(row)]
         ]
-        title = f"{names[0]} and {names[1]}"
+        note = folding(modules)
         return Page(
-            title, self._headline(), figures, (), heads, ("#", True), ("direction", "what"), lines,
-            "difference",
+            f"{names[0]} and {names[1]}", self._headline(), figures, (note,) if note else (), heads,
+            ("#", True), ("direction", "what"), lines, "row" if note else "difference",
         )  # fmt: skip
 
     def _kind(self, row: Difference) -> str:
@@ -146,32 +163,38 @@ class ReportDiff:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, width: int = plain_text.WIDTH) -> str:
-        """Return the differences as text, then the totals side by side, as `print` shows them.
+    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
+        """Return the totals side by side, then the differences, as `print` shows them.
 
         Args:
-            width: of a line, in characters.
+            width: of a line, in characters; by default the terminal's, and 100 without one.
+            sort: "program", or "cost" to put those first whose casts or FLOPs differ the most.
+            fold: False to show equal layers one by one.
 
         Returns:
             The text.
+
+        Raises:
+            ValueError: `sort` is neither "program" nor "cost".
         """
-        names, rows = self.names, list[str | tuple[str, ...]]()
-        place = "", ""
-        for row in self.rows:
-            if row.direction != place[1]:
-                rows += ["", plain_text.heading(SECTIONS[row.direction], width)]
-            if (row.module, row.direction) != place:
-                rows.append(row.module or OUTSIDE)
-            place = row.module, row.direction
-            rows.append((f"  {row.op}", *_sides(row)))
+        check_sort(sort)
+        names, modules = self.names, by_module(self.rows, fold)
+        rows = list[str | tuple[str, ...]]()
+        for direction, name in SECTIONS.items():
+            section = [one for one in modules if one.section == direction]
+            rows += ["", plain_text.heading(name, width)] if section else []
+            for one in ranked(section, difference_cost) if sort == COST else section:
+                rows += [label(one, OUTSIDE), *((f"  {r.op}", *_sides(r)) for r in one.rows)]
         lines = [f"{names[0]} and {names[1]}: {self._headline()}"]
-        if rows:
-            lines += ["", *plain_text.columns(("op", *names), rows, width=width)]
         sums = [
             (what, *(_words(what, count) for count in pair)) for what, pair in self.totals().items()
         ]
         if sums:
             lines += ["", *plain_text.columns(("totals", *names), sums, names, width)]
+        if note := folding(modules):
+            lines += ["", *plain_text.folded(note, width)]
+        if rows:
+            lines += ["", *plain_text.columns(("op", *names), rows, width=width)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

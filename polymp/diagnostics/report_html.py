@@ -1,12 +1,15 @@
 """A report as a page: its sums as figures, and a row for each call site."""
 
+from collections.abc import Iterable
+
 from polymp import plain_text
-from polymp.diagnostics.call_record import Call, CallList
+from polymp.diagnostics.call_record import Call, CallList, by_module
+from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
-from polymp.diagnostics.report_text import cost, headline, ruled, widening
+from polymp.diagnostics.report_text import cost, folding, headline, ruled, widening
 
 _HEADS = (
-    Head("#", True, "the order in which the call sites were first reached"),
+    Head("#", True, "the order in which modules, and calls in them, were first reached"),
     Head("module"),
     Head("op", about="its name in the vocabulary, or the framework's own"),
     Head("times", True, "how often it ran; all counts are for all times together"),
@@ -23,24 +26,26 @@ _HEADS = (
 _MODULES = 4  # in the figure of bytes by module
 
 
-def page(report: CallList) -> Page:
-    """The page of a report."""
-    order = {id(call): at for at, call in enumerate(report.calls)}
-    ranked = sorted(report.calls, key=cost)
+def page(report: CallList, fold: bool = True) -> Page:
+    """The page of a report; equal layers are one if `fold`."""
+    modules = by_module(report.calls, fold)
+    calls = [(call, one) for one in modules for call in one.rows]
+    lines = [(cost(c), _line(c, label(one, ""), at)) for at, (c, one) in enumerate(calls)]
+    note = folding(modules)
     return Page(
         title=report.title or "report",
         about=headline(report).partition(": ")[2],
-        figures=_figures(report),
-        notes=list(filter(None, [widening(report)])),
+        figures=_figures(report, modules),
+        notes=list(filter(None, [widening(report), note])),
         heads=_HEADS,
         sorted=("bytes", False) if report.cast_bytes else None,
         selects=("direction", "ran in", "rule"),
-        lines=[_line(call, order[id(call)]) for call in ranked],
-        what="call site",
+        lines=[line for _, line in sorted(lines, key=lambda pair: pair[0])],
+        what="row" if note else "call site",
     )
 
 
-def _figures(report: CallList) -> list[tuple[str, list[Bar]]]:
+def _figures(report: CallList, modules: Iterable[ModuleRows[Call]]) -> list[tuple[str, list[Bar]]]:
     flops, total = report.flops, sum(report.flops.values())
     by_dtype = [
         Bar(dtype, n, f"{plain_text.amount(n)}, {plain_text.share(n / total)}")
@@ -49,9 +54,11 @@ def _figures(report: CallList) -> list[tuple[str, list[Bar]]]:
     counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
     counts += [Bar(f"saved: {why}", n, f"{n:,}") for why, n in sorted(report.saved.items())]
     moved, kept = dict[str, int](), dict[str, int]()
-    for call in report.calls:
-        moved[call.module] = moved.get(call.module, 0) + call.cast_bytes
-        kept[call.module] = kept.get(call.module, 0) + call.kept
+    for one in modules:
+        for call in one.rows:
+            name = label(one, "top level")
+            moved[name] = moved.get(name, 0) + call.cast_bytes
+            kept[name] = kept.get(name, 0) + call.kept
     return [
         ("FLOPs by dtype", by_dtype),
         ("Casts", counts),
@@ -63,26 +70,26 @@ def _figures(report: CallList) -> list[tuple[str, list[Bar]]]:
 def _widest(by_module: dict[str, int]) -> list[Bar]:
     """A bar for each of the modules with most bytes; the others as a number."""
     ranked = sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: -item[1])
-    bars = [Bar(m or "top level", n, plain_text.size(n)) for m, n in ranked[:_MODULES]]
+    bars = [Bar(m, n, plain_text.size(n)) for m, n in ranked[:_MODULES]]
     if others := ranked[_MODULES:]:
         rest = sum(n for _, n in others)
         bars.append(Bar(plain_text.plural(len(others), "other module"), 0, plain_text.size(rest)))
     return bars
 
 
-def _line(call: Call, at: int) -> Line:
+def _line(call: Call, module: str, at: int) -> Line:
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
     words = plain_text.dtypes(call.inputs, call.run, call.outputs)
     full = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     cells = (
         Cell(str(at + 1), at),
-        Cell(call.module),
-        Cell(call.op, about=call.spelling),
+        Cell(module, breaks="parts"),
+        Cell(call.op, about=call.spelling, breaks="parts"),
         Cell(f"{call.times:,}", call.times),
         Cell(call.direction),
-        Cell(call.source),
+        Cell(call.source, breaks="never"),
         Cell(ruled(call), about=str(call.row or "")),
-        Cell(words, about=full),
+        Cell(words.replace("->", "\u2192"), about=full),  # a browser breaks lines after dashes
         _number(call.casts, f"{call.casts:,}"),
         _number(call.cast_bytes, plain_text.size(call.cast_bytes)),
         _number(sum(count for _, count in call.saved), saved),

@@ -1,16 +1,25 @@
 """A report as text, as `print(report)` shows it.
 
-    CallList -> sections by direction, in each the modules, in each the calls, highest costs first
+    CallList -> totals, then sections by direction, in each the modules, in each the calls
 
 Plain characters in lines of a given width, so that it reads the same in a terminal, in a pipe and
-in a log; nothing but the standard library is needed.
+in a log; equal layers are one; nothing but the standard library is needed.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from polymp import plain_text
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call, CallList
+from polymp.diagnostics.call_record import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Call,
+    CallList,
+    by_module,
+)
+from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.rules.row import Row
 from polymp.rules.scopes import depth
 
@@ -20,39 +29,82 @@ SECTIONS = {
     RECOMPUTE: "recompute: the forward again, for the backward",
 }
 OUTSIDE = "(top level)"
+PROGRAM, COST = SORTS = ("program", "cost")
 _HEADS = ("op", "times", "source", "rule", "dtypes", "casts", "bytes", "saved", "FLOPs")
 _RIGHT = ("times", "casts", "bytes", "FLOPs")
+R = TypeVar("R")
 _NAMED = 5  # widened calls that are named; of more, how many
 
 
-def report_table(report: CallList, limit: int | None = None, width: int = plain_text.WIDTH) -> str:
+def report_table(
+    report: CallList,
+    limit: int | None = None,
+    width: int | None = None,
+    sort: str = PROGRAM,
+    fold: bool = True,
+) -> str:
     """Return a report as text.
 
     Args:
         report: the calls.
-        limit: how many calls to list, those with the highest costs; None for all. The totals are
+        limit: how many rows to list, those with the highest costs; None for all. The totals are
             those of the whole report.
-        width: of a line, in characters.
+        width: of a line, in characters; None for the terminal's.
+        sort: "program" or "cost"; see `Report.table`.
+        fold: True to show equal layers as one.
 
     Returns:
         The text.
 
     Raises:
-        ValueError: `limit` is not a positive number.
+        ValueError: `limit` is not a positive number, or `sort` neither "program" nor "cost".
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
-    listed = sorted(report.calls, key=cost)[:limit]
-    rows: list[str | tuple[str, ...]] = []
+    check_sort(sort)
+    modules = by_module(report.calls, fold)
+    calls = sorted((call for one in modules for call in one.rows), key=cost)
+    listed, rows = {id(call) for call in calls[:limit]}, list[str | tuple[str, ...]]()
     for direction, name in SECTIONS.items():
-        if section := list(_section(listed, report, direction)):
-            rows += ["", plain_text.heading(name, width), *section]
-    lines = [headline(report), "", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
-    if hidden := len(report) - len(listed):
-        lines += ["", f"{plain_text.plural(hidden, 'call site')} with lower costs not listed"]
+        section = [one for one in modules if one.section == direction]
+        if shown := list(_section(section, listed, report.policy, sort)):
+            rows += ["", plain_text.heading(name, width), *shown]
+    lines = [headline(report)]
     if len(report):
-        lines += ["", "totals", *totals(report, width)]
+        lines += ["", *totals(report, width)]
+        lines += plain_text.folded(folding(modules), width)
+    lines += ["", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
+    if hidden := len(calls) - len(listed):
+        lines += ["", f"{plain_text.plural(hidden, 'row')} with lower costs not listed"]
     return "\n".join(lines).rstrip()
+
+
+def check_sort(sort: str, orders: Sequence[str] = SORTS) -> None:
+    """Refuse an order that a table does not have.
+
+    Args:
+        sort: that was asked for.
+        orders: that it has.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if sort not in orders:
+        known = " or ".join(f'"{order}"' for order in orders)
+        raise ValueError(f"sort={sort!r} is no order of this table: write {known}.")
+
+
+def folding(modules: Iterable[ModuleRows[R]]) -> str:
+    """A line that says that equal layers are shown as one; "" if there are none."""
+    listed = list(modules)
+    rows = sum(len(one.rows) for one in listed)
+    sites = sum(len(one.rows) * one.layers for one in listed)
+    if rows == sites:
+        return ""
+    return (
+        f"equal layers are one, with the counts of all of them: {sites:,} rows in {rows:,}; "
+        "fold=False lists each"
+    )
 
 
 def headline(report: CallList) -> str:
@@ -68,19 +120,25 @@ def cost(call: Call) -> tuple[int, int]:
 
 
 def _section(
-    listed: Iterable[Call], report: CallList, direction: str
+    modules: Sequence[ModuleRows[Call]], listed: Container[int], policy: str, sort: str
 ) -> Iterator[str | tuple[str, ...]]:
-    """The calls of a direction, by module in the order of the modules' first calls."""
-    modules: dict[str, list[Call]] = {
-        call.module: [] for call in report.calls if call.direction == direction
-    }
-    for call in listed:
-        if call.direction == direction:
-            modules[call.module].append(call)
-    for module, calls in modules.items():
-        if calls:
-            yield module or OUTSIDE
-            yield from (_cells(call, report.policy) for call in calls)
+    """The calls of a direction, by module."""
+    for one in ranked(modules, cost) if sort == COST else modules:
+        if calls := [call for call in one.rows if id(call) in listed]:
+            yield label(one, OUTSIDE)
+            yield from (_cells(call, policy) for call in calls)
+
+
+def ranked(
+    modules: Iterable[ModuleRows[R]], cost: Callable[[R], tuple[int, int]]
+) -> list[ModuleRows[R]]:
+    """Modules with the highest costs first, and in each the rows with the highest costs first."""
+
+    def whole(one: ModuleRows[R]) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*map(cost, one.rows), strict=True)))
+
+    inside = (one._replace(rows=tuple(sorted(one.rows, key=cost))) for one in modules)
+    return sorted(inside, key=whole)
 
 
 def _cells(call: Call, policy: str) -> tuple[str, ...]:
@@ -131,7 +189,7 @@ def _in_8_bits(report: CallList) -> str:
     return "; ".join(parts)
 
 
-def totals(report: CallList, width: int = plain_text.WIDTH) -> list[str]:
+def totals(report: CallList, width: int | None = None) -> list[str]:
     """The report's sums, a line for each kind; long lines are broken."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
@@ -149,18 +207,19 @@ def totals(report: CallList, width: int = plain_text.WIDTH) -> list[str]:
         ("fp8", _in_8_bits(report)),
         ("widened", widening(report).removeprefix("widened ")),
     ]
-    rows = [(f"  {name}", text) for name, text in pairs if text]
+    rows = [(name, text) for name, text in pairs if text]
     return plain_text.columns(("", ""), rows, width=width)[2:]
 
 
 def widening(report: CallList) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
+    found = [(call, one) for one in by_module(calls) for call in one.rows]
     named = [
-        ", ".join(filter(None, (f"{c.op} in {c.module}" if c.module else c.op, c.source)))
-        for c in calls[:_NAMED]
+        ", ".join(filter(None, (f"{c.op} in {label(one, '')}" if c.module else c.op, c.source)))
+        for c, one in found[:_NAMED]
     ]
-    if more := len(calls) - len(named):
+    if more := len(calls) - sum(one.layers for _, one in found[:_NAMED]):
         named.append(f"and {plain_text.plural(more, 'more call')}")
     return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
 

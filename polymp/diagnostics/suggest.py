@@ -10,7 +10,7 @@ again with the suggestion. Nothing here knows a framework.
 import re
 from collections.abc import Iterable, Sequence
 
-from polymp.diagnostics.audit_records import AuditRecord, Fault, Measured
+from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
 from polymp.diagnostics.magnitudes import joined
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.dtypes import FORMATS
@@ -20,9 +20,6 @@ from polymp.rules.policy import Policy
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling.scale_rule import LARGEST
-
-# The share, of the values of an op or of all gradients that are not zero, that is too much to lose.
-MANY = 0.5
 
 # From this many places that overflow, or this share of all that run in float16, bfloat16 is better.
 PLACES, SHARE = 3, 0.25

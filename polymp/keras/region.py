@@ -14,7 +14,10 @@ from polymp.keras.scaled_optimizer import ScaledOptimizer, refuse_scaling
 from polymp.rules.row import LOW
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from polymp.jax import GradScaler
+    from polymp.rules.policy_files import Source
 
 keras = integrations.require("keras")
 
@@ -22,7 +25,11 @@ M = TypeVar("M")
 
 
 def use(
-    model: M, *, policy: Any = None, dtype: Any = "bfloat16", scaler: "GradScaler | None" = None
+    model: M,
+    *,
+    policy: "Source | None" = None,
+    dtype: "DTypeLike" = "bfloat16",
+    scaler: "GradScaler | None" = None,
 ) -> M:
     """Train, evaluate and predict with a Keras model in mixed precision.
 
@@ -79,7 +86,7 @@ class _Region:
         dtype: of the region.
     """
 
-    def __init__(self, model: Any, policy: Any, dtype: Any) -> None:
+    def __init__(self, model: Any, policy: "Source | None", dtype: "DTypeLike") -> None:
         from polymp.jax import autocast
 
         region = autocast(dtype=dtype, policy=policy)
@@ -89,13 +96,13 @@ class _Region:
         self.low = {name: region(self.own[name]) for name in _LOW}
         self.calls = 0  # into the region, in the train step that is traced
 
-    def compute_loss_and_updates(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss_and_updates(self, *args: object, **kwargs: object) -> Any:
         return self._full("compute_loss_and_updates", *args, **kwargs)
 
-    def stateless_call(self, *args: Any, **kwargs: Any) -> Any:
+    def stateless_call(self, *args: object, **kwargs: object) -> Any:
         return self._full("stateless_call", *args, **kwargs)
 
-    def _full(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _full(self, name: str, *args: object, **kwargs: object) -> Any:
         """Call in the region; what is low becomes float32, the dtype in which Keras knows it."""
         import jax
 
@@ -106,7 +113,7 @@ class _Region:
             lambda x: x.astype("float32") if getattr(x, "dtype", None) == low else x, out
         )
 
-    def train_step(self, state: Any, data: Any) -> tuple[Mapping[str, Any], Any]:
+    def train_step(self, state: object, data: object) -> tuple[Mapping[str, Any], Any]:
         optimizer, self.calls = self.model.optimizer, 0
         scales = isinstance(optimizer, ScaledOptimizer)
         if self.dtype == "float16" and not scales:
@@ -115,7 +122,7 @@ class _Region:
                 "after model.compile()"
             )
         before = optimizer.scalings if scales else 0
-        logs, state = self.own["train_step"](state, data)
+        logs, after = self.own["train_step"](state, data)
         if not self.calls:
             self._refuse(
                 "a train_step that calls neither self.compute_loss_and_updates nor "
@@ -124,7 +131,7 @@ class _Region:
                 "polymp.jax.autocast around its loss"
             )
         if not scales:
-            return logs, state
+            return logs, after
         if optimizer.scalings == before:
             self._refuse(
                 "a train_step that does not scale its loss. Differentiate the "
@@ -132,8 +139,8 @@ class _Region:
                 "zip(self.optimizer.variables, optimizer_variables)): "
                 "loss = self.optimizer.scale_loss(loss)` before yours returns the loss"
             )
-        found = optimizer.scaler_of(state[2]).state
-        return {**logs, "loss_scale": found.scale, "skipped_steps": found.skipped}, state
+        found = optimizer.scaler_of(after[2]).state
+        return {**logs, "loss_scale": found.scale, "skipped_steps": found.skipped}, after
 
     def get_compile_config(self) -> Any:
         config = self.own["get_compile_config"]()
@@ -192,7 +199,7 @@ def _layers(layer: Any) -> Iterator[Any]:
         yield from _layers(inner)
 
 
-def _optimizer(model: Any, dtype: str, scaler: Any) -> Any:
+def _optimizer(model: object, dtype: str, scaler: object) -> Any:
     """The optimizer that the model is to get; None if it has none."""
     from polymp.jax import GradScaler
 

@@ -13,6 +13,8 @@ from polymp import integrations
 keras = integrations.require("keras")
 
 if TYPE_CHECKING:
+    import jax
+
     from polymp.jax import GradScaler
 
 
@@ -94,7 +96,7 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         )
         return scaler
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: "jax.Array") -> "jax.Array":
         """Multiply a loss by the scale.
 
         Args:
@@ -107,7 +109,10 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         return self.scaler.scale(loss)
 
     def stateless_apply(
-        self, optimizer_variables: Sequence[Any], grads: Any, trainable_variables: Any
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[object],
+        trainable_variables: Sequence[object],
     ) -> tuple[list[Any], list[Any]]:
         """Divide gradients by the scale, and take the step or skip it.
 
@@ -121,7 +126,7 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         """
         import jax
 
-        def update(grads: Any, trainable: Any, inner: Any) -> tuple[Any, Any]:
+        def update(grads: object, trainable: object, inner: object) -> tuple[Any, Any]:
             found: tuple[Any, Any] = self.inner_optimizer.stateless_apply(inner, grads, trainable)
             return found
 
@@ -131,7 +136,7 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         state = jax.tree.leaves(scaler)
         return trainable, [*optimizer_variables[: end - len(state)], *state, *inner]
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads: Sequence[object], trainable_variables: Sequence[object] = ()) -> None:
         """Divide gradients by the scale, and step or skip, in place.
 
         Args:
@@ -146,7 +151,7 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         for variable, value in zip((*variables, *self.variables), (*trainable, *own), strict=True):
             variable.assign(value)
 
-    def finalize_variable_values(self, var_list: Any) -> None:
+    def finalize_variable_values(self, var_list: Sequence[object]) -> None:
         """Let the inner optimizer set the variables to their averages, at the end of training.
 
         Args:
@@ -160,7 +165,7 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
+    def learning_rate(self, learning_rate: object) -> None:
         self.inner_optimizer.learning_rate = learning_rate
 
     @property
@@ -174,7 +179,9 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         return {"name": self.name, "inner_optimizer": inner, "scaler": self._first.state_dict()}
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, object] | None = None
+    ) -> Any:
         """Make the optimizer that `get_config` described.
 
         Args:

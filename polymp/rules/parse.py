@@ -6,7 +6,6 @@ Every PolicyError says where the fault is, what it is and what to write instead.
 what a policy does with its rows.
 """
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
@@ -185,9 +184,8 @@ def _only(data: Mapping[str, object], known: Sequence[str], where: str, of_op: s
             continue
         if not isinstance(key, str):
             raise PolicyError(f"{where}: keys are strings, not {key!r}.")
-        close = difflib.get_close_matches(key, known, cutoff=0.7)
-        if of_op and isinstance(value, str) and value in tuple(Rule) and not close:
-            op = of_op.removeprefix("for op ").strip("'")  # softmax.int = "fp32" in TOML
+        op = of_op.removeprefix("for op ").strip("'")
+        if vocabulary().of_aten(f"{op}.{key}"):  # softmax.int = "fp32" in TOML
             raise PolicyError(
                 f'{where}: quote the name of an overload: "aten:{op}.{key}" = "{value}".'
             )

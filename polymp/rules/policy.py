@@ -10,16 +10,16 @@ what a tensor is.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
 from polymp.fp8.recipes import recipe_of
-from polymp.rules import parse, scopes
+from polymp.rules import parse, scoped_rows, scopes
 from polymp.rules.answers import Decision, Why
-from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
+from polymp.rules.row import LOW, Row, Rule, holds_instead, without
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -138,24 +138,8 @@ class Policy:
             self._at[found] = self._folded(found, scope)
         return self._at[found]
 
-    def _folded(self, found: Sequence[tuple[Any, str]], scope: str) -> "Policy":
-        rows = tuple(row for row in self.rows if not row.scope)
-        tied: list[tuple[Row, Row]] = []
-        for _, alike in groupby(found, lambda ranked: ranked[0]):
-            patterns = [pattern for _, pattern in alike]
-            own: dict[tuple[str, str], Row] = {}
-            for row in [row for row in self.rows if row.scope in patterns]:
-                other = own.setdefault((row.of, row.dtype), row)
-                if other.rule is not row.rule:
-                    tied.append((other, row))
-            rows = (*without(rows, own.values(), holds_in_scope), *own.values())
-        for one, other in tied:
-            if one in rows:  # else a stronger pattern has settled it
-                raise PolicyError(
-                    f"policy {self.name!r} at {scope!r}: {one.scope!r} gives {one.of!r} "
-                    f"{one.rule} and {other.scope!r} gives it {other.rule}, and neither pattern "
-                    "is the more exact. Make one of them longer."
-                )
+    def _folded(self, found: Sequence[tuple[object, str]], scope: str) -> "Policy":
+        rows = scoped_rows.folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
         return Policy(self.name, rows, self.halves, inside=True, fp8=self.fp8)
 
     @cached_property

@@ -69,7 +69,10 @@ def from_state_dict(
     for key in _TORCH:
         if key not in saved:
             there = ", ".join(map(repr, saved)) or "nothing"
-            raise KeyError(f"a scaler's state needs the entry {key!r}; it has {there}")
+            raise KeyError(
+                f"a scaler's state needs the entry {key!r}; it has {there}. Give what "
+                "state_dict() returned"
+            )
     bounds = {key: saved.get(key, getattr(rule, key)) for key in _BOUNDS}
     factors = (saved[key] for key in ("growth_factor", "backoff_factor", "growth_interval"))
     rule = checked(ScaleRule(*factors, **bounds))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from polymp import progress
 from polymp.speed.advice import FLOAT8, FLOAT32, HELD, Product, Timed
 from polymp.speed.time_model import Model, distance
 
@@ -85,7 +86,7 @@ def timed(
         The times of each product, in their order; and the ways that were left out, with reasons.
     """
     end = now() + budget
-    with bench:
+    with bench, progress.line("measuring", len(products), "product") as line:
         ways, left = _without_emulated(bench)
         if len(products) * bench.least > HURRY * budget:
             left |= {way: "there are too many products for the time" for way in ways if HELD in way}
@@ -105,6 +106,7 @@ def timed(
                     continue
                 if measured not in found:
                     found[measured] = figures(measured, bench, ways, now() + share, now)
+                    line.step()
                 smaller[product] = measured
     model = Model({product: _medians(of) for product, of in found.items()})
     rows = []

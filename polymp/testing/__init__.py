@@ -18,9 +18,9 @@ from polymp.diagnostics.report import Report
 from polymp.rules.policy_files import Source
 from polymp.testing import align
 from polymp.testing.framework import Framework as Framework
-from polymp.testing.parity import Parity as Parity
-from polymp.testing.parity import ParityError as ParityError
 from polymp.testing.parity import assert_parity as assert_parity
+from polymp.testing.parity_results import Parity as Parity
+from polymp.testing.parity_results import ParityError as ParityError
 
 # --- dtypes and casts ----------------------------------------------------------------------------
 

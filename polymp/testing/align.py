@@ -192,7 +192,7 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
 
     Args:
         kept: a run with values.
-        moved: probes of it, with values; the second half all one way.
+        moved: probes of it, with values.
         theirs: the run in JAX, with values.
 
     Returns:
@@ -203,7 +203,7 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
         pool.setdefault(x.size, []).append(x)
     for x in (*theirs.results.values(), *theirs.gradients.values()):
         pool.setdefault(x.size, []).append(x)
-    steps, half = kept.steps, len(moved) // 2
+    steps = kept.steps
     met: list[bool | None] = []
     for at, step in enumerate(steps):
         if not step.values:
@@ -211,7 +211,7 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
             continue
         value = step.values[0]
         probes = [run.steps[at].values[0] for run in moved]
-        around = spread(value, probes[:half], probes[half:])
+        around = spread(value, probes)
         limit = math.sqrt(2) * factor(value.size) * around.max(initial=0.0)
         met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
     healed = [bool(found) for found in met]

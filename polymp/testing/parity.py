@@ -1,7 +1,8 @@
 """`assert_parity`: a torch function and a JAX function compared at the same inputs.
 
-    run both -> structure -> dtypes, call by call -> probes -> values and gradients
-                                                       -> or the first op that differs
+    in float32, then in the low dtype:
+        run both -> structure -> dtypes, call by call -> probes -> values and gradients
+                                                           -> or the first op that differs
 
 The backends' `perturb` runs the functions and returns numpy arrays; `rounding` has the tolerances,
 and `align` finds the calls that belong together.
@@ -9,66 +10,20 @@ and `align` finds the calls that belong together.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from polymp import backends
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.dtypes import FORMATS
-from polymp.rules.policy_files import Source
+from polymp.rules.policy_files import Source, load
 from polymp.testing import align
 from polymp.testing.align import Parted
-from polymp.testing.parity_inputs import arguments, checked_dtype, cotangent
+from polymp.testing.parity_inputs import arguments, checked_dtype, cotangent, widened
+from polymp.testing.parity_results import Parity, ParityError
 
 _NAMES = ("torch", "jax")
-
-
-class ParityError(AssertionError):
-    """Two functions differ in their structure, dtypes, values or gradients.
-
-    Args:
-        text: the message.
-        op: see below.
-        side_by_side: see below.
-        gaps: see below.
-
-    Attributes:
-        op: name of the first op that differs, in the vocabulary; "" if it is not known, as where
-            results have other shapes.
-        side_by_side: the calls of that op on both sides, as a table; "" likewise.
-        gaps: the arrays that were compared, with errors and tolerances; () where dtypes differ.
-    """
-
-    def __init__(
-        self, text: str, op: str = "", side_by_side: str = "", gaps: Sequence[Gap] = ()
-    ) -> None:
-        super().__init__(text)
-        self.op: str = op
-        self.side_by_side: str = side_by_side
-        self.gaps: tuple[Gap, ...] = tuple(gaps)
-
-
-class Parity(NamedTuple):
-    """The result of `assert_parity`: errors and tolerances of all arrays, which are within.
-
-    Attributes:
-        gaps: each result and gradient: error and tolerance.
-        dtypes: of the results, by path.
-        calls: how many forward calls each side made.
-    """
-
-    gaps: tuple[Gap, ...]
-    dtypes: dict[str, str]
-    calls: tuple[int, int]
-
-    @property
-    def margin(self) -> float:
-        """How many times larger the tolerance is than the error, where that is least."""
-        return min((gap.margin for gap in self.gaps), default=float("inf"))
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.gaps))
+_KINDS = ("results", "gradients")  # of the arrays of a run
 
 
 def assert_parity(
@@ -79,16 +34,21 @@ def assert_parity(
     dtype: object = "bfloat16",
     grads: bool = True,
     *,
-    probes: int = 8,
+    probes: int = 16,
+    float32_first: bool = True,
 ) -> Parity:
     """Assert that a torch function and a JAX function compute the same in the same dtypes.
 
         assert_parity(torch.softmax, jax.nn.softmax, [x, -1], dtype="float16")
 
-    Both are called with the same numbers under the same policy. Compared are, in this order, the
-    results' structure, shapes and dtypes; the dtypes, call by call; the values; and the gradients
-    of `sum(result * c)` with respect to the float inputs, for a fixed `c` from a normal
-    distribution.
+    Both are called with the same numbers: first in float32, without a region, and then under the
+    same policy in the low dtype. Rounding to bfloat16 hides a gelu by tanh in place of one by erf,
+    and an epsilon of 1e-3 in place of 1e-5; float32 tells them apart. The error says in which of
+    the two the functions differ.
+
+    Compared are, in this order, the results' structure, shapes and dtypes; the dtypes, call by
+    call; the values; and the gradients of `sum(result * c)` with respect to the float inputs, for a
+    fixed `c` from a normal distribution.
 
     Dtypes: the forward calls are aligned by op and run dtype. All matrix products are one op, as
     in JAX. A call that only one side has is no difference, because the frameworks split ops in
@@ -102,13 +62,14 @@ def assert_parity(
         tolerance = sqrt(2 ln(2 n / 1e-6)) * max sqrt(s_torch^2 + s_jax^2)
 
     where n is how many numbers it has, and s the root mean square change of a number when every
-    op's result is moved by an even share of its rounding, up or down: of the unit roundoff of its
-    dtype, and of sqrt(k) float32 roundoffs of the terms of a sum of k.
-    `polymp.diagnostics.rounding` has the derivation and its sources. The tolerance grows with the
-    number of roundings, by their dtypes, and with the lengths of sums. It is measured in each
-    framework by `2 * probes` more runs, with fixed seeds, so that the same call has the same
-    tolerance. Errors and tolerances are relative to the largest magnitude in torch's array.
-    Integers and truth values have to be equal, but for those that a rounding can change.
+    op's result is moved by an even share of its rounding: of the unit roundoff of its dtype; for
+    functions such as exp, of three more of float32, in which they are computed; and for a sum of k
+    terms, of sqrt(k / 3) float32 roundoffs of the root of the sum's square and of its terms'
+    squares. `polymp.diagnostics.rounding` has the derivation, its sources, and what in it is a
+    model and not a bound. `probes` more runs of each framework measure s, with fixed seeds, so that
+    the same call has the same tolerance. Errors and tolerances are relative to the largest
+    magnitude in torch's array. Integers and truth values have to be equal, but for those that a
+    rounding can change.
 
     Both functions have to be deterministic. torch runs on the CPU, eagerly; the JAX function is
     traced and compiled for the default device.
@@ -124,20 +85,22 @@ def assert_parity(
         dtype: the low dtype of the regions, bfloat16 or float16, by name, alias or as a dtype
             object; None or float32 for no region at all.
         grads: False to compare no gradients.
-        probes: runs of each of two kinds that measure the tolerance in each framework; 2 or more.
+        probes: runs that measure the tolerance in each framework; 2 or more.
+        float32_first: False to compare in the low dtype alone, as for functions that differ in
+            float32 by intent. The first comparison gets low inputs in float32.
 
     Returns:
         The arrays that were compared, with errors and tolerances.
 
     Raises:
-        ParityError: they differ; its text has the first op that differs.
+        ParityError: they differ; its text has the first op that differs, and in which dtype.
         TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array;
             `dtype` is neither a string nor a dtype.
         ValueError: `dtype` is another dtype, an integer is too large for JAX, an input is empty or
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
-    dtype = checked_dtype(dtype)
+    low = checked_dtype(dtype)
     if probes < 2:
         raise ValueError(f"assert_parity(): probes={probes!r} is too few. Write 2 or more.")
     for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
@@ -146,7 +109,27 @@ def assert_parity(
     args, kwargs = arguments(inputs)
     for name in _NAMES:
         backends.get(name)
-    return _Pair(torch_fn, jax_fn, args, kwargs, dtype, policy, grads, probes).compared()
+    load(policy)  # a policy that cannot be read fails before anything runs
+    first: tuple[Gap, ...] = ()
+    if low is not None and float32_first:
+        wide: tuple[Any, Any] = widened((args, kwargs))
+        try:
+            first = _Pair(torch_fn, jax_fn, *wide, None, policy, grads, probes).compared().gaps
+        except ParityError as error:
+            last = f"{low} was not compared. float32_first=False compares in {low} alone."
+            raise _said(error, "float32", "in float32, without a region: ", last) from None
+    try:
+        found = _Pair(torch_fn, jax_fn, args, kwargs, low, policy, grads, probes).compared()
+    except ParityError as error:
+        start = f"in {low}, though not in float32: " if first else ""
+        raise _said(error, low or "float32", start) from None
+    return found._replace(float32=first)
+
+
+def _said(error: ParityError, dtype: str, start: str, last: str = "") -> ParityError:
+    """The same error with the dtype in which it was found."""
+    text = "\n\n".join([f"{start}{error}", *([last] if last else [])])
+    return ParityError(text, error.op, error.side_by_side, error.gaps, dtype)
 
 
 class _Pair:
@@ -184,11 +167,8 @@ class _Pair:
             raise _error(f"run in other dtypes: {parted.why}", parted)
         if one.dtypes != other.dtypes:
             raise self._other_results(one, other, calls)
-        torch_moved = [
-            [self._torch.probe(seed, alike) for seed in range(1, self._probes + 1)]
-            for alike in (False, True)
-        ]
-        jax_moved = [self._jax.probes(self._probes, alike) for alike in (False, True)]
+        torch_moved = [self._torch.probe(seed) for seed in range(1, self._probes + 1)]
+        jax_moved = self._jax.probes(self._probes)
         gaps = tuple(_gaps(one, other, torch_moved, jax_moved))
         if any(found.part for found in gaps):
             raise self._off(one, other, gaps)
@@ -211,37 +191,39 @@ class _Pair:
         """Some values differ: find the first op whose values do."""
         with self._torch.watch:
             kept = self._torch.run(keep=True)
-            both = (False, True)
-            moved = [self._torch.run(seed, alike, True) for alike in both for seed in (1, 2)]
+            moved = [self._torch.run(seed, keep=True) for seed in range(1, 5)]
         theirs = self._jax.kept()
         at = align.first_off(kept, moved, theirs)
-        worst = next(found for found in gaps if found.part)
+        worst = next(place for place, found in enumerate(gaps) if found.part)
+        if at is None:  # each step's own values are as in JAX: the step that made the array
+            names = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
+            at = kept.makers.get(names[worst])
         if at is None:
-            return _error(f"do not return the same: {worst}", None, gaps)
+            return _error(f"do not return the same: {gaps[worst]}", None, gaps)
         call = kept.steps[at].call
         mine, yours = [s.call for s in kept.steps], [s.call for s in theirs.steps]
         other_call = align.partner(call, mine, yours)
         return _error("compute other values", Parted(call, other_call, ""), gaps)
 
 
-def _gaps(one: Run, other: Run, torch_moved: Any, jax_moved: Any) -> Iterator[Gap]:
+def _gaps(
+    one: Run, other: Run, torch_moved: Sequence[Run], jax_moved: Sequence[Run]
+) -> Iterator[Gap]:
     import numpy as np
 
-    for kind in ("results", "gradients"):
+    for kind in _KINDS:
         what = "result" if kind == "results" else "gradient of input"
         for path, ours in getattr(one, kind).items():
             theirs = getattr(other, kind)[path]
-            bases = (ours, torch_moved), (theirs, jax_moved)
-            halves = [
-                (base, *([getattr(run, kind)[path] for run in half] for half in moved))
-                for base, moved in bases
-            ]
             name = _named(what, path)
+            sides = [
+                (base, [getattr(run, kind)[path] for run in moved])
+                for base, moved in ((ours, torch_moved), (theirs, jax_moved))
+            ]
             if ours.dtype.kind == "f":
-                squares = [spread(*half) ** 2 for half in halves]
-                yield gap(name, ours, theirs, np.sqrt(squares[0] + squares[1]))
+                yield gap(name, ours, theirs, np.hypot(*(spread(*side) for side in sides)))
             else:  # an integer may differ where a rounding changes it in a probe
-                turns = [x != base for base, *probes in halves for x in chain(*probes)]
+                turns = [x != base for base, probes in sides for x in probes]
                 wrong = (ours != theirs) & ~np.any(turns, 0)
                 yield Gap(name, float(np.count_nonzero(wrong)), 0.0, 1.0)
 

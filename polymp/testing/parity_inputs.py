@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polymp.diagnostics import trees
 from polymp.dtypes import name as dtype_name
 
 _LOW = ("bfloat16", "float16")
@@ -89,6 +90,23 @@ def _prepared(x: object, path: str) -> Any:
     if array.dtype.kind not in "ib" and not np.isfinite(array.astype(np.float32)).all():
         raise ValueError(f"input {path} has Inf or NaN, for which there is no tolerance.")
     return array
+
+
+def widened(tree: Any) -> Any:
+    """Return prepared inputs with float32 in place of lower dtypes.
+
+    Args:
+        tree: what `arguments` returns, or a part of it.
+
+    Returns:
+        The same nesting, with the same numbers.
+    """
+    import numpy as np
+
+    found = [
+        x.astype(np.float32) if x.dtype.name in _LOW else x for x in trees.arrays(tree).values()
+    ]
+    return trees.rebuilt(tree, iter(found))
 
 
 def cotangent(path: str, shape: tuple[int, ...]) -> Any:

@@ -17,7 +17,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin plain_text
+errors dtypes code_origin plain_text progress
 versions
 integrations
 fp8

@@ -90,9 +90,9 @@ def found(fw: Any, case: Case, region: Any = None) -> str:
 @pytest.mark.sized
 @by_op
 def test_a_result_has_the_dtype_that_the_row_names(fw: ModuleType, op: Op) -> None:
-    """Of every row in `make test-long`, and of about half of them in `make test`."""
+    """Of every row in `make test-long`, and of about a third of them in `make test`."""
     first, *others = BY_OP[op.name]
-    rows = [first, *(c for c in others if LONG or zlib.crc32(str(c).encode()) % 2)]
+    rows = [first, *(c for c in others if LONG or zlib.crc32(str(c).encode()) % 3 == 0)]
     wanted = {str(case): getattr(case, fw.name) for case in rows}
     assert {str(case): found(fw, case) for case in rows} == wanted
 
@@ -209,7 +209,7 @@ def too_far(case: Case, name: str, dtype: str, result: Any, exact: Any) -> str:
     return "" if error <= limit else f"{case} in {name}: off by {error:.3g}, bound {limit:.3g}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", [op for op in OPS if valued(op)], ids=lambda op: op.name)
 def test_results_agree(op: Op) -> None:
     """Each framework's with its own float32, and with the other's within both bounds."""

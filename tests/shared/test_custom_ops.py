@@ -317,7 +317,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @in_every_way
 @pytest.mark.parametrize(("said", "low"), RUNS)
 def test_it_runs_as_the_policy_says(way: str, said: str, low: str) -> None:
@@ -337,6 +337,7 @@ def test_it_runs_as_the_policy_says(way: str, said: str, low: str) -> None:
         assert not np.array_equal(fw.numbers(wrong), fw.numbers(hand)), "the numbers cannot tell"
 
 
+@pytest.mark.one_in(2)
 @in_every_way
 @pytest.mark.parametrize("said", ["nothing, lower", "nothing, fp32", "nothing, fp32_keep"])
 def test_gradients_come_in_the_dtypes_of_the_forward_pass(way: str, said: str) -> None:
@@ -449,6 +450,7 @@ JAX = [way for way in WAYS if way.startswith("jax")]
 
 
 # Dynamo makes an instance of the class for itself.
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("way", TORCH)
 def test_torch_compile(way: str) -> None:
@@ -485,6 +487,7 @@ def test_torch_func(way: str) -> None:
     assert torch.equal(grad, torch.autograd.grad(run(w).float().sum(), w)[0])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("way", JAX)
 def test_jax_transformations(way: str) -> None:
     _, op = made(way)

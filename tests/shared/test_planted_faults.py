@@ -216,14 +216,14 @@ def is_replayed(case: Planted) -> bool:
     return case.framework == "torch" or case.training in ("regression", "pooling", "sparse")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @each
 def test_the_planted_op_is_named(case: Planted) -> None:
     found = located(case, spoiled(case)) if is_replayed(case) else None
     assert misnamed(case, audit_of(case), found) == ""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @each
 def test_what_is_suggested_makes_it_train(case: Planted) -> None:
     training = spoiled(case)
@@ -236,7 +236,7 @@ def test_what_is_suggested_makes_it_train(case: Planted) -> None:
     assert trains(case, losses), f"{suggestion}\n{losses}"
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @each
 def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
     training = made(case)

@@ -26,7 +26,7 @@ from tests.support.sizes import LONG
 
 # Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
 # the time.
-COUNT, EXAMPLES, ROWS = (20_000, 100, 250) if LONG else (1_000, 12, 100)
+COUNT, EXAMPLES, ROWS = (20_000, 100, 250) if LONG else (500, 12, 50)
 WIDTH = 12
 
 # An event, by what is drawn for it; a zero is a good step, so that histories shrink to those.

@@ -13,9 +13,10 @@ import polymp
 from polymp.testing import ParityError, assert_parity
 from tests.conftest import FRAMEWORKS, need
 from tests.support.examples import modules
+from tests.support.sizes import size
 
 SIZES = argparse.Namespace(
-    batch=1, context=4, width=8, layers=1, heads=2, seed=0, steps=10, lr=0.1
+    batch=1, context=4, width=8, layers=1, heads=2, seed=0, steps=size(3, 10), lr=0.1
 )  # fmt: skip
 
 
@@ -38,8 +39,8 @@ def test_the_models_are_the_same_forward_backward_and_in_training(example: Any, 
         *(f"gradient of input[0][{weight!r}]" for weight in sorted(weights)),
     ]
     low = [gap.tolerance for gap in (once.gaps[0], trained.gaps[0])]
-    print(f"\n{name}: loss within {low[0]:.2g}, ten steps within {low[1]:.2g}; tolerance / error "
-          f"{once.margin:.1f} and {trained.margin:.1f}")  # fmt: skip
+    print(f"\n{name}: loss within {low[0]:.2g}, {SIZES.steps} steps within {low[1]:.2g}; "
+          f"tolerance / error {once.margin:.1f} and {trained.margin:.1f}")  # fmt: skip
     assert 1 < once.margin
     assert 1 < trained.margin
     assert max(low) < {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}[name]

@@ -29,6 +29,7 @@ WIDEST = (
 )
 BOOL = "bool"  # in its inputs' dtypes; truth values come out
 INT = "int"  # in its inputs' dtypes; integers come out
+FIRST = "first"  # in the dtype of its first input
 NO_LOW = "no low"  # in its inputs' dtypes, of which it refuses the low ones
 FORBID = "forbid"  # not at all
 WRITTEN = "written"  # in the dtypes that its inputs had before the region
@@ -158,6 +159,8 @@ AS_WRITTEN = "a region that is off runs what is written, and float32 is: torch k
 BIAS = "a float32 argument added to a low product is its bias in JAX"
 OWN_ADD = "the bias is added by an op of its own in JAX; low in another dtype, it is no parameter"
 HALVES = "torch refuses the half dtype that is not the region's; JAX's table widens"
+FOLLOWS = "in JAX, what is written into an array takes the array's dtype"
+CHOSEN = "torch.where makes a float32 tensor of two numbers; in JAX they follow what they meet"
 NO_CELL = "JAX has no kernel for the cell: a state in float32 meets low gates and stays float32"
 
 # An op whose result jax.numpy casts back.
@@ -271,7 +274,7 @@ OPS: tuple[Op, ...] = (
     Op("dot", (V, grid(4)), WIDEST, LOWER, CONTRACTION, roundings=4),
     Op("vdot", (V, grid(4)), WIDEST, LOWER, CONTRACTION, roundings=4),
     Op("tensordot", (X, grid(4, 5)), WIDEST, LOWER, CONTRACTION),
-    Op("index_put", (grid(5, 4), grid(3, 4), index(5, 3)), WIDEST, KEEP, only=NO_MIX),
+    Op("index_put", (grid(5, 4), grid(3, 4), index(5, 3)), WIDEST, FIRST, FOLLOWS, only=NO_MIX),
     Op("scatter_add", (grid(5, 4), grid(3, 4), index(5, 3, 4)), WIDEST, roundings=3, only=NO_MIX),
     # Interpolation
     Op("upsample_nearest2d", (grid(1, 2, 3, 3),), FP32, KEEP, "moves numbers in JAX"),
@@ -313,6 +316,9 @@ OPS: tuple[Op, ...] = (
     Op("argmax", (X,), INT),
     Op("masked to the lowest", (X, mask(3, 4)), KEEP),
     Op("where", (*PAIR, mask(3, 4)), KEEP),
+    Op("x * integers", (X, index(4, 3, 4)), KEEP),
+    Op("x * bools", (X, mask(3, 4)), KEEP),
+    Op("x * chosen numbers", (X, mask(3, 4)), FP32, KEEP, CHOSEN),
     Op("cat", PAIR, KEEP),
     Op("stack", PAIR, KEEP),
     *(Op(name, (X,), KEEP) for name in ("pad", "reshape", "transpose", "slice", "flip", "triu")),
@@ -454,6 +460,8 @@ def _run(way: str, dtypes: Sequence[str], case: Case) -> str:
         return widest(dtypes)
     if way == WIDEST:
         return widest((*dtypes, case.low))
+    if way == FIRST:
+        return dtypes[0]
     if way == STATE:
         return widest((dtypes[STATES[case.op]], case.low))
     return {LOWER: case.low, FP32: "float32"}.get(way) or widest(dtypes)
@@ -530,10 +538,16 @@ _OWN_CASTS = 8
 
 
 @cache
-def values(name: str) -> tuple[Any, ...]:
-    """The arguments of an op; the same ones in every case of it."""
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return tuple(_array(arg, rng) for arg in BY_NAME[name].args)
+def values(name: str, seed: int = 0) -> tuple[Any, ...]:
+    """The arguments of an op: the same ones in every case of it, others for another seed.
+
+    With a seed, floats are not on the grid: every dtype rounds them, and none is zero.
+    """
+    rng = np.random.default_rng(zlib.crc32(name.encode()) + seed)
+    made = tuple(_array(arg, rng) for arg in BY_NAME[name].args)
+    if not seed:
+        return made
+    return tuple(x + rng.uniform(0, 1 / 16, x.shape) if x.dtype.kind == "f" else x for x in made)
 
 
 def _array(arg: Arg, rng: np.random.Generator) -> Any:

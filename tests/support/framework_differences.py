@@ -27,6 +27,8 @@ REASONS: dict[str, frozenset[str]] = {
     ),
     "made of ops in JAX, of which one computes in float32 with a number that is an array there":
         frozenset({"var"}),
+    "torch.where makes a float32 tensor of two numbers; in JAX they follow what they meet":
+        frozenset({"x * chosen numbers"}),
     "its order is an array in JAX, and one of ones is float32 as written": frozenset({"polygamma"}),
     "a number that float16 cannot hold takes float32 in JAX": frozenset({"x - tiny number"}),
     "a gather in JAX, where only libraries' modules are an embedding": frozenset({"embedding"}),

@@ -24,6 +24,7 @@ class Mismatch(NamedTuple):
         shapes: of its float inputs.
         dtype: the low dtype.
         dtypes: True if dtypes part, not values alone.
+        within: True if rounding to the low dtype hides it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Mismatch(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ((4, 6), (6, 6))
     dtype: str = "bfloat16"
     dtypes: bool = False
+    within: bool = False
 
     def inputs(self) -> list[Any]:
         """Normal numbers, the same ones each time."""
@@ -137,11 +139,11 @@ def _planted(name: str, op: str, dtypes: bool = False, **changed: Any) -> Mismat
 MISMATCHES = (
     _planted("another rule in JAX's policy", "linear", True, second=_other_rule),
     _planted("a product in float32 by hand", "linear", True, second=_wide_product),
-    # In a low dtype the two are one within its roundings.
-    _planted("gelu by tanh, not by erf", "gelu", approximate=True)._replace(dtype="float32"),
+    _planted("gelu by tanh, not by erf", "gelu", approximate=True)._replace(within=True),
     _planted("a missing bias", "linear", bias=False),
     _planted("a transposed weight", "linear", transposed=True),
     _planted("another eps", "layer_norm", eps=1e-1),
+    _planted("an eps of 1e-3, not 1e-5", "layer_norm", eps=1e-3),
     _planted("softmax along another axis", "softmax", axis=0),
     _planted("a cast that only one side has", "to", True, cast=True),
     Mismatch(
@@ -153,3 +155,66 @@ MISMATCHES = (
         lambda: _attention(8**-0.5), lambda: _attention(1.0), ((5, 8), (5, 8), (5, 8)),
     ),
 )  # fmt: skip
+
+
+# --- a transformer block --------------------------------------------------------------------------
+
+HEADS = 4
+
+
+def block_inputs(seed: int, batch: int = 2, length: int = 8, width: int = 32) -> list[Any]:
+    """Numbers for a block: x [batch, length, width], and weights by name."""
+    rng = np.random.default_rng(seed)
+    vectors = {name: (1.0, width) for name in ("scale1", "scale2")}
+    vectors |= {name: (0.0, width) for name in ("shift1", "shift2", "out_bias", "down_bias")}
+    vectors |= {"qkv_bias": (0.0, 3 * width), "up_bias": (0.0, 4 * width)}
+    made = {name: mean + 0.1 * rng.standard_normal(n) for name, (mean, n) in vectors.items()}
+    for name, *shape in (
+        ("qkv", 3 * width, width), ("out", width, width), ("up", 4 * width, width),
+        ("down", width, 4 * width),
+    ):  # fmt: skip
+        made[name] = rng.standard_normal(shape) * shape[1] ** -0.5
+    return [rng.standard_normal((batch, length, width)), made]
+
+
+def torch_block() -> Callable[..., Any]:
+    """A pre-norm transformer block in torch: attention, then a layer with a gelu."""
+    from torch.nn import functional as F
+
+    def split(y: Any) -> Any:
+        return y.unflatten(-1, (HEADS, -1)).transpose(-2, -3)
+
+    def block(x: Any, p: Any) -> Any:
+        h = F.layer_norm(x, x.shape[-1:], p["scale1"], p["shift1"])
+        q, k, v = map(split, F.linear(h, p["qkv"], p["qkv_bias"]).chunk(3, -1))
+        a = F.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
+        x = x + F.linear(a.transpose(-2, -3).flatten(-2), p["out"], p["out_bias"])
+        h = F.layer_norm(x, x.shape[-1:], p["scale2"], p["shift2"])
+        return x + F.linear(F.gelu(F.linear(h, p["up"], p["up_bias"])), p["down"], p["down_bias"])
+
+    return block
+
+
+def jax_block(eps: float = 1e-5) -> Callable[..., Any]:
+    """The same in JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    def split(y: Any) -> Any:
+        return jnp.swapaxes(y.reshape(*y.shape[:-1], HEADS, -1), -2, -3)
+
+    def norm(x: Any, scale: Any, shift: Any) -> Any:
+        x = x - x.mean(-1, keepdims=True)
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + eps) * scale + shift
+
+    def block(x: Any, p: Any) -> Any:
+        h = norm(x, p["scale1"], p["shift1"])
+        q, k, v = map(split, jnp.split(h @ p["qkv"].T + p["qkv_bias"], 3, -1))
+        a = jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) * q.shape[-1] ** -0.5, -1) @ v
+        a = jnp.swapaxes(a, -2, -3).reshape(x.shape)
+        x = x + (a @ p["out"].T + p["out_bias"])
+        h = norm(x, p["scale2"], p["shift2"])
+        h = jax.nn.gelu(h @ p["up"].T + p["up_bias"], approximate=False)
+        return x + (h @ p["down"].T + p["down_bias"])
+
+    return block

@@ -80,7 +80,7 @@ LOST_SCALE = (
 STATES: tuple[Refused, ...] = (
     *(
         ({key: None}, KeyError, f"a scaler's state needs the entry {key!r}; it has "
-         + ", ".join(repr(k) for k in SAVED if k != key))
+         + ", ".join(repr(k) for k in SAVED if k != key) + ". Give what state_dict() returned")
         for key in TORCHS
     ),
     ({"scale": "big"}, TypeError, "scale must be a number, got 'big'."),

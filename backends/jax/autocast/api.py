@@ -27,7 +27,7 @@ from polymp.rules.region import Region
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
-PolicyLike = Any
+PolicyLike = policy_files.Source | None
 
 # What a float32 array may do to a low one: widen it always, or only if something made it float32.
 PROMOTIONS = ("strong", "weak")
@@ -228,7 +228,13 @@ def _marked(leaf: object, name: str) -> object:
 def _region(
     dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool, promotion: str
 ) -> Region:
-    name = float_dtype(dtype).name
+    try:
+        name = float_dtype(dtype).name
+    except TypeError:
+        raise TypeError(
+            f"autocast(dtype={dtype!r}): this is not a float dtype. Write dtype='bfloat16' or "
+            "dtype='float16'."
+        ) from None
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
     if enabled and name not in LOW:
@@ -238,7 +244,7 @@ def _region(
         )
     if not (isinstance(promotion, str) and promotion in PROMOTIONS):
         raise ValueError(
-            f"autocast(promotion={promotion!r}): promotion is one of {', '.join(PROMOTIONS)}."
+            f"autocast(promotion={promotion!r}): write promotion='strong' or promotion='weak'."
         )
     table: Policy = policy_files.load("amp" if policy is None else policy)
     check(table)

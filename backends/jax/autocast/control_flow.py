@@ -17,7 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
 from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.plan import Inside, Plan, Step
-from polymp.backends.jax.autocast.values import Known, Origin, fits
+from polymp.backends.jax.autocast.values import Known, fits
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import inside, with_programs
 from polymp.dtypes import widest
@@ -119,13 +119,12 @@ def plan_cond(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 def _meet(outs: Sequence[Known]) -> str | None:
     """The dtype of an output that comes from several branches; numbers take that of the others."""
-    hard = [k for k in outs if k.origin not in (Origin.LITERAL, Origin.MASK)] or outs
+    hard = [k for k in outs if not k.is_chosen] or outs
     dtypes = [k.dtype for k in hard if k.dtype]
     if not dtypes:
         return None
     dtype = widest(dtypes)
-    numbers = [k.number for k in outs if k.number is not None]
-    return dtype if all(fits(number, dtype) for number in numbers) else "float32"
+    return dtype if all(fits(n, dtype) for k in outs for n in k.numbers) else "float32"
 
 
 # shard_map: one program on many devices
@@ -134,7 +133,7 @@ def _meet(outs: Sequence[Known]) -> str | None:
 def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A program on many devices."""
     (program,) = inside(eqn)
-    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(program.closed, known, region)
     outs = [Known(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]

@@ -201,7 +201,8 @@ class Frame:
             if not atom.aval.shape or not fits(known.number, dtype):
                 return Cast(atom, dtype, value=in_dtype(known.number, dtype))
         self.casts = True
-        return Cast(atom, dtype, shared=self.shares and known.origin is Origin.COMPUTED)
+        given = known.origin in (Origin.GIVEN, Origin.LITERAL)
+        return Cast(atom, dtype, shared=self.shares and not given)
 
     def step(
         self,

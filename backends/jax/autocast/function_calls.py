@@ -6,7 +6,7 @@ one `Section`, which has the shape of an equation on the outside and of a closed
 row says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -21,7 +21,7 @@ from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, declared, fixed
+from polymp.backends.jax.autocast.values import ELIGIBLE, Known, declared, fixed
 from polymp.backends.jax.compat.programs import Atom, Equation, JaxprEqnContext, SourceInfo
 from polymp.rules.answers import Decision
 from polymp.rules.region import Region
@@ -37,7 +37,7 @@ def is_registered(name: str) -> bool:
 
 def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A user's primitive: its own shape rule says what comes out of cast operands."""
-    known = [frame.known(atom)._replace(number=None) for atom in eqn.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     hard = tuple(k.dtype for k in known if k.dtype)
     if not hard or any(map(fixed, eqn.invars)):
         return frame.as_written(eqn)
@@ -195,7 +195,7 @@ def _rule(op: str, region: Region) -> Rule:
 
 def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     """Plan a call of a known function by the row of its op."""
-    known = [frame.known(atom)._replace(number=None) for atom in section.invars]
+    known = [frame.known(atom)._replace(numbers=()) for atom in section.invars]
     region = section.region
     frame.stack = compat.no_scopes()  # those inside have their own
     floats = [k.dtype for k in known if k.dtype]
@@ -227,7 +227,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
     met = [k._replace(dtype=f, weak=False) for k, f in zip(known, reads, strict=True)]
     plan = frame.planner.plan(section, met, inside)
     writes = tuple(k.dtype for k in plan.outs)
-    outs = [k._replace(number=None, weak=False) for k in plan.outs]
+    outs = [k._replace(numbers=(), weak=False) for k in plan.outs]
     returns = None
     if decision.out is not None and writes != (decision.out,) * len(writes):
         # Of a normalisation that is the result, not the statistics that it keeps; and not what
@@ -242,8 +242,7 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
             for f, v in zip(writes, section.outvars, strict=True)
         )
         outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
-    keep = decision.rule is Rule.FP32_KEEP
-    if keep and decision.out in LOW and not section.effects:
+    if decision.rule is Rule.FP32_KEEP and not section.effects:
         finals = tuple(k.dtype for k in outs)
         kept = _Again((plan,), tuple(reads), returns)
         return frame.step(section, [None] * len(reads), finals, inside=kept), outs
@@ -270,13 +269,16 @@ class _Inlined(Inside):
         outs = range(len(self.plans[0].outs))
         return [i for i in outs if self.returns is None or self.returns[i] is None]
 
+    def rounds(self) -> Mapping[int, str]:
+        return {i: dtype for i, dtype in enumerate(self.returns or ()) if dtype is not None}
+
     def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
         reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))
         return replace(self, plans=plans, reads=reads)
 
 
 class _Again(_Inlined):
-    """A section that returns a low dtype: its operands are saved as they came, nothing wider.
+    """A section that returns the dtype of its operands: they are saved as they came, nothing else.
 
     For backward it is computed again, as a fused kernel would.
     """

@@ -56,16 +56,11 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
             return frame.step(eqn, [None], [known.dtype], Kind.CAST), [known]
         params = {**eqn.params, "new_dtype": np.dtype(known.dtype)}
         return frame.step(eqn, [None], [known.dtype], params=params), [known]
-    origin = Origin.COMPUTED
-    if known.origin is Origin.LITERAL:
-        origin = Origin.LITERAL
-    elif old is None and getattr(atom.aval, "dtype", None) == np.bool_:
-        origin = Origin.MASK
-    elif known.origin is Origin.GIVEN and not atom.aval.shape:
-        origin = Origin.GIVEN
-    number = known.number if new is not None and origin is Origin.LITERAL else None
+    origin, numbers = promotion.converted(atom, known)
+    if new is None:
+        numbers = ()
     weak = frame.planner.tracks_weak and new == "float32" and not fixed(atom) and old is None
-    return frame.step(eqn, [None], [new]), [Known(new, origin, number=number, weak=weak)]
+    return frame.step(eqn, [None], [new]), [Known(new, origin, numbers=numbers, weak=weak)]
 
 
 def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
@@ -82,7 +77,7 @@ def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
 def independent(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """An op whose results have the dtypes of the operands in their places."""
     known = [frame.known(atom) for atom in eqn.invars][: len(eqn.outvars)]
-    outs = [k._replace(number=None) for k in known]
+    outs = [k._replace(numbers=()) for k in known]
     return frame.step(eqn, [None] * len(eqn.invars), [k.dtype for k in known]), outs
 
 
@@ -132,7 +127,7 @@ def _plan_of(
         # The scalar may be anything: it is not rounded, the result is.
         reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
     returns = tuple(finals) if finals != writes else None
-    origin, number = promotion.origin(eqn, op, known)
+    origin, numbers = promotion.origin(eqn, op, known, ruled=decision.run is not None)
     adds = op_of(op) == "add" and all(k.product or k.origin is not Origin.COMPUTED for k in known)
     # Spread over more elements, a product is no longer what a bias is added to.
     moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
@@ -140,7 +135,7 @@ def _plan_of(
     ruled = decision.rule in (Rule.FP32, Rule.FP32_KEEP)
     stays = frame.planner.tracks_weak and not ruled and promotion.stays_weak(known)
     outs = [
-        Known(f, origin, product and f in LOW, number, stays and f == "float32")
+        Known(f, origin, product and f in LOW, numbers, stays and f == "float32")
         if f
         else Known(None)
         for f in finals

@@ -4,7 +4,7 @@ A `Plan` has one `Step` for each equation of a traced program; emission then fol
 equation becomes a step is `planner`'s part. No array is made here.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -114,6 +114,10 @@ class Inside:
     def passed_on(self) -> Sequence[int]:
         """The outputs of the programs that are the step's results as they come."""
         return range(len(self.plans[0].outs))
+
+    def rounds(self) -> Mapping[int, str]:
+        """The outputs of the programs that the step casts, each with the dtype."""
+        return {}
 
     def stored(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None], change: Change) -> Self:
         """The same where some operands come low.

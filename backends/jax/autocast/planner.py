@@ -11,7 +11,8 @@ from polymp.backends.jax import compat, jaxprs
 from polymp.backends.jax.autocast import (
     contraction_rules,
     control_flow,
-    custom_derivatives,
+    custom_jvp,
+    custom_vjp,
     function_calls,
     op_facts,
     op_handlers,
@@ -42,8 +43,8 @@ TABLE: Mapping[str, Handler] = {
     "while": control_flow.plan_loop,
     "cond": control_flow.plan_cond,
     "shard_map": control_flow.plan_shard_map,
-    "custom_jvp_call": custom_derivatives.plan_jvp,
-    "custom_vjp_call": custom_derivatives.plan_vjp,
+    "custom_jvp_call": custom_jvp.plan_jvp,
+    "custom_vjp_call": custom_vjp.plan_vjp,
     function_calls.SECTION: function_calls.plan_section,
 }
 

@@ -1,6 +1,6 @@
 """Operands of different dtypes in one op: which decide its dtype, and which follow.
 
-    numbers, masks           follow
+    numbers, masks, integers follow
     scalar arguments         follow arrays
     a bias                   follows the contraction's result that it is added to
     weak float32 values      follow low ones, in a region that promotes weakly
@@ -8,7 +8,12 @@
 Everything else decides, and the widest dtype wins. Nothing here makes a step.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
 
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.known_functions import op_of
@@ -62,27 +67,92 @@ def alike(eqn: Equation, op: str, known: Sequence[Known], weak: bool, fold: bool
             hard = [k for k in hard if k.product]
         run = widest(k.dtype for k in hard or [k for k, _ in members] if k.dtype)
         for k, _ in members:
-            if run in LOW and k.number is not None and not fits(k.number, run):
-                too_large = abs(float(k.number)) > FORMATS[run].max
+            if run in LOW and not all(fits(n, run) for n in k.numbers):
+                too_large = k.number is not None and abs(float(k.number)) > FORMATS[run].max
                 if not (too_large and vocabulary().chooses(op_of(op))):
                     run = "float32"
         groups[one] = run
     return groups
 
 
-def origin(eqn: Equation, op: str, known: Iterable[Known]) -> tuple[Origin, float | None]:
-    """Where a result comes from, and the number that each of its elements is, if it is one."""
+def converted(atom: Atom, known: Known) -> tuple[Origin, tuple[float, ...]]:
+    """Where the result of a cast comes from, and the few numbers that its elements are.
+
+    Args:
+        atom: what is cast.
+        known: of it.
+
+    Returns:
+        The origin, and the numbers; none if they are not known.
+    """
+    dtype = getattr(atom.aval, "dtype", None)
+    if known.origin is Origin.LITERAL:
+        return Origin.LITERAL, known.numbers
+    if dtype == np.bool_:
+        return Origin.MASK, (0.0, 1.0)
+    whole = dtype is not None and jax.numpy.issubdtype(dtype, np.integer)
+    if not atom.aval.shape and (whole or known.origin is Origin.GIVEN):
+        return Origin.GIVEN, ()  # of unknown size
+    if whole:
+        return Origin.INTEGER, (0.0, 1.0)
+    return Origin.COMPUTED, ()
+
+
+def origin(
+    eqn: Equation, op: str, known: Iterable[Known], ruled: bool
+) -> tuple[Origin, tuple[float, ...]]:
+    """Where a result comes from, and the few numbers that its elements are.
+
+    Args:
+        eqn: the equation.
+        op: its primitive, as the vocabulary spells it.
+        known: of its operands.
+        ruled: True if the policy has a dtype for it.
+
+    Returns:
+        The origin, and the numbers; none if they are not known.
+    """
     floats = [k for k in known if k.dtype]
     if op in op_facts.LAYOUT:
         (first, *_) = floats
         spread = not eqn.invars[0].aval.shape and eqn.outvars[0].aval.shape
         if first.origin is Origin.GIVEN and spread:
-            return Origin.LITERAL, None  # what jnp.where makes of a scalar
-        return first.origin, first.number
+            return Origin.LITERAL, ()  # what jnp.where makes of a scalar
+        return first.origin, first.numbers
     scalar = not any(v.aval.shape for v in eqn.outvars)
     if scalar and all(k.origin is not Origin.COMPUTED for k in floats):
-        return Origin.GIVEN, None  # of unknown size
-    return Origin.COMPUTED, None
+        return Origin.GIVEN, ()  # of unknown size
+    if not ruled and all(k.is_chosen and k.numbers for k in floats):
+        return _made_of_numbers(op, floats)
+    return Origin.COMPUTED, ()
+
+
+# Of whole numbers, these make whole numbers.
+_EXACT: dict[str, Callable[..., float]] = {
+    "add": operator.add, "max": max, "min": min, "mul": operator.mul, "neg": operator.neg,
+    "sub": operator.sub,
+}  # fmt: skip
+# Of more numbers than these, nothing is known.
+_FEW = 8
+
+
+def _made_of_numbers(op: str, floats: Sequence[Known]) -> tuple[Origin, tuple[float, ...]]:
+    """The same, of what an op makes of bools, integers and numbers in the program.
+
+    With integers, `1 - mask` is what integers are, and `0.5 * positions` is not: it is computed.
+    """
+    origins = {k.origin for k in floats}
+    if op == "select_n":
+        numbers = {n for k in floats for n in k.numbers}
+    elif op in _EXACT and origins != {Origin.LITERAL}:
+        numbers = {_EXACT[op](*each) for each in itertools.product(*(k.numbers for k in floats))}
+    else:
+        return Origin.COMPUTED, ()
+    integers = Origin.INTEGER in origins
+    whole = all(n.is_integer() for k in floats for n in k.numbers)
+    if len(numbers) > _FEW or (integers and not whole):
+        return Origin.COMPUTED, ()
+    return Origin.INTEGER if integers else Origin.MASK, tuple(sorted(numbers))
 
 
 def meets_scalar(eqn: Equation, known: Sequence[Known]) -> bool:
@@ -111,7 +181,7 @@ def _follows(known: Known, atom: Atom, eqn: Equation, op: str, weak: bool) -> bo
 def _soft(known: Known, atom: Atom, eqn: Equation, op: str) -> bool:
     """True if the operand takes the dtype of the others, as Python's numbers do in torch."""
     match known.origin:
-        case Origin.MASK:
+        case Origin.MASK | Origin.INTEGER:
             return True
         case Origin.LITERAL:
             return not atom.aval.shape or vocabulary().chooses(op_of(op))

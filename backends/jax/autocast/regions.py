@@ -65,6 +65,12 @@ def is_inside() -> bool:
     return AMBIENT.value is not None
 
 
+def is_enabled() -> bool:
+    """True where an enabled region holds in an autocast function that is traced."""
+    ambient = AMBIENT.value
+    return ambient is not None and ambient.enabled
+
+
 @contextmanager
 def entered(region: Region) -> Iterator[None]:
     """Run Python in the region, and mark what is traced meanwhile."""

@@ -9,6 +9,7 @@ programs inside whose traces JAX keeps, those of jitted functions.
 import functools
 import gc
 import inspect
+import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -73,8 +74,8 @@ def transformed(
     """
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
-            f"autocast(fn) needs a function, got {fn!r}. Give the other arguments by name: "
-            "autocast(fn, dtype=...)."
+            f"autocast(fn) needs a function, got {reprlib.repr(fn)}. Write "
+            "autocast(fn, dtype=...), and call the result: autocast(loss)(params, x)."
         )
     for kind in ("generator", "coroutine", "asyncgen"):
         if getattr(inspect, f"is{kind}function")(fn):
@@ -196,6 +197,7 @@ def trace(
         return [leaf for leaf in leaves if is_array(leaf)]
 
     FUNCTIONS.border(flat)
+    compat.follow_buffers(regions.is_enabled)
     flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
         gc.collect(0)  # what is young from here on, the trace has made

@@ -26,13 +26,15 @@ class Origin(Enum):
     COMPUTED  from anything else
     GIVEN     an argument or constant, or a layout of one: a parameter, as a rule
     LITERAL   a number in the program
-    MASK      a bool, converted: zeros and ones are exact in every dtype
+    MASK      a choice among numbers in the program: bools, converted, are zeros and ones
+    INTEGER   an array of integers, converted, and sums and products of those with whole numbers
     """
 
     COMPUTED = 0
     GIVEN = 1
     LITERAL = 2
     MASK = 3
+    INTEGER = 4
 
     # Each is one object; Enum's own hashes the name, in Python.
     __hash__: ClassVar[Callable[[Any], int]] = object.__hash__
@@ -45,7 +47,8 @@ class Known(NamedTuple):
         dtype: its actual dtype; None for what autocast leaves alone.
         origin: where it comes from.
         product: True for the low result of a contraction, to which a bias may be added.
-        number: the literal's number, as long as every element is that number.
+        numbers: the few that its elements are, where those are known: one of a literal, zero and
+            one of bools. Of integers, which may be any, these stand for a mask's.
         weak: True for a float32 result that is float32 because its operands are, and none of them
             was made float32 by a rule, a mark or a cast; see `Planner.tracks_weak`.
     """
@@ -53,13 +56,26 @@ class Known(NamedTuple):
     dtype: str | None
     origin: Origin = Origin.COMPUTED
     product: bool = False
-    number: float | None = None
+    numbers: tuple[float, ...] = ()
     weak: bool = False
+
+    @property
+    def number(self) -> float | None:
+        """The literal's number, as long as every element is that number."""
+        return self.numbers[0] if self.origin is Origin.LITERAL and self.numbers else None
+
+    @property
+    def is_chosen(self) -> bool:
+        """True for what no float array went into: numbers in the program, bools and integers."""
+        return self.origin in _CHOSEN
 
     @property
     def is_parameter(self) -> bool:
         """True for what is given in float32: a parameter, as a rule."""
         return self.dtype == "float32" and self.origin is Origin.GIVEN
+
+
+_CHOSEN = frozenset({Origin.LITERAL, Origin.MASK, Origin.INTEGER})
 
 
 @cache
@@ -99,7 +115,7 @@ def number_of(value: Any) -> float | None:
 @cache
 def literal(dtype: str | None, number: float | None) -> Known:
     """The facts about a number in the program."""
-    return Known(dtype, Origin.LITERAL, number=number)
+    return Known(dtype, Origin.LITERAL, numbers=() if number is None else (number,))
 
 
 def in_dtype(value: SupportsFloat, dtype: str) -> "np.number[Any]":

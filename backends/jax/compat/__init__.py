@@ -58,6 +58,7 @@ from polymp.backends.jax.compat.source import where_made as where_made
 from polymp.backends.jax.compat.source import where_written as where_written
 from polymp.backends.jax.compat.source import with_scope as with_scope
 from polymp.backends.jax.compat.source import without_scopes as without_scopes
+from polymp.backends.jax.compat.updates import follow_buffers as follow_buffers
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.diagnostics.events import Event
@@ -28,6 +29,7 @@ from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost, written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
@@ -79,11 +81,14 @@ class Audited:
         if key not in self._programs:
             self._programs[key] = measured(self.fn, args, kwargs)
             arrays = self._programs[key].traced.arrays
+            with progress.line("audit") as line:
+                line.stage("compiling the program that measures")
+                facts = self._programs[key].run(arrays)
         else:
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
+            facts = self._programs[key].run(arrays)
         program = self._programs[key]
-        facts = program.run(arrays)
         self._measured.append((program, facts, _scale_of((args, kwargs))))
         weights = [] if is_kept((args, kwargs)) else written(program, arrays)
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
@@ -196,7 +201,8 @@ def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled
     for program, facts, scale in measured:
         facts, peaks = jax.device_get(facts)
         audit.scale = float(np.asarray(scale))
-        handed = _handed(program)
+        forward = {call.module for call in program.calls if call.direction == FORWARD}
+        handed = parameter_names.short(_handed(program), forward)
         for m, number in _results(program, facts, audit.scale):
             results.setdefault(m[:-2], []).append(m)
             for name in handed.get(number, ()):

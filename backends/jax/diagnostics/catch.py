@@ -7,20 +7,20 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 """
 
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from polymp import code_origin
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.diagnostics import locate as finder
+from polymp.backends.jax.diagnostics.finite_arguments import name_of, not_finite
 from polymp.backends.jax.diagnostics.loss_checks import LossChecks, Means
 from polymp.backends.jax.diagnostics.recorded_calls import Leaves, Made, RecordedCalls, donated
+from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import BadStep, FunctionStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
@@ -143,7 +143,7 @@ class Catch(FunctionStep, Generic[P, R]):
             )
         positional: Any = args
         named: Any = kwargs
-        self._objects = _nnx_objects(args, kwargs)
+        self._objects = nnx.objects(args, kwargs)
         linked = self._recorded.linked(given)
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
         if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
@@ -153,17 +153,17 @@ class Catch(FunctionStep, Generic[P, R]):
                 good = [state if isinstance(it, Made) else leaf for it, leaf, state in pairs]
                 positional, named = self._put_back(jax.tree.unflatten(tree, good))
             self._recorded.restart(good)
-            self._means, given = self._checks.means, good
+            self._means, linked = self._checks.means, self._recorded.linked(good)
         recorded = self._recorded
-        recorded.add(given, tree)
+        recorded.add(linked, tree)
         self._fed |= recorded.calls[-1].fed
         self.step += 1
         result = self._fn(*positional, **named)
-        recorded.returned(result, (positional, named))
-        if not self._checks.add(self._losses(result)):
+        leaves, of_result = jax.tree.flatten(result)
+        recorded.returned(leaves + jax.tree.leaves(self._changeable((positional, named))))
+        if not self._checks.add(self._losses(leaves)):
             return result
         good = self._stop(None, tree)
-        leaves, of_result = jax.tree.flatten(result)
         back = {made: at for made, at in self._fed.items() if made < len(leaves)}
         kept = [good[back[at]] if at in back else leaf for at, leaf in enumerate(leaves)]
         return jax.tree.unflatten(of_result, kept)  # type: ignore[no-any-return]
@@ -189,10 +189,10 @@ class Catch(FunctionStep, Generic[P, R]):
             finally:
                 self._raises = raises
 
-    def _good(self, leaves: Leaves, linked: Leaves, tree: Any) -> Leaves:
+    def _good(self, leaves: Leaves, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Return arguments that are finite: these, or if they are not, those of a bad step."""
         if not self._recorded.calls:
-            found = _not_finite(dict(enumerate(leaves)))
+            found = not_finite(dict(enumerate(leaves)))
             self._infinite = frozenset(found)  # on purpose, such as a best loss so far
             return leaves
         state = {at: leaves[at] for at, it in enumerate(linked) if isinstance(it, Made)}
@@ -205,20 +205,24 @@ class Catch(FunctionStep, Generic[P, R]):
         args, kwargs = list(good[0]), dict(good[1])
         for place, it in self._objects.items():
             values: Any = args if isinstance(place, int) else kwargs
-            sys.modules["flax.nnx"].update(it, sys.modules["flax.nnx"].state(values[place]))
+            nnx.update(it, values[place])
             values[place] = it
         return tuple(args), kwargs
 
-    def _losses(self, result: object) -> dict[int, jax.Array]:
+    def _changeable(self, arguments: tuple[Any, dict[str, Any]]) -> object:
+        """Return the arguments if the step may change them in place; a jitted one changes none."""
+        is_jitted = isinstance(self._fn, _JITTED) and not self._objects
+        return None if is_jitted else arguments
+
+    def _losses(self, leaves: Leaves) -> dict[int, jax.Array]:
         """Return the floats with one element that a call returned and that are no state."""
-        leaves = enumerate(jax.tree.leaves(result))
         return {
             at: leaf
-            for at, leaf in leaves
-            if at not in self._fed and is_float(leaf) and np.size(leaf) == 1
+            for at, leaf in enumerate(leaves)
+            if at not in self._fed and np.size(leaf) == 1 and is_float(leaf)
         }
 
-    def _stop(self, last: Leaves | None, tree: Any) -> Leaves:
+    def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Find the first bad step, and say which it was.
 
         Args:
@@ -249,7 +253,7 @@ class Catch(FunctionStep, Generic[P, R]):
         losses: list[float] = []
         checks = LossChecks(self._jump, self._means)
         for run in self._recorded.repeated(self._fn, last):
-            found_losses = self._losses(run.result)
+            found_losses = self._losses(jax.tree.leaves(run.result))
             found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
             if found:
                 fault, note = _located(self._fn, run.before, calls[run.at].tree)
@@ -258,17 +262,18 @@ class Catch(FunctionStep, Generic[P, R]):
             losses += [float(loss) for loss in found_losses.values()]
         return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
 
-    def _described(self, state: Mapping[int, Any], tree: Any) -> str:
+    def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
-        found = _not_finite(state)
+        found = not_finite(state)
         bad = {at: what for at, what in found.items() if at not in self._infinite}
         if not bad:
             return ""
         at, what = next(iter(bad.items()))
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        return f"{_name(tree, at)} is {what} after it{more}"
+        return f"{name_of(tree, at)} is {what} after it{more}"
 
 
+_JITTED = type(jax.jit(lambda: None))
 _SOMETHING = "a value is not finite"
 _DONATED = (
     "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "
@@ -280,50 +285,12 @@ _UNREPEATED = (
 )
 
 
-def _name(tree: Any, at: int) -> str:
-    """The name of an argument, as the caller would write it."""
-    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    (args, kwargs) = numbered
-    for kind in (args, kwargs):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(kind):
-            if leaf == at:
-                return f"argument {jax.tree_util.keystr(path)}"
-    return "an argument"
-
-
-def _located(fn: Callable[..., object], leaves: Leaves, tree: Any) -> tuple[Fault | None, str]:
+def _located(
+    fn: Callable[..., object], leaves: Leaves, tree: jax.tree_util.PyTreeDef
+) -> tuple[Fault | None, str]:
     args, kwargs = jax.tree.unflatten(tree, leaves)
     try:
         return finder.locate(fn, *args, **kwargs), ""
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
         line = str(error).strip().splitlines()[0]
         return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
-
-
-def _nnx_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
-    """Return the flax nnx objects among arguments, by their places; a step changes these."""
-    nnx = sys.modules.get("flax.nnx")
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return {at: it for at, it in given if nnx is not None and isinstance(it, nnx.Pytree)}
-
-
-@jax.jit
-def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether each array is finite: bool [2, n], whether it has no NaN, and no Inf."""
-    return jnp.stack([jnp.array([~jnp.isnan(x).any(), ~jnp.isinf(x).any()]) for x in arrays], 1)
-
-
-def _not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
-    """Return the places of floats that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
-    by_devices: dict[Any, list[int]] = {}
-    for at, leaf in leaves.items():
-        if is_float(leaf) and np.size(leaf):
-            devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
-            by_devices.setdefault(frozenset(devices), []).append(at)
-    found = {}
-    for places in by_devices.values():
-        no_nan, no_inf = np.asarray(_finite([leaves[at] for at in places]))
-        for at, numbers, bounded in zip(places, no_nan, no_inf, strict=True):
-            if not (numbers and bounded):
-                found[at] = "NaN" if not numbers else "Inf"
-    return dict(sorted(found.items()))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from polymp import progress
 from polymp.backends.jax.diagnostics.events import Event
 from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measured_call import (
@@ -57,14 +58,17 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
     program = measured(fn, args, kwargs)
-    facts, peaks = jax.device_get(program.run(program.traced.arrays))
-    found = blamed(program, facts, peaks)
-    if found is None:
-        return None
-    # XLA drops all of the twin but what leads to these operands.
-    twin = Twin(program.traced.closed, program.twin.groups, program.twin.sites, found.node)
-    look = jax.jit(lambda arrays: twin.run(arrays)[0][found.node].operands)
-    operands = np.asarray(look(program.traced.arrays))
+    with progress.line("locate") as line:
+        line.stage("compiling the program that measures")
+        facts, peaks = jax.device_get(program.run(program.traced.arrays))
+        found = blamed(program, facts, peaks)
+        if found is None:
+            return None
+        # XLA drops all of the twin but what leads to these operands.
+        line.stage("compiling what leads to the op")
+        twin = Twin(program.traced.closed, program.twin.groups, program.twin.sites, found.node)
+        look = jax.jit(lambda arrays: twin.run(arrays)[0][found.node].operands)
+        operands = np.asarray(look(program.traced.arrays))
     bad = _bad(program.twin.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]

@@ -85,7 +85,10 @@ class Program:
         self._given = {path: jnp.asarray(x) for path, x in trees.arrays(tree).items()}
         floats = [p for p, x in self._given.items() if is_float(x)]
         self._graded = floats if cotangent is not None else []
-        transformed = fn if dtype is None else autocast(fn, dtype=dtype, policy=policy)
+        if dtype is None:  # regions inside need a function around them that is autocast
+            transformed = autocast(fn, enabled=False)
+        else:
+            transformed = autocast(fn, dtype=dtype, policy=policy)
         self._paths: list[str] = []
 
         def program(arrays: _Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -115,23 +118,24 @@ class Program:
         self.record: Record
         self.closed, self.record, *_ = traced(program, (self._given,), {})
         self._flat = jax.tree.leaves(self._given)
+        self._plain = jax.jit(core.jaxpr_as_fun(self.closed))
         self._moved: Callable[..., list[jax.Array]] | None = None
 
     def run(self) -> Run:
         """The results, and the calls without their values."""
-        outs = jax.jit(core.jaxpr_as_fun(self.closed))(*self._flat)
+        outs = self._plain(*self._flat)
         steps = tuple(Step(call) for call, _ in with_sites(self.closed, self.record))
         return self._run(outs, steps)
 
-    def probes(self, count: int, alike: bool) -> list[Run]:
+    def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
         if self._moved is None:
 
-            def moved(seed: jax.Array, alike: jax.Array, *flat: jax.Array) -> list[jax.Array]:
-                return _Evaluation(seed, alike).program(self.closed, flat)
+            def moved(seed: jax.Array, *flat: jax.Array) -> list[jax.Array]:
+                return _Evaluation(seed).program(self.closed, flat)
 
             self._moved = jax.jit(moved, compiler_options=_QUICK)
-        runs = (self._moved(np.uint32(i + 1), alike, *self._flat) for i in range(count))
+        runs = (self._moved(np.uint32(i + 1), *self._flat) for i in range(count))
         return [self._run(outs, ()) for outs in runs]
 
     def kept(self) -> Run:
@@ -139,7 +143,7 @@ class Program:
         wanted = [[_address(s) for s in sites] for _, sites in self._sites()]
 
         def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-            walk = _Evaluation(None, False)
+            walk = _Evaluation(None)
             outs = walk.program(self.closed, flat)
             return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
 
@@ -175,12 +179,10 @@ class _Evaluation:
 
     Args:
         seed: of the movements, uint32 []; None to move nothing.
-        alike: bool []; whether all values of a result move alike.
     """
 
-    def __init__(self, seed: jax.Array | None, alike: jax.typing.ArrayLike) -> None:
+    def __init__(self, seed: jax.Array | None) -> None:
         self.seed: Any = seed
-        self.alike = alike
         self.made: dict[_Address, list[jax.Array]] = {}
         self._moves = 0
 
@@ -216,7 +218,7 @@ class _Evaluation:
         def turn(
             number: jax.Array, row: list[jax.Array]
         ) -> tuple[jax.Array, list[jax.Array], None]:
-            inner = _Evaluation(self.seed * np.uint32(7919) + number, self.alike)
+            inner = _Evaluation(self.seed * np.uint32(7919) + number)
             return number + np.uint32(1), inner.program(body.closed, row), None
 
         self._moves += 1
@@ -250,23 +252,37 @@ class _Evaluation:
         kind = vocabulary().ops[op].kind if op in vocabulary().ops else ""
         if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
             op = "add"  # sums alone
-        roundoff, within = movement(op, "matmul" if work else kind, x.dtype.name, terms)
+        own, summed = movement(op, "matmul" if work else kind, x.dtype.name, terms)
         magnitude = _magnitude(x)
-        by = roundoff * magnitude
-        if within and terms > 1 and of in _SUMS:
-            bare = [jnp.abs(v) if is_float(v) else v for v in values]
-            magnitude = _magnitude(compat.put(eqn.primitive, bare, eqn.params)[0])
-        return self._by(x, by + within * magnitude)
+        by = own * magnitude
+        if summed:
+            added = _added(eqn, values) if of in _SUMS else 0.0
+            by += summed * jnp.sqrt(magnitude**2 + added)
+        return self._by(x, by)
 
     def _by(self, x: jax.Array, by: jax.Array) -> jax.Array:
+        """Move numbers by a share, which is a hash of the number, the move and the seed.
+
+        Equal numbers go the same way, as they round the same way; opposite ones go opposite ways.
+        """
         self._moves += 1
-        first = np.uint32(self._moves * 2654435 + 1)
-        at = jnp.where(self.alike, np.uint32(0), lax.iota(np.uint32, x.size)) + first
-        at = (at ^ (at >> 16)) * np.uint32(0x7FEB352D) + self.seed * np.uint32(0x9E3779B1)
-        at = (at ^ (at >> 15)) * np.uint32(0x846CA68B)
-        share = (at ^ (at >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
-        moved = (x.astype(by.dtype) + share.reshape(x.shape) * by).astype(x.dtype)
+        bits = lax.bitcast_convert_type(jnp.abs(x).astype(np.float32), np.uint32)
+        bits = bits + np.uint32(self._moves * 0x9E3779B1 & 0xFFFFFFFF)
+        for factor in (self.seed * np.uint32(0x9E3779B0) + np.uint32(0x7FEB352D), 0x846CA68B):
+            bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+        share = (bits ^ (bits >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
+        moved = (x.astype(by.dtype) + jnp.where(x < 0, -share, share) * by).astype(x.dtype)
         return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
+
+
+def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
+    """The sum of the squares of the terms of a sum."""
+    # Shares of the largest: a square of a float16 number may be beyond its range.
+    largest = [jnp.maximum(_magnitude(v).max(), np.finfo(np.float32).tiny) for v in values]
+    shares = [_magnitude(v) / most for v, most in zip(values, largest, strict=True)]
+    squares = [(x**2).astype(v.dtype) for x, v in zip(shares, values, strict=True)]
+    made = _magnitude(compat.put(eqn.primitive, squares, eqn.params)[0])
+    return made * prod(most**2 for most in largest)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:

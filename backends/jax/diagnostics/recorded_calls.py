@@ -33,7 +33,7 @@ class Call(NamedTuple):
         leaves: of these; what the call before returned is a `Made`.
     """
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     leaves: Leaves
 
     @property
@@ -76,9 +76,9 @@ class RecordedCalls:
         self.calls = []
         self._start = copied(leaves)
 
-    def add(self, leaves: Leaves, tree: Any) -> None:
-        """Record a call that is about to be made."""
-        self.calls.append(Call(tree, self.linked(leaves)))
+    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
+        """Record a call that is about to be made, with its arguments as `linked` returns them."""
+        self.calls.append(Call(tree, linked))
 
     def linked(self, leaves: Leaves) -> Leaves:
         """Return the arguments, with a `Made` for each that the last call returned."""
@@ -88,11 +88,12 @@ class RecordedCalls:
         at, reference = self._results.get(id(leaf), (0, None))
         return at if reference is not None and reference() is leaf else None
 
-    def returned(self, result: object, args: object) -> None:
-        """Note what the call returned, and its arguments, which it may have changed in place."""
-        found = enumerate(jax.tree.leaves((result, args)))
+    def returned(self, leaves: Leaves) -> None:
+        """Note the leaves that the call returned, and those that it may have changed in place."""
         self._results = {
-            id(leaf): (at, weakref.ref(leaf)) for at, leaf in found if isinstance(leaf, jax.Array)
+            id(leaf): (at, weakref.ref(leaf))
+            for at, leaf in enumerate(leaves)
+            if isinstance(leaf, jax.Array)
         }
 
     def alive(self) -> dict[int, jax.Array]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
@@ -46,8 +47,9 @@ class Followed(NamedTuple):
 class Record(decision_log.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: progress.Line | None = None) -> None:
         super().__init__()
+        self._line = line or progress.Line()
         self.calls: dict[str, Followed] = {}
         self.policy: str = ""
         self._latest: decision_log.Entry | None = None
@@ -57,6 +59,7 @@ class Record(decision_log.Recorder):
         self._latest = entry
 
     def follow(self, what: Step, low: str, policy: str = "") -> str:
+        self._line.step()
         entry, self._latest = self._latest, None
         self.policy = self.policy or policy
         name = f"{regions.CALL}{len(self.calls)}"
@@ -133,9 +136,10 @@ def traced(
         results[:] = [jax.tree_util.keystr(path) or "result" for path, _ in found]
         return [x for _, x in found]
 
-    record = Record()
-    with decision_log.recorded_by(record), regions.EXPLAINED(next(_numbers)):
-        return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
+    with progress.line("tracing", unit="op") as line, regions.EXPLAINED(next(_numbers)):
+        record = Record(line)
+        with decision_log.recorded_by(record):
+            return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 
 def parameters(fn: Callable[..., object], modules: bool) -> list[str]:

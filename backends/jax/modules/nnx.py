@@ -7,7 +7,7 @@ in its own dtype. Flax is imported only where the caller's arguments came from i
 """
 
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,19 @@ def among(args: object) -> bool:
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(is_node, jax.tree.leaves(args, is_leaf=is_leaf)))
+
+
+def objects(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[int | str, object]:
+    """The nnx objects among the arguments of a call, by their places."""
+    nnx = sys.modules.get("flax.nnx")
+    given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
+    return {at: it for at, it in given if nnx is not None and isinstance(it, nnx.Pytree)}
+
+
+def update(it: object, other: object) -> None:
+    """Give an nnx object the values of another of its kind, in place."""
+    nnx = sys.modules["flax.nnx"]
+    nnx.update(it, nnx.state(other))
 
 
 def owned(

@@ -213,10 +213,15 @@ def check_replaces(old: tuple[object, ...], new: object, name: str = "update") -
         TypeError: it is not.
     """
     if not isinstance(new, tuple) or len(new) != len(old):
-        got = f"a tuple of {len(new)}" if isinstance(new, tuple) else f"{type(new)}"
+        got = f"a tuple of {len(new)}" if isinstance(new, tuple) else type(new).__name__
+        if not old:
+            raise TypeError(
+                f"step(grads, update) got no state to update, and {name} returned {got}. Write "
+                "step(grads, update, params)."
+            )
         raise TypeError(
-            f"{name} must return a tuple of what replaces the {len(old)} parts of the state, in "
-            f"their order; it returned {got}."
+            f"step(grads, update, *state) got {len(old)} states, so {name} must return a tuple of "
+            f"the {len(old)} new ones, in the same order; it returned {got}."
         )
     given: jax.tree_util.PyTreeDef = jax.tree.structure(old)
     returned: jax.tree_util.PyTreeDef = jax.tree.structure(new)

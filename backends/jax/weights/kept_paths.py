@@ -24,7 +24,7 @@ class KeptPaths:
     def __init__(self, keep: Iterable[str]) -> None:
         if isinstance(keep, str):
             raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
-        self.patterns = tuple(keep)
+        self.patterns: tuple[str, ...] = tuple(keep)
         for pattern in self.patterns:
             scopes.check(pattern, "low_weights(): keep")
 

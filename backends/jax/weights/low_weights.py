@@ -131,7 +131,12 @@ def _transformation() -> Callable[..., Any]:
 
         weights: Callable[[Any], Any]
 
-        def __new__(cls, init: Any, update: Any, weights: Any) -> Any:
+        def __new__(
+            cls,
+            init: Callable[..., object],
+            update: Callable[..., object],
+            weights: Callable[[Any], Any],
+        ) -> Any:
             made = super().__new__(cls, init, update)
             made.weights = weights
             return made
@@ -153,15 +158,15 @@ class _LowWeights:
     leaf: LowLeaf
     kept: KeptPaths
 
-    def is_low(self, path: tuple[Any, ...], x: Any) -> bool:
+    def is_low(self, path: tuple[object, ...], x: object) -> bool:
         """True for an array that is low, or is to become low."""
         dtypes = "float32", self.leaf.dtype
         return is_typed(x) and x.dtype.name in dtypes and leaf_path(path) not in self.kept
 
-    def each_low(self, function: Callable[[Any], Any], params: Any, other: Any = None) -> Any:
+    def each_low(self, function: Callable[[Any], Any], params: object, other: object = None) -> Any:
         """The parameters with a function of each low one; the others, or `other` for them."""
 
-        def made(path: tuple[Any, ...], x: Any) -> Any:
+        def made(path: tuple[object, ...], x: object) -> object:
             if self.is_low(path, x):
                 return function(x)
             return x if other is None else other
@@ -176,7 +181,7 @@ class _LowWeights:
         return made
 
     @regions.as_written()
-    def init(self, params: Any) -> LowWeightsState:
+    def init(self, params: object) -> LowWeightsState:
         """The first state, of float32 parameters or low ones."""
         import optax
 
@@ -190,7 +195,7 @@ class _LowWeights:
 
     @regions.as_written()
     def update(
-        self, grads: Any, state: Any, params: Any = None, **extra: Any
+        self, grads: object, state: LowWeightsState, params: object = None, **extra: object
     ) -> tuple[Any, LowWeightsState]:
         """The updates of the optimizer inside, for low parameters, and the next state."""
         import optax
@@ -214,7 +219,7 @@ class _LowWeights:
         after = LowWeightsState(optax.safe_increment(state.step), kept, inner)
         return tree.unflatten(updates), after
 
-    def check(self, state: Any, params: Any) -> None:
+    def check(self, state: object, params: object) -> None:
         """Refuse a state or parameters that are not those of this optimizer."""
         if not isinstance(state, LowWeightsState):
             raise TypeError(
@@ -256,6 +261,6 @@ class _LowWeights:
                 )
 
 
-def _flat(params: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _flat(params: object) -> tuple[list[tuple[Any, Any]], Any]:
     """The leaves with their paths, and the structure."""
     return jax.tree_util.tree_flatten_with_path(params)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
@@ -176,11 +177,9 @@ class _LowInputs:
                 self.read |= low.inputs
                 return step, none
         elif step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None:
-            # A number that fills up is rounded only afterwards.
-            filled = eqn.params.get("fill_value") is not None
             if name in _EACH:
                 return self.moved(step, lows)
-            if name in _MOVES and not filled and (low := _joined(eqn, lows)):
+            if name in _MOVES and (low := _joined(eqn, lows)) and _fills_alike(eqn, low.dtype):
                 return self.moved(step, [low] * len(eqn.outvars))
         elif step.inside is not None:
             return self.inside(step, step.inside, lows)
@@ -214,14 +213,26 @@ class _LowInputs:
             self.tell(step, before)
         results = (m.outs for m, program in zip(made, programs, strict=True) if program.gives)
         moved, outs = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
+        outs = [self.rounded(low, whole.rounds().get(i)) for i, low in enumerate(outs)]
         plans = tuple(m.plan for m in made)
         return moved._replace(inside=whole.stored(plans, _dtypes(lows), self.of_rule)), outs
+
+    def rounded(self, low: Low | None, dtype: str | None) -> Low | None:
+        """A result of a program inside, once the step has cast it: what is low is read then."""
+        if low is None or dtype is None:
+            return low
+        if dtype == low.dtype:
+            self.read |= low.inputs
+        else:
+            self.refuse(low, Wide(dtype, f"it is returned in {dtype}"))
+        return None
 
     def free_outputs(
         self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
     ) -> list[int]:
         """The outputs of the programs inside that may come low: all branches agree in those."""
-        free = [i for i in whole.passed_on() if i >= programs[0].carries]
+        passed = {*whole.passed_on(), *whole.rounds()}
+        free = [i for i in sorted(passed) if i >= programs[0].carries]
         if step.eqn.primitive.name == "cond":
             pairs = zip(programs, whole.plans, strict=True)
             made = [store(plan, _dtypes(branch.of(lows)), free).outs for branch, plan in pairs]
@@ -282,6 +293,15 @@ class _LowInputs:
             if winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
                 row = "it runs as written, as its own arguments ask"
         return f"{name!r} reads it in {dtype}: {row} ({where})"
+
+
+def _fills_alike(eqn: Equation, dtype: str) -> bool:
+    """True unless a number fills up what is missing that the dtype would round."""
+    fill = eqn.params.get("fill_value")
+    if fill is None:
+        return True
+    number = np.float32(fill)
+    return bool(np.isnan(number) or number.astype(np.dtype(dtype)).astype(np.float32) == number)
 
 
 def _joined(eqn: Equation, lows: Held) -> Low | None:

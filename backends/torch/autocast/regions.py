@@ -166,6 +166,16 @@ def in_force(device: str) -> Region:
     )
 
 
+def low_dtype(device: str) -> str:
+    """Return the low dtype of the region of ours in force for the device; "" outside of any.
+
+    It is read from the stack: below autocast, torch reports every region as disabled.
+    """
+    opened = (frame[0] for frame in reversed(stack.frames))
+    inner = next((region for region in opened if region.device == device), None)
+    return inner.dtype if inner is not None and inner.enabled else ""
+
+
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
     """Note for loss scalers that an enabled region was entered."""

@@ -1,12 +1,49 @@
 """Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
+__all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
+
+
+class OpMode(TorchDispatchMode):
+    """A dispatch mode: `op` is called in place of every op of the thread, below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        return self.op(func, types, args, dict(kwargs or {}))
+
+    def op(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> object:
+        """Run an op, or have it run by the classes of its arguments.
+
+        Args:
+            func: the op; a higher-order one is of another class.
+            types: of arguments that have a `__torch_dispatch__` of their own.
+            args: of the op.
+            kwargs: of the op.
+
+        Returns:
+            The op's result, or NotImplemented: see `unwrapped_first`.
+        """
+        raise NotImplementedError
 
 
 def is_recorded() -> bool:
@@ -61,7 +98,7 @@ def unwrapped_first(types: Sequence[type]) -> bool:
     `__tensor_flatten__`, by the protocol of torch.utils._python_dispatch, since torch 2.1.
 
     Args:
-        types: the argument `types` of the mode's `__torch_dispatch__`.
+        types: the argument `types` of `OpMode.op`.
 
     Returns:
         True if the mode has to return NotImplemented.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from polymp import progress
 from polymp.backends.torch.diagnostics.measure import Bins
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import Site, ValueTracer
@@ -79,8 +80,10 @@ def _fill(audit: Audit, tracer: ValueTracer) -> None:
     scales = [float(s) for s in tracer.scales]
     audit.scale = scales[-1]
     audit.steps = max(len(tracer.passes), bool(tracer.events))
-    audit.results = _results(tracer.sites, scales)
-    audit.gradients = _gradients(tracer.gradients, scales)
+    total = len(tracer.sites) + len(tracer.gradients)
+    with progress.line("audit, reading", total, "tensor") as line:
+        audit.results = _results(tracer.sites, scales, line)
+        audit.gradients = _gradients(tracer.gradients, scales, line)
     audit.lost_updates = lost_updates.joined(
         record
         for sample, counts in tracer.samples
@@ -90,9 +93,12 @@ def _fill(audit: Audit, tracer: ValueTracer) -> None:
     audit.fault = tracer.fault()
 
 
-def _results(sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float]) -> list[Measured]:
+def _results(
+    sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float], line: progress.Line
+) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
     for key, site in sites.items():
+        line.step()
         at, op, spelling, place, direction, region, row, run = key
         magnitudes = _without(scales[at], site.bins.magnitudes())
         measured = Measured(
@@ -114,9 +120,12 @@ def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
     return magnitudes.scaled(1 / scale) if scale else magnitudes
 
 
-def _gradients(found: dict[tuple[str, int], Bins], scales: list[float]) -> list[Measured]:
+def _gradients(
+    found: dict[tuple[str, int], Bins], scales: list[float], line: progress.Line
+) -> list[Measured]:
     by_name: dict[str, list[Any]] = {}
     for (name, at), bins in found.items():
+        line.step()
         by_name.setdefault(name, []).append(_without(scales[at], bins.magnitudes()))
     return [
         Measured("gradient", "", name, "", BACKWARD, "", None, "float32", joined(many))

@@ -9,20 +9,18 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from polymp import code_origin
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics import step_checks
-from polymp.backends.torch.diagnostics.step_checks import MeanLoss, StepChecks
+from polymp.backends.torch.diagnostics.recorded_calls import Call, StateCopy, versions_of
+from polymp.backends.torch.diagnostics.step_checks import StepChecks
 from polymp.backends.torch.diagnostics.training_objects import TrainingObjects, training_objects
 from polymp.backends.torch.diagnostics.training_state import (
-    Settings,
     TrainingState,
-    named_tensors,
     put_settings,
     settings,
     weights,
@@ -33,55 +31,6 @@ from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class _Call(NamedTuple):
-    """A call of the step, to be repeated.
-
-    Attributes:
-        args: positional.
-        kwargs: by name.
-        versions: of the tensors among them, when it was made.
-        settings: of the optimizers, such as the learning rate, which code outside may change.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    versions: tuple[int, ...]
-    settings: Settings
-
-
-class _Copy:
-    """The state of the training before a step, and the calls since.
-
-    Args:
-        objects: of the training.
-        mean: of the losses so far.
-
-    Attributes:
-        objects: likewise.
-        mean: likewise.
-        state: of the objects.
-        named: their tensors by name.
-        calls: since then.
-        left: the versions of the tensors when the last call ended.
-    """
-
-    def __init__(self, objects: TrainingObjects, mean: MeanLoss) -> None:
-        self.objects: TrainingObjects = objects
-        self.mean: MeanLoss = mean
-        self.state: TrainingState = TrainingState(objects)
-        self.named: dict[str, torch.Tensor] = named_tensors(objects)
-        self.calls: list[_Call] = []
-        self.left: tuple[int, ...] = _versions(self.named)
-
-    def written(self) -> str:
-        """Return the name of a tensor that was written since the last call ended; "" if none."""
-        now = _versions(self.named)
-        if now == self.left:
-            return ""
-        pairs = zip(self.named, self.left, now, strict=True)
-        return next(name for name, was, version in pairs if was != version)
 
 
 @overload
@@ -176,7 +125,7 @@ class Catch(FunctionStep, Generic[P, R]):
         self.step: int = 0
         self.reports: list[BadStep] = []
         self._fn, self._every, self._raises, self._jump, self._of = step, every, raises, jump, of
-        self._copy: _Copy | None = None
+        self._copy: StateCopy | None = None
         self._checks = StepChecks(jump)
         self._written = 0  # calls in a row between which other code wrote to the training
 
@@ -198,8 +147,8 @@ class Catch(FunctionStep, Generic[P, R]):
             CatchWarning: likewise, if `on_bad` is "report".
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
-        versions = _versions((args, kwargs))
-        copy.calls.append(_Call(args, kwargs, versions, settings(copy.objects)))
+        versions = versions_of((args, kwargs))
+        copy.calls.append(Call(args, kwargs, versions, settings(copy.objects)))
         self.step += 1
 
         def look(params: Sequence[torch.Tensor]) -> None:
@@ -207,7 +156,7 @@ class Catch(FunctionStep, Generic[P, R]):
 
         with step_checks.stepping(None if copy.objects.scaled else look):
             result = self._fn(*args, **kwargs)
-        copy.left = _versions(copy.named)
+        copy.left = versions_of(copy.named)
         if self._checks.add(result, bad):
             self._stop(copy)
         return result
@@ -229,7 +178,7 @@ class Catch(FunctionStep, Generic[P, R]):
             if step_checks.any_rank(found):
                 self._stop(self._copy)
 
-    def _current(self, args: Sequence[object], kwargs: Mapping[str, object]) -> _Copy:
+    def _current(self, args: Sequence[object], kwargs: Mapping[str, object]) -> StateCopy:
         """Return the copy to go back to; a new one, after a check, if it is time for one."""
         copy = self._copy
         written = copy.written() if copy is not None else ""
@@ -252,10 +201,10 @@ class Catch(FunctionStep, Generic[P, R]):
                 f"catch found no model and no optimizer in {self._fn!r}. Name them: "
                 "catch(step, of=[model, optimizer])."
             )
-        self._copy = copy = _Copy(objects, self._checks.mean)
+        self._copy = copy = StateCopy(objects, self._checks.mean)
         return copy
 
-    def _stop(self, copy: _Copy) -> None:
+    def _stop(self, copy: StateCopy) -> None:
         """Go back to before the first bad step, and say which it was."""
         report = self._replayed(copy)
         self.reports.append(report)
@@ -264,7 +213,7 @@ class Catch(FunctionStep, Generic[P, R]):
             raise BadStepError(report)
         warnings.warn(str(report), CatchWarning, stacklevel=code_origin.outside())
 
-    def _replayed(self, copy: _Copy) -> BadStep:
+    def _replayed(self, copy: StateCopy) -> BadStep:
         objects, calls, mean = copy.objects, copy.calls, copy.mean
         names = {id(t): name for name, t in copy.named.items()}
         broken = TrainingState(objects)
@@ -295,7 +244,7 @@ class Catch(FunctionStep, Generic[P, R]):
                 continue
             before.put_back()
             first, undone = self.step - len(calls) + at, len(calls) - at
-            note = "" if call.versions == _versions(call[:2]) else _WRITTEN
+            note = "" if call.versions == versions_of(call[:2]) else _WRITTEN
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
             return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note)
@@ -319,11 +268,6 @@ _UNREPEATED = (
 )
 
 
-def _located(fn: Callable[..., Any], call: _Call, objects: TrainingObjects) -> Fault | None:
+def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fault | None:
     model = objects.models[0] if len(objects.models) == 1 else None
     return replay.locate(fn, *call.args, model=model, **call.kwargs)
-
-
-def _versions(given: object) -> tuple[int, ...]:
-    tensors = (t for t in tree_leaves(given) if isinstance(t, torch.Tensor))
-    return tuple(t._version for t in tensors if not t.is_inference())

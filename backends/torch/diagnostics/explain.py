@@ -62,12 +62,12 @@ class _Calls(OpTracer):
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
         for key, (_, node, size, in_8_bits) in self._saved.items():
-            if key not in self._leaves and node in self._of_node:
-                op_call = self._of_node[node]
+            maker = self._origins.maker(node)
+            if key not in self._leaves and maker is not None:
                 if in_8_bits:
-                    op_call.kept_fp8 += size
+                    maker.kept_fp8 += size
                 else:
-                    op_call.kept += size
+                    maker.kept += size
         return [call_of(op_call) for op_call in self.calls]
 
 

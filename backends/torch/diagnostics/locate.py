@@ -5,7 +5,7 @@ tensors that it wrote get their old values back, so that training can go on.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,6 @@ import torch.nn as nn
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
@@ -84,24 +83,23 @@ def locate(
         return tracer.fault()
 
 
-class _Undo(TorchDispatchMode):
+class _Undo(modes.OpMode):
     """Keeps the old values of memory from before the step when ops are about to write it."""
 
     def __init__(self, meeting: "_Meeting") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.meeting = meeting
         self.made: set[int] = set()
         self.written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def __torch_dispatch__(
+    def op(
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
-        kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

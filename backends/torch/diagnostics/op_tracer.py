@@ -9,7 +9,7 @@ here changes what runs.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from polymp import progress
 from polymp.backends.torch.autocast import lent_kernels, regions
 from polymp.backends.torch.compat import autograd, modes
 from polymp.backends.torch.diagnostics import own_ops
-from polymp.backends.torch.diagnostics.call_site import CallSite, CallSites, exchange
+from polymp.backends.torch.diagnostics.call_origins import CallOrigins
+from polymp.backends.torch.diagnostics.call_site import CallSite, exchange
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import (
     dtypes,
@@ -32,7 +33,7 @@ from polymp.backends.torch.diagnostics.op_kinds import (
     name_of,
     written,
 )
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
 
@@ -52,19 +53,21 @@ class OpTracer(decision_log.Recorder):
     # False for a tracer that does not use dtypes, casts and FLOPs, and keeps no list of calls.
     counts = True
 
+    # The call that it serves, on a terminal.
+    title = "explain"
+
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self.calls: list[OpCall] = []
-        self._call_sites = CallSites(model)
+        self._origins = CallOrigins(model)
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
-        self._of_node: dict[int, OpCall] = {}
-        self._first_node = 0
         self._stack = ExitStack()
         self.looks_away: bool = False  # while it runs ops of its own
         self._mode = _Mode(self)
         self._paused = False
         self._pauses = 0
+        self.progress: progress.Line = progress.Line()
         # Low dtype and policy of the first region that was met.
         self.region: tuple[str, str] = ("", "")
 
@@ -98,7 +101,7 @@ class OpTracer(decision_log.Recorder):
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # the dispatch mode sees the ops in it
-        place, direction, origin = self._where(sys._getframe(1))
+        place, direction, origin = self._origins.where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
         given = args[-2:]
@@ -142,17 +145,16 @@ class OpTracer(decision_log.Recorder):
         if self._open and (autograd.backward_node() is None or self._open[-1].direction != FORWARD):
             return self._open[-1]
         if sent := exchange(frame):
-            place, direction, _ = self._where(frame)
+            place, direction, _ = self._origins.where(frame)
             made = OpCall(sent, f"aten:{func.name().removeprefix('aten::')}", place, direction)
             made.sends = True
             if self.counts:
                 self.calls.append(made)
             return made
-        node = autograd.backward_node()
-        known = None if node is None else self._of_node.get(node)
+        known = self._origins.running()
         if known is not None and known.backward is not None and not torch.is_grad_enabled():
             return known.backward  # no recomputation: that has gradients on
-        place, direction, origin = self._where(frame)
+        place, direction, origin = self._origins.where(frame)
         if origin is not None:
             if origin.backward is None:
                 origin.backward = OpCall(
@@ -168,19 +170,6 @@ class OpTracer(decision_log.Recorder):
             self.calls.append(made)
         return made
 
-    def _where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
-        """Return call site and direction, and the call whose backward, by torch, runs here."""
-        place, node = self._call_sites.here(frame), autograd.backward_node()
-        if place.recomputed or node is None:
-            return place, RECOMPUTE if place.recomputed else FORWARD, None
-        origin = self._of_node.get(node)
-        if origin is None:
-            return place, BACKWARD, None
-        if not place.source:
-            return origin.place, BACKWARD, origin
-        # The user's own backward, or a hook, in which ops are called as anywhere.
-        return place._replace(module=place.module or origin.place.module), BACKWARD, None
-
     def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
         entry, name = self._next, func.overloadpacket.__name__
         overload = func.name().removeprefix("aten::")
@@ -193,27 +182,28 @@ class OpTracer(decision_log.Recorder):
 
     def made_by(self, op_call: OpCall) -> None:
         """Remember which call the autograd node that was made last belongs to."""
-        number = autograd.latest_node()
-        if number >= self._first_node and number not in self._of_node:
-            self._of_node[number] = op_call
+        if (node := self._origins.new_node()) is not None:
+            self._origins.made(node, op_call)
 
-    def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
+    def viewed(
+        self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
+    ) -> None:
         """Called before a view, which is no call itself; its backward may be one."""
-        if not torch.is_grad_enabled():  # it has no node; the latest is the function's it is in
-            return
-        number = autograd.latest_node()
-        if number >= self._first_node and number not in self._of_node:
-            place, direction, _ = self._where(frame)
-            self._of_node[number] = self._alone(func, place, direction)
+        # Without gradients a view has no node: the latest is that of the function that it is in.
+        node = self._origins.new_node() if torch.is_grad_enabled() else None
+        if node is not None:
+            place, direction, _ = self._origins.where(frame)
+            self._origins.made(node, self._alone(func, place, direction))
 
     # Entering and leaving
 
     def __enter__(self) -> "OpTracer":
-        self._first_node = autograd.latest_node() + 1
+        self._origins.begin()
         with ExitStack() as stack:
             stack.enter_context(lent_kernels.recorded())
             stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
+            self.progress = stack.enter_context(progress.line(self.title, unit="op"))
             self._stack = stack.pop_all()
         return self
 
@@ -244,26 +234,25 @@ class OpTracer(decision_log.Recorder):
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(modes.OpMode):
     """Hands every op to a tracer."""
 
     supports_higher_order_operators = True
     looks_on = True  # it changes and records nothing: see `modes.is_recorded`
 
     def __init__(self, tracer: OpTracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tracer = tracer
 
-    def __torch_dispatch__(
+    def op(
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
         if modes.unwrapped_first(types):
             return NotImplemented
-        kwargs = dict(kwargs or {})
         tracer = self.tracer
         if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or own_ops.running():
             return func(*args, **kwargs)
@@ -279,11 +268,12 @@ class _Mode(TorchDispatchMode):
             result = func(*args, **kwargs)
             tracer.unwatched(result)
             return result
+        tracer.progress.step()
         op_call = tracer.op_call(func, sys._getframe(1))
         if not op_call.sends:
             tracer.made_by(op_call)
         if op_call.inputs is None and not op_call.region and not op_call.sends:
-            op_call.region = _low(reads[0])
+            op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
             result = func(*args, **kwargs)
             if tracer.counts:
@@ -303,14 +293,3 @@ class _Mode(TorchDispatchMode):
                 tracer.calls.pop()
         tracer.after(ran, result, made, kept)
         return result
-
-
-def _low(t: torch.Tensor) -> str:
-    """Return the low dtype of the region of ours in force for a tensor; "" outside of any.
-
-    It is read from the stack of regions: below autocast, where this is called, torch reports every
-    region as disabled.
-    """
-    opened = (frame[0] for frame in reversed(regions.stack.frames))
-    inner = next((region for region in opened if region.device == t.device.type), None)
-    return inner.dtype if inner is not None and inner.enabled else ""

@@ -1,86 +1,44 @@
 """A run of a function, and runs of it in which the result of every op is moved by its rounding.
 
-`polymp.diagnostics.rounding` explains by how much, and why. Results are moved below autograd, so
-that the backward pass is that of the moved run, and is moved itself.
+`moved_numbers` moves the results; `polymp.diagnostics.rounding` explains by how much, and why. They
+are moved below autograd, so that the backward pass is that of the moved run, and is moved itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import dtype_names, op_facts
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import flop_count, storage
+from polymp.backends.torch.compat import modes, storage
 from polymp.backends.torch.diagnostics.explain import call_of
+from polymp.backends.torch.diagnostics.moved_numbers import Chance
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_kinds import float_tensors, is_cast, kind_of, name_of
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors, is_cast, kind_of
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.diagnostics import trees
-from polymp.diagnostics.rounding import Run, Step, movement
-from polymp.rules.vocabulary import vocabulary
+from polymp.diagnostics.rounding import Run, Step
 
 
-class Chance:
-    """Moves numbers by a share of their rounding.
+class _Probe(modes.OpMode):
+    """Moves the results of ops, and notes nothing."""
 
-    Args:
-        seed: of the shares.
-        alike: True if all numbers of one result go the same way.
-    """
-
-    def __init__(self, seed: int, alike: bool) -> None:
-        self._numbers = torch.Generator().manual_seed(seed)
-        self._alike = alike
+    def __init__(self, chance: Chance) -> None:
+        super().__init__()
+        self._chance = chance
+        self.looks_away = False
 
     def op(
         self,
         func: torch._ops.OpOverload,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        reads: Sequence[torch.Tensor],
-        result: object,
-        made: Sequence[torch.Tensor],
-    ) -> None:
-        """Move the float tensors in the result of an op."""
-        for t in made:
-            self._move(t, _movement(func, args, kwargs, reads, result, t))
-
-    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Move the result of a cast."""
-        if result.element_size() < source.element_size():
-            self._move(result, torch.finfo(result.dtype).eps / 2 * result.double().abs())
-
-    def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
-        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
-        if t.numel() and t.itemsize > 1:
-            shape = (1,) * t.ndim if self._alike else t.shape
-            share = torch.rand(shape, generator=self._numbers, dtype=torch.float64) * 2 - 1
-            # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN.
-            t.copy_(torch.where(t.isfinite(), t.double() + share * by, t.double()))
-
-
-class _Probe(TorchDispatchMode):
-    """Moves the results of ops, and notes nothing."""
-
-    def __init__(self, chance: Chance) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._chance = chance
-        self.looks_away = False
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
-        kwargs = dict(kwargs or {})
         result: Any = func(*args, **kwargs)
         if (
             self.looks_away
@@ -102,18 +60,17 @@ class Moved(OpTracer):
         super().__init__()
         self.start()
 
-    def start(self, seed: int | None = None, alike: bool = False, keep: bool = False) -> None:
+    def start(self, seed: int | None = None, keep: bool = False) -> None:
         """Forget the last run, and begin another.
 
         Args:
             seed: of the movements; None to move nothing.
-            alike: True if all numbers of one result go the same way.
             keep: True to keep results.
         """
         self.looks_away = False
         self.calls.clear()
-        self._of_node.clear()
-        self._chance = None if seed is None else Chance(seed, alike)
+        self._origins.forget()
+        self._chance = None if seed is None else Chance(seed)
         self._keep = keep
         self._values: dict[int, tuple[torch.Tensor, ...]] = {}
         self._reads: dict[int, set[int]] = {}
@@ -154,7 +111,7 @@ class Moved(OpTracer):
 
     def steps(self) -> tuple[Step, ...]:
         """Return the calls of the run, in order."""
-        at = {id(op_call): number for number, op_call in enumerate(self.calls)}
+        at = self._places()
         return tuple(
             Step(
                 call_of(op_call),
@@ -164,50 +121,12 @@ class Moved(OpTracer):
             for op_call in self.calls
         )
 
+    def maker(self, t: torch.Tensor) -> int | None:
+        """Return the place of the call that made a tensor; None if none did or nothing is kept."""
+        return self._places().get(self._maker.get(storage.storage_key(t), -1))
 
-def _is_float(t: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout is torch.strided
-
-
-@cache
-def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
-    """Return an op's name in the vocabulary, or torch's own, and its class there."""
-    words, name = vocabulary(), func.overloadpacket.__name__
-    op = name_of(func.name().removeprefix("aten::"), name)
-    return op, words.ops[op].kind if op in words.ops else ""
-
-
-def _movement(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, object],
-    reads: Sequence[torch.Tensor],
-    result: object,
-    t: torch.Tensor,
-) -> torch.Tensor:
-    """Return how far one result of an op may be from the exact one, number by number."""
-    (of, kind), name = _op(func), func.overloadpacket.__name__
-    dtype = dtype_names.NAMES[t.dtype]
-    flops = flop_count.flops(func, args, kwargs, result)
-    size = max(x.numel() for x in reads)
-    terms = 1.0
-    if flops:
-        terms = flops / (2 * max(t.numel(), 1))
-    elif name in op_facts.SUMS or kind in vocabulary().traits["sums"]:
-        terms = size / max(t.numel(), 1)
-        if terms <= 1 and name not in op_facts.SUMS:
-            terms = max(t.shape, default=1)
-        elif name == "cumsum":
-            terms = t.shape[args[1]] if t.ndim else 1
-    roundoff, inside = movement(of, "matmul" if flops else kind, dtype, terms)
-    magnitude = t.double().abs()
-    by = roundoff * magnitude
-    if inside and terms > 1 and name in op_facts.SUMS:
-        bare = [x.abs() if _is_float(x) else x for x in args]
-        magnitude = func(*bare, **kwargs).double()
-    elif inside and terms > 1 and magnitude.numel():
-        magnitude = magnitude.max()
-    return by + inside * magnitude
+    def _places(self) -> dict[int, int]:
+        return {id(op_call): number for number, op_call in enumerate(self.calls)}
 
 
 class Program:
@@ -239,16 +158,22 @@ class Program:
         self._dtype = dtype
         self._policy = policy
         self._cotangent = cotangent
+        self._made: dict[str, torch.Tensor] = {}  # by the last run
 
-    def probe(self, seed: int, alike: bool) -> Run:
+    def probe(self, seed: int) -> Run:
         """Run it moved, outside of the tracer; see `Chance`."""
-        with _Probe(Chance(seed, alike)) as probe:
+        with _Probe(Chance(seed)) as probe:
             return self._ran(probe)
 
-    def run(self, seed: int | None = None, alike: bool = False, keep: bool = False) -> Run:
+    def run(self, seed: int | None = None, keep: bool = False) -> Run:
         """Run the function, and differentiate it, while the tracer follows; see `Moved.start`."""
-        self.watch.start(seed, alike, keep)
-        return self._ran(self.watch)._replace(steps=self.watch.steps())
+        self.watch.start(seed, keep)
+        found = self._ran(self.watch)
+        makers = {name: self.watch.maker(t) for name, t in self._made.items()}
+        self._made = {}
+        return found._replace(
+            steps=self.watch.steps(), makers={n: at for n, at in makers.items() if at is not None}
+        )
 
     def _ran(self, follower: "Moved | _Probe") -> Run:
         follower.looks_away = True
@@ -265,6 +190,8 @@ class Program:
             results = trees.results(self._fn(*args, **kwargs), "torch")
         gradients = self._gradients(results, inputs, follower) if inputs else {}
         follower.looks_away = True
+        self._made = {f"results{path}": t for path, t in results.items()}
+        self._made |= {f"gradients{path}": t for path, t in gradients.items()}
         return Run(
             {path: _array(t) for path, t in results.items()},
             {path: _array(g) for path, g in gradients.items()},

@@ -72,6 +72,7 @@ class ValueTracer(OpTracer):
     """
 
     counts = False
+    title = "audit"
 
     def __init__(
         self, model: nn.Module | None = None, scaler: Any = None, operands: bool = False
@@ -80,6 +81,8 @@ class ValueTracer(OpTracer):
         self._model = model
         self._scaler = scaler
         self._operands = operands
+        if operands:
+            self.title = "locate"
         self.events: list[Event] = []
         self._provenance = Provenance(model)
         self._visits: Counter[Any] = Counter()
@@ -91,7 +94,7 @@ class ValueTracer(OpTracer):
         if model is not None:
             self._called = {p: name for name, p in model.named_parameters()}
         self.samples: list[tuple[Sample, torch.Tensor | None]] = []
-        self.off = dispatcher.autocast_keys(torch_table.DEVICES)
+        self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
 
     # What runs
 
@@ -154,14 +157,14 @@ class ValueTracer(OpTracer):
         self.events.append(event)
         self._provenance.made(result, len(self.events) - 1)
 
-    def viewed(self, func: torch._ops.OpOverload, args: Any, frame: FrameType | None) -> None:
+    def viewed(
+        self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
+    ) -> None:
         """Give the gradient of a view to the op that made the viewed tensor."""
-        number = autograd.latest_node()
-        if number >= self._first_node and number not in self._of_node and args:
-            of = args[0]
-            made = self._provenance.maker(of) if torch.is_tensor(of) else None
-            if made is not None:
-                self._of_node[number] = self.events[made].op_call
+        node, of = self._origins.new_node(), args[0] if args else None
+        made = self._provenance.maker(of) if isinstance(of, torch.Tensor) else None
+        if node is not None and made is not None:
+            self._origins.made(node, self.events[made].op_call)
 
     def unwatched(self, result: object) -> None:
         for t in float_tensors(result):

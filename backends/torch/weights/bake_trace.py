@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import regions, torch_table
 from polymp.backends.torch.autocast.run_op import Rulings
-from polymp.backends.torch.compat import dispatcher, export
+from polymp.backends.torch.compat import dispatcher, export, modes
 from polymp.backends.torch.weights import mkldnn_lstm
 
 Function = Callable[..., Any]
@@ -187,23 +186,23 @@ def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
     return None if views and key != dispatcher.COMPOSITE[0] else key
 
 
-class _Reached(TorchDispatchMode):
+class _Reached(modes.OpMode):
     """Notes the ops that reach the device, and their arguments."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[tuple[torch._ops.OpOverload, Any, Any]] = []
 
-    def __torch_dispatch__(
+    def op(
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
         if func.namespace != "prim":  # these read a tensor's device or layout
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            self.calls.append((func, args, kwargs))
+        return func(*args, **kwargs)
 
     def seen(self) -> list[Any]:
         """Return the ops, each with the dtypes it was called with."""

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import nn_modules, storage
+from polymp.backends.torch.compat import modes, nn_modules, storage
 from polymp.backends.torch.weights import compare_bits
 
 
@@ -79,7 +78,7 @@ class Op(NamedTuple):
         return f"{self.name}({', '.join(self.inputs)}) {made}{_in(self.where)}"
 
 
-class Uses(TorchDispatchMode):
+class Uses(modes.OpMode):
     """Notes every op, and the uses of watched storages.
 
     Args:
@@ -104,7 +103,7 @@ class Uses(TorchDispatchMode):
         elsewhere: Iterable[torch.Tensor] = (),
         digests: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.groups: dict[int, Group] = {
             storage.storage_key(t): g for g in groups for t in g.each()
         }
@@ -116,14 +115,13 @@ class Uses(TorchDispatchMode):
         self._elsewhere = {storage.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
-    def __torch_dispatch__(
+    def op(
         self,
         func: torch._ops.OpOverload,
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> object:
-        kwargs = kwargs or {}
         if func.namespace == "prim":  # these read a tensor's device or layout
             return func(*args, **kwargs)
         where = module_path(self.paths)

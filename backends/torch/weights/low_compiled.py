@@ -118,7 +118,7 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
     """Return the function to compile for optimizers of a class."""
     mode, dtype, seed = weights.mode, weights.dtype, weights.seed
     twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
-    verbs = low_traced.VERBS
+    verbs = low_traced.verbs(weights.mode)
 
     def step(
         params: list[torch.Tensor],

@@ -11,7 +11,13 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from polymp.backends.torch.compat import dtensor
-from polymp.backends.torch.weights import low_compiled, low_parameters, low_state_dict, low_step
+from polymp.backends.torch.weights import (
+    low_compiled,
+    low_parameters,
+    low_pieces,
+    low_state_dict,
+    low_step,
+)
 from polymp.backends.torch.weights.low_parameters import LowWeights
 
 
@@ -120,8 +126,8 @@ class LowOptimizer(Optimizer):
         found = model.state_dict()
         for name, p in model.named_parameters(remove_duplicate=False):
             if name in found and p in self._low.places:
-                piece = low_parameters.read(self._low, self.state, [p])
-                ((_, full),) = low_parameters.values(piece)
+                piece = low_pieces.read(self._low, self.state, [p])
+                ((_, full),) = low_pieces.values(piece)
                 found[name] = full.clone()
         return found
 

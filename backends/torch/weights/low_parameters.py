@@ -9,7 +9,7 @@ an optimizer has them. Before the first step they are in `LowWeights.waiting`: p
 optimizer with an empty state for one that has not begun (torch.distributed.checkpoint).
 """
 
-from collections.abc import Iterator
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,12 @@ from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import distributed, dtensor, storage
 from polymp.backends.torch.weights import low_arrays
 from polymp.backends.torch.weights.originals import Original
-from polymp.weights import random_bits
 from polymp.weights.modes import Mode
 
 BESIDE, STEPS, GROUP = "beside", "low_steps", "low_weights"
 OURS = (BESIDE, STEPS)
+
+OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 
 # Beside a weight that is exact in the low dtype.
 _NOTHING = {"split": 0, "kahan": -0.0}
@@ -53,22 +54,6 @@ class LowWeights(NamedTuple):
     waiting: dict[torch.Tensor, dict[str, Any]]
 
 
-class Piece(NamedTuple):
-    """Low parameters on one device, to be read and stored together.
-
-    Attributes:
-        params: the parameters.
-        low: their values in one row; the memory of the parameter itself if there is one.
-        beside: what stands beside them in one row, likewise; None if nothing does.
-        full: their float32 values in one row; `beside` itself for `master`.
-    """
-
-    params: list[torch.Tensor]
-    low: torch.Tensor
-    beside: torch.Tensor | None
-    full: torch.Tensor
-
-
 def why_kept(p: torch.Tensor) -> str:
     """Return why a parameter cannot be stored low; "" if it can."""
     if distributed.in_fsdp1(p):
@@ -80,7 +65,7 @@ def why_kept(p: torch.Tensor) -> str:
     return "is empty" if p.numel() == 0 else ""
 
 
-def take(weights: LowWeights, state: Any, group: dict[str, Any], first: int) -> None:
+def take(weights: LowWeights, state: OptimizerState, group: dict[str, Any], first: int) -> None:
     """Store the parameters of a group low, except those that are kept, and mark the group.
 
     Args:
@@ -101,7 +86,7 @@ def take(weights: LowWeights, state: Any, group: dict[str, Any], first: int) -> 
         store_low(weights, state, low)
 
 
-def store_low(weights: LowWeights, state: Any, params: dict[torch.Tensor, int]) -> None:
+def store_low(weights: LowWeights, state: OptimizerState, params: dict[torch.Tensor, int]) -> None:
     """Store parameters low, in place, and put what stands beside them in the state.
 
     Args:
@@ -139,7 +124,7 @@ def _set_dtype(params: list[torch.Tensor], dtype: torch.dtype) -> None:
             p.grad = grad.to(dtype)
 
 
-def begin(weights: LowWeights, state: Any, p: torch.Tensor, full: torch.Tensor) -> None:
+def begin(weights: LowWeights, state: OptimizerState, p: torch.Tensor, full: torch.Tensor) -> None:
     """Write float32 values to a parameter, and make what stands beside it.
 
     Args:
@@ -175,7 +160,7 @@ def complete(weights: LowWeights, optimizer: torch.optim.Optimizer) -> None:
 
     Steps are counted on the device where the optimizer's own step never waits for it.
     """
-    state: Any = optimizer.state
+    state: OptimizerState = optimizer.state
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
@@ -188,7 +173,7 @@ def complete(weights: LowWeights, optimizer: torch.optim.Optimizer) -> None:
                 state[p][STEPS] = own[STEPS].to(p.device)
 
 
-def ours(weights: LowWeights, state: Any, p: torch.Tensor) -> dict[str, Any]:
+def ours(weights: LowWeights, state: OptimizerState, p: torch.Tensor) -> dict[str, Any]:
     """Return the dictionary that has what stands beside a low parameter.
 
     It is made again if it is gone: programs clear an optimizer's state to start it anew.
@@ -201,7 +186,7 @@ def ours(weights: LowWeights, state: Any, p: torch.Tensor) -> dict[str, Any]:
     return own
 
 
-def note_versions(weights: LowWeights, state: Any, p: torch.Tensor) -> None:
+def note_versions(weights: LowWeights, state: OptimizerState, p: torch.Tensor) -> None:
     """Note that a parameter and what stands beside it belong together as they are now."""
     weights.versions[p] = _versions(p, ours(weights, state, p).get(BESIDE))
 
@@ -232,7 +217,7 @@ def was_written(weights: LowWeights, p: torch.Tensor, beside: torch.Tensor) -> b
     return now[0] - noted[0] != now[1] - noted[1]
 
 
-def prepare(weights: LowWeights, state: Any, p: torch.Tensor) -> torch.Tensor | None:
+def prepare(weights: LowWeights, state: OptimizerState, p: torch.Tensor) -> torch.Tensor | None:
     """Return what stands beside a parameter, laid out as the parameter is now.
 
     If other code wrote to it, its weights are what they are in the low dtype.
@@ -252,73 +237,3 @@ def prepare(weights: LowWeights, state: Any, p: torch.Tensor) -> torch.Tensor | 
         else:
             rest.fill_(_NOTHING[weights.mode.name])
     return beside
-
-
-def read(weights: LowWeights, state: Any, params: list[Any]) -> Piece:
-    """Read low parameters on one device as float32, together.
-
-    Args:
-        weights: how they are kept.
-        state: the optimizer's.
-        params: at least one; for `master` exactly one.
-
-    Returns:
-        The piece, to be written by `write`.
-    """
-    besides = [prepare(weights, state, p) for p in params]
-    low = _row(params)
-    beside = None if besides[0] is None else _row(besides)
-    full = low_arrays.load(weights.mode, weights.dtype, low, beside)
-    for p in params:
-        if p in weights.versions:  # what is beside it may have been written
-            note_versions(weights, state, p)
-    return Piece(params, low, beside, full)
-
-
-def write(weights: LowWeights, state: Any, piece: Piece) -> None:
-    """Store the float32 values of a piece in its parameters and in what stands beside them."""
-    params = piece.params
-    if weights.mode.name == "stochastic":
-        at = 0
-        for p in params:
-            until = at + dtensor.local(p).numel()
-            random = low_arrays.random_of(p, key_of(weights, state, p))
-            low_arrays.keep(
-                weights.mode, weights.dtype, piece.full[at:until], piece.low[at:until], None, random
-            )
-            at = until
-    else:
-        low_arrays.keep(weights.mode, weights.dtype, piece.full, piece.low, piece.beside)
-    if len(params) > 1:
-        _put(params, piece.low)
-        if piece.beside is not None:
-            _put([state[p][BESIDE] for p in params], piece.beside)
-    for p in params:  # their memory was written through aliases, which have the same version
-        note_versions(weights, state, p)
-
-
-def key_of(weights: LowWeights, state: Any, p: torch.Tensor) -> Any:
-    """Return the key of the random bits of a parameter's next step."""
-    steps = state[p][STEPS]
-    taken = steps if steps.device.type != "cpu" or torch.compiler.is_compiling() else int(steps)
-    return random_bits.key(weights.seed, taken, weights.places[p])
-
-
-def values(piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the parameters of a piece, and the float32 values of each, with its shape."""
-    at = 0
-    for p in piece.params:
-        until = at + dtensor.local(p).numel()
-        yield p, dtensor.like(low_arrays.shaped(piece.full[at:until], p), p)
-        at = until
-
-
-def _row(tensors: list[Any]) -> torch.Tensor:
-    rows = [low_arrays.flat(t) for t in tensors]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _put(tensors: list[torch.Tensor], row: torch.Tensor) -> None:
-    """Write the parts of a row to tensors, in one call."""
-    rows = [low_arrays.flat(t) for t in tensors]
-    torch._foreach_copy_(rows, list(row.split([r.numel() for r in rows])))

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from polymp.backends.torch.compat import dtensor, optimizers
-from polymp.backends.torch.weights import low_parameters
-from polymp.backends.torch.weights.low_parameters import OURS, STEPS, LowWeights, Piece
+from polymp.backends.torch.weights import low_parameters, low_pieces
+from polymp.backends.torch.weights.low_parameters import OURS, STEPS, LowWeights
+from polymp.backends.torch.weights.low_pieces import Piece
 
 # Bytes of float32 parameters that are lent at a time, unless one parameter alone has more.
 LENT = 2**27
@@ -52,7 +53,7 @@ class Loan:
         self._aside: dict[torch.Tensor, dict[str, Any]] = {}
         self._alone = {id(p) for p in alone}
         for piece in pieces:
-            for p, full in low_parameters.values(piece):
+            for p, full in low_pieces.values(piece):
                 lent = torch.nn.Parameter(full, requires_grad=p.requires_grad)
                 self.lent[p] = lent
 
@@ -80,7 +81,7 @@ class Loan:
     def write(self) -> None:
         """Store the float32 parameters in the low ones."""
         for piece in self.pieces:
-            low_parameters.write(self.weights, self.optimizer.state, piece)
+            low_pieces.write(self.weights, self.optimizer.state, piece)
 
 
 def step(
@@ -109,7 +110,7 @@ def step(
     refuse_sparse(optimizer)
     low_parameters.complete(weights, optimizer)
     for params, alone in pieces(optimizer, weights, together):
-        read = [low_parameters.read(weights, optimizer.state, each) for each in params]
+        read = [low_pieces.read(weights, optimizer.state, each) for each in params]
         loan = Loan(optimizer, weights, read, alone)
         with _lent(loan):
             if closure is not None and together:

@@ -26,7 +26,7 @@ def _narrow(full: torch.Tensor, dtype: str) -> torch.Tensor:
     return torch.where(is_nan, bits, rounded).view(torch.float32)
 
 
-VERBS: Verbs = Verbs(
+_VERBS: Verbs = Verbs(
     bits=lambda x: x.view(torch.int32),
     float32=lambda x: x.view(torch.float32),
     bits16=lambda x: x.view(torch.int32) >> 16,
@@ -37,6 +37,17 @@ VERBS: Verbs = Verbs(
     from_half=lambda x: x.to(torch.float32),
     where=torch.where,
 )
+
+
+def verbs(mode: Mode) -> Verbs:
+    """Return the verbs of a mode.
+
+    Beside a float32 copy nothing reads the rounded weight again, so the compiler's own cast to
+    bfloat16 is safe there, and it is the shortest way.
+    """
+    if mode.name == "master":
+        return _VERBS._replace(narrow=lambda x, dtype: x.to(torch.bfloat16))
+    return _VERBS
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
@@ -55,7 +66,7 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
         Of the same shape.
     """
     if mode.name == "split":
-        full = store.load(VERBS, mode, low, rest)
+        full = store.load(_VERBS, mode, low, rest)
         return torch.where(full.isnan(), low, full)
     place = low.abs() * 2.0**-8 + 2.0**-133  # at least half of the last place
     if mode.name == "master":

@@ -293,6 +293,29 @@ def test_diff_draws_rules_and_rows(polymp):
     assert cells["aten:max.dim"] == ["keep", "parts, no row"]
 
 
+def test_many_ops_that_differ_alike_share_a_line(polymp, answer, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "one.toml").write_text('extends = "amp"\nrules.all = "fp32"')
+    _, out, _ = polymp("diff", "amp", "one.toml")
+    count = len({d["op"] for d in answer("diff", "amp", "one.toml", code=1)["differences"]})
+    assert count > 200
+    rows = int(re.search(rf"ops that differ: {count}, in (\d+) rows; --all lists each", out)[1])
+    assert rows < 20
+    _, every, _ = polymp("diff", "amp", "one.toml", "--all")
+    assert f"ops that differ: {count}\n" in every
+    assert len(every.splitlines()) >= count
+    more = [int(number) for number in re.findall(r"and (\d+) more", out)]
+    assert len(more) >= 4
+    assert rows + sum(more) + 2 * len(more) == count, "three are named beside them"
+
+
+@pytest.mark.parametrize(("alias", "name"), [("list", "policies"), ("compare", "diff")])
+def test_names_that_are_guessed_first(alias, name, polymp):
+    given = ("amp", "lean") if name == "diff" else ()
+    assert polymp(alias, *given) == polymp(name, *given)
+    assert polymp(alias, *given, "--json") == polymp(name, *given, "--json")
+
+
 def pair(folder: Path, one: str, other: str) -> tuple[str, str]:
     for name, text in (("one", one), ("other", other)):
         (folder / f"{name}.toml").write_text(text)
@@ -480,11 +503,73 @@ def test_check_of_a_file_that_is_wrong(polymp, answer, tmp_path):
     (tmp_path / "wrong.toml").write_text('rules.sofmax = "fp32"')
     why = "wrong.toml: no op 'sofmax'. Did you mean softmax"
     code, out, err = polymp("check", "wrong.toml")
-    assert (code, out) == (1, "wrong.toml: cannot be read\n")
+    assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")
     assert err.startswith(f"polymp: {why}")
     data = answer("check", "wrong.toml", code=1)
     assert (data["ok"], data["backends"]) == (False, {})
     assert data["errors"] == [err.removeprefix("polymp: ").rstrip("\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            'softmax = { float32 = "fp32" }',
+            "unknown key 'float32' for op 'softmax'. Did you",
+        ),
+        ('softmax = { fp61 = "fp32" }', "unknown key 'fp61' for op 'softmax'. Known: rule, apply"),
+        ('softmax.int = "fp32"', 'quote the name of an overload: "aten:softmax.int" = "fp32".'),
+        ("", 'wrong.toml has no rows. Write rows below [rules], or extends = "amp".'),
+    ],
+)
+def test_check_says_what_is_wrong(text, why, polymp, tmp_path):
+    (tmp_path / "wrong.toml").write_text(f"[rules]\n{text}\n")
+    code, out, err = polymp("check", "wrong.toml")
+    assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")
+    assert err.removeprefix("polymp: ").removeprefix("wrong.toml: ").startswith(why)
+
+
+def test_check_takes_a_short_name_of_a_dtype(polymp, tmp_path):
+    (tmp_path / "short.toml").write_text('rules.softmax = { fp16 = "fp32" }')
+    assert polymp("check", "short.toml")[::2] == (0, "")
+
+
+HEADS = """
+def in_torch():
+    import torch
+    return torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)}), (torch.ones(1, 2),)
+
+def in_jax():
+    import jax
+    def f(x):
+        with jax.named_scope("head"):
+            return x @ x
+    return f, (jax.numpy.ones((2, 2)),)
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_check_of_a_model_names_paths_that_match_nothing(
+    framework, polymp, answer, tmp_path, monkeypatch
+):
+    need(framework)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"headed_{framework}.py").write_text(HEADS)
+    model = f"headed_{framework}:in_{framework}"
+    argv = ("check", "scoped.toml", "--backend", framework, "--model", model)
+    policy = 'extends = "amp"\nscopes."head".linear = "fp32"\n'
+    (tmp_path / "scoped.toml").write_text(policy)
+    code, out, err = polymp(*argv)
+    assert (code, err) == (0, "")
+    assert out.endswith(f"{model}: paths of rules: all match modules\n")
+    (tmp_path / "scoped.toml").write_text(policy + 'scopes."*.haed".linear = "fp32"\n')
+    code, out, err = polymp(*argv)
+    assert (code, err) == (1, f"polymp: '*.haed' matches no module of {model}: "
+                              "did you mean '*.head'?\n")  # fmt: skip
+    assert out.endswith(f"{model}: paths of rules: 1 of 2 match no module\n")
+    found = {each["scope"]: each["matches"] for each in answer(*argv, code=1)["scopes"]}
+    assert found == {"head": 1, "*.haed": 0}
+    assert polymp(*argv[:1], "amp", *argv[2:])[1].endswith(f"{model}: no rule by path\n")
 
 
 def test_check_without_frameworks():

@@ -120,7 +120,7 @@ def test_every_call_has_its_row_widest_first() -> None:
     assert parsed.of("th")[marked[0]]["aria-sort"] == "descending"
     linear = parsed.rows[2]
     assert linear[3:7] == ["3", "forward", "model.py:20", "lower, class:matmul, torch-cuda"]
-    assert linear[7:] == ["fp32 x3 -> bf16", "7", "168 KiB", "2 cached", "6.00 M", ""]
+    assert linear[7:] == ["fp32 x3 \u2192 bf16", "7", "168 KiB", "2 cached", "6.00 M", ""]
 
 
 def test_numbers_sort_by_their_values_and_not_by_their_words() -> None:

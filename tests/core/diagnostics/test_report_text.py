@@ -15,6 +15,12 @@ from tests.support import processes, reports
 PRINTED = """\
 Net: 9 call sites, policy amp in bfloat16
 
+FLOPs    37.0 M (99.8 %) in bf16, 80.0 k (0.22 %) in fp32
+casts    11, 840 KiB read and written
+saved    2 cached
+kept     1.50 MiB of float32 for the backward pass
+widened  to float32 by a float32 input: add in head, model.py:32
+
 op           times  source       rule             dtypes           casts     bytes  saved      FLOPs
 -----------  -----  -----------  ---------------  ---------------  -----  --------  --------  ------
 
@@ -22,10 +28,10 @@ op           times  source       rule             dtypes           casts     byt
 embed
   embedding      1  model.py:9   no row           fp32 -> fp32
 blocks.0.attn
-  softmax        1  model.py:22  fp32,            bf16 -> fp32         1   600 KiB
-                                   torch-cuda
   linear         3  model.py:20  lower,           fp32 x3 -> bf16      7   168 KiB  2 cached  6.00 M
                                    class:matmul,
+                                   torch-cuda
+  softmax        1  model.py:22  fp32,            bf16 -> fp32         1   600 KiB
                                    torch-cuda
 head
   linear         1  model.py:31  lower,           fp32 x3 -> bf16      3  72.0 KiB            9.00 M
@@ -45,38 +51,39 @@ blocks.0.attn
 
 -- recompute: the forward again, for the backward --------------------------------------------------
 blocks.0.attn
-  relu           1  model.py:21  no row           bf16 -> bf16
-
-totals
-  FLOPs    37.0 M (99.8 %) in bf16, 80.0 k (0.22 %) in fp32
-  casts    11, 840 KiB read and written
-  saved    2 cached
-  kept     1.50 MiB of float32 for the backward pass
-  widened  to float32 by a float32 input: add in head, model.py:32"""
+  relu           1  model.py:21  no row           bf16 -> bf16"""
 
 
-def test_printed_by_module_with_the_widest_costs_first() -> None:
+def test_printed_by_module_in_the_order_of_the_program() -> None:
     assert str(reports.in_torch()) == PRINTED
     assert repr(reports.in_torch()) == "Report('Net', 9 calls, 11 casts)"
 
 
 def ops(text: str) -> list[str]:
-    """The indented first words of the listed rows, above the totals."""
-    body = text.partition("\ntotals\n")[0].splitlines()
+    """The indented first words of the listed rows, below the totals."""
+    body = text.partition("\n-- ")[2].splitlines()
     return [line.split()[0] for line in body if line.startswith("  ") and line[2] != " "]
 
 
-def test_the_order_is_that_of_the_costs_and_not_of_the_calls() -> None:
-    calls = reports.in_torch().calls
-    reverse = Report(tuple(reversed(calls)))
-    assert ops(str(reports.in_torch()))[1:3] == ["softmax", "linear"]
-    assert ops(str(reverse))[3:5] == ["softmax", "linear"]
-    # Modules are in the order of their first calls, which is now another one.
-    heads = [line for line in str(reverse).splitlines() if line in {c.module for c in calls}]
-    assert heads[:4] == ["", "", "head", "blocks.0.attn"]
+def heads(text: str, report: Report) -> list[str]:
+    """The modules of a table, in order."""
+    modules = {call.module or report_text.OUTSIDE for call in report}
+    return [line for line in text.splitlines() if line in modules]
+
+
+def test_by_cost_modules_and_calls_with_the_highest_costs_come_first() -> None:
+    report = Report(tuple(reversed(reports.in_torch().calls)))
+    text = report.table(sort="cost")
+    forward, backward, _ = text.split("\n-- ")[1:]
+    assert heads(forward, report) == ["blocks.0.attn", "head", report_text.OUTSIDE, "embed"]
+    assert ops(f"\n-- {forward}")[:4] == ["softmax", "linear", "linear", "add"]
+    assert heads(backward, report) == ["head", "blocks.0.attn"]
+    assert heads(str(report), report)[:2] == [report_text.OUTSIDE, "head"]
     cheap, dear = (reports.linear("m", f"a.py:{n}", cast_bytes=0, flops=n) for n in (5, 7))
-    text = str(Report([cheap, dear]))
+    text = Report([cheap, dear]).table(sort="cost")
     assert 0 < text.index("a.py:7") < text.index("a.py:5")
+    with pytest.raises(ValueError, match=r"'price' is no order of .*: write \"program\" or"):
+        report.table(sort="price")
 
 
 def test_a_report_that_is_long_keeps_to_its_width() -> None:
@@ -86,6 +93,24 @@ def test_a_report_that_is_long_keeps_to_its_width() -> None:
         assert max(map(len, lines)) == width
         assert all(line == line.rstrip() for line in lines)
     assert len(ops(str(report))) == 300
+
+
+def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, width in (("", 100), ("120", 120), ("20", 80), ("900", 180)):
+        monkeypatch.setenv("COLUMNS", columns)
+        text = str(reports.in_torch())
+        assert max(map(len, text.splitlines())) == width
+        assert text == reports.in_torch().table(width=width)
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 100])
+def test_a_file_and_its_line_are_never_broken(width: int) -> None:
+    places = [f"modeling_{'x' * n}_llama.py:{370 + n}" for n in range(0, 24, 4)]
+    report = Report([reports.linear("m", f"deep/er/{place}") for place in places])
+    text = report.table(width=width)
+    assert [place for place in places if place in text] == places
+    torn = text.replace(":370", "\n:370")
+    assert places[0] not in torn, "the search would notice"
 
 
 def test_names_that_do_not_fit_are_broken_and_nothing_is_lost() -> None:
@@ -101,9 +126,10 @@ def test_names_that_do_not_fit_are_broken_and_nothing_is_lost() -> None:
 def test_a_limit_keeps_the_widest_and_says_how_many_are_not_listed() -> None:
     report = reports.in_torch()
     text = report.table(limit=2)
-    assert ops(text) == ["softmax", "linear"]
-    assert "7 call sites with lower costs not listed" in text
-    assert text.partition("totals")[2] == PRINTED.partition("totals")[2], "totals are of all"
+    assert ops(text) == ["linear", "softmax"]
+    assert "7 rows with lower costs not listed" in text
+    totals = text.splitlines()[:7]
+    assert totals == PRINTED.splitlines()[:7], "totals are of all"
     assert "not listed" not in report.table(limit=9)
     for limit in (0, -3):
         with pytest.raises(ValueError, match=f"limit={limit} lists no call: write 1 or"):
@@ -112,7 +138,7 @@ def test_a_limit_keeps_the_widest_and_says_how_many_are_not_listed() -> None:
 
 def test_a_part_of_a_report_has_the_totals_of_that_part() -> None:
     report = reports.in_torch()
-    assert ops(report.table(modules="*.attn")) == ["softmax", "linear", "matmul", "relu"]
+    assert ops(report.table(modules="*.attn")) == ["linear", "softmax", "matmul", "relu"]
     assert ops(report.table(modules=["embed", "he*"])) == ["embedding", "linear", "add", "matmul"]
     assert ops(report.table(modules="")) == ["sum"]
     assert ops(report.table(ops=["add", "aten:softmax.int"])) == ["softmax", "add"]
@@ -175,6 +201,8 @@ def test_all_of_it_is_plain_data() -> None:
         "cast_bytes": 840 * 1024,
         "saved": {"cached": 2},
         "kept": 1536 * 1024,
+        "kept_fp8": 0,
+        "fallbacks": {},
         "widened": 1,
     }
     assert len(data["calls"]) == 9

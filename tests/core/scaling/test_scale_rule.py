@@ -261,7 +261,9 @@ def test_a_bad_state_dict(change: Any, error: type[Exception], message: str) -> 
 def test_an_empty_state_and_one_that_is_no_dictionary() -> None:
     with pytest.raises(KeyError) as missing:
         from_state_dict({})
-    assert missing.value.args == ("a scaler's state needs the entry 'scale'; it has nothing",)
+    assert missing.value.args == (
+        "a scaler's state needs the entry 'scale'; it has nothing. Give what state_dict() returned",
+    )
     with pytest.raises(TypeError) as other:
         from_state_dict([("scale", 1.0)])  # type: ignore[arg-type]
     assert other.value.args == (

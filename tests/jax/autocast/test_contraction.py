@@ -22,6 +22,7 @@ from polymp.backends.jax.autocast import contraction_forms
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.dtypes import FORMATS
 from tests.support.jax import hlo
+from tests.support.sizes import size
 
 LOW = ("bfloat16", "float16")
 SIZES = (1, 2, 3, 5, 8, 33)
@@ -112,7 +113,7 @@ class Exact:
         ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=size(12, 40))
 @given(products(), st.sampled_from(LOW), st.booleans())
 def test_any_product_and_both_gradients(product, run, low_out):
     (left, right), dims, turn, dtypes, length, seed = product
@@ -149,6 +150,7 @@ def test_the_reference_tells_a_low_sum_from_a_float32_one():
         close(jnp.asarray(total.astype(np.float32)), np.array(64.0), 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
 @pytest.mark.parametrize("dims", [(((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 128, 129])
@@ -270,7 +272,7 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(2)  # each form in one of the dtypes
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("run", LOW)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_any_convolution_and_both_gradients(name, run):
@@ -328,6 +330,7 @@ def dtypes_of_convolutions(module):
     return re.findall(rf"stablehlo.convolution.*: \({tensor}, {tensor}\) -> {tensor}", module)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("run", LOW)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_have_one_dtype_on_gpus(name, run):
@@ -351,6 +354,7 @@ def as_on_gpus():
     jax.clear_caches()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("as_on_gpus")
 @pytest.mark.parametrize("run", LOW)
 @pytest.mark.parametrize("name", ["nchw", "grouped", "strided", "1d"])
@@ -417,6 +421,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_treat_it_as_the_product_it_stands_for(policy, batched):

@@ -71,6 +71,7 @@ def rounded(x: jax.Array) -> float:
 # The step: dtypes of contractions
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
 def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
     found = hlo.contractions(compiled("autocast", scanned))
@@ -83,6 +84,7 @@ def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
     assert sum(c.backward for c in found) >= 2 * len(found) // 3 - 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
 def test_the_reader_sees_a_float32_step(scanned):
     found = hlo.contractions(compiled("float32", scanned))
@@ -154,6 +156,7 @@ def test_the_reader_refuses_what_is_no_hlo():
 # What is kept for the backward pass
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
 def test_residuals_are_at_most_those_of_bfloat16_by_hand(scanned):
     params = transformer.parameters(SIZE, scanned=scanned)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from polymp.jax import autocast, lower
 from tests.support.examples import modules
+from tests.support.jax import language_models
 
 BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
 
@@ -87,6 +88,56 @@ def test_the_example_saves_less_than_under_amp(example, low):
         return sum(one.bytes for one in residuals(loss, state))
 
     assert size("lean") / size("amp") <= 0.75
+
+
+SIZES = language_models.Sizes(2, 64, 4, 2, 16, 256, 256, 32)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", [language_models.Gemma, language_models.LM1B])
+def test_language_models_save_less_than_under_amp(kind, low):
+    """Their residual streams are float32: a table is read by rows, and a norm is written out."""
+    graph, state, rest = nnx.split(kind(SIZES, nnx.Rngs(0)), nnx.Param, ...)
+    tokens = jnp.ones((4, SIZES.length + 1), jnp.int32)
+
+    def size(policy: str) -> int:
+        @autocast(dtype=low, policy=policy)
+        def loss(state: Any) -> Any:
+            return language_models.loss(nnx.merge(graph, state, rest), tokens)
+
+        return sum(one.bytes for one in residuals(loss, state))
+
+    share = size("lean") / size("amp")
+    print(f"{kind.__name__} {low.__name__}: lean saves {share:.3f} of amp's bytes")
+    assert share <= 0.92
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_an_activation_saves_its_input_alone(low):
+    """Under amp gelu saves what its formula is made of."""
+
+    def sizes(policy: str) -> list[tuple[str, int]]:
+        @autocast(dtype=low, policy=policy)
+        def feed(x: Any) -> Any:
+            return jax.nn.gelu(lower(x)) * 2
+
+        found = residuals(feed, jnp.ones((64, 64)))
+        return [(one.dtype, one.size) for one in found if one.size > 1]
+
+    assert sizes("lean") == [(jnp.dtype(low).name, 64 * 64)]
+    assert len(sizes("amp")) >= 4
+
+
+def test_a_norm_of_float32_saves_its_input_alone():
+    norm = nnx.LayerNorm(64, rngs=nnx.Rngs(0))
+
+    def activations(policy: str) -> int:
+        found = residuals(autocast(norm, policy=policy), jnp.ones((64, 64)))
+        return sum(one.size == 64 * 64 for one in found)
+
+    assert activations("lean") == 0  # the input is the argument
+    assert activations("amp") >= 1
 
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])

@@ -208,6 +208,7 @@ def kept(loss: Loss, scanned: bool, over: Any) -> int:
     return hlo.residual_bytes(loss, parameters(scanned), over)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("over", ["one batch", "a loop over microbatches"])
 @MODEL
 def test_what_is_kept_is_at_most_what_bfloat16_by_hand_keeps(model, over):

@@ -33,11 +33,6 @@ PROGRAMS: dict[str, tuple[Any, str, str]] = {
     "an argument": (lambda w, x, a: a * (x @ w), "float32", "bfloat16"),
     "an accumulator": (lambda w, x, a: jnp.zeros((4, 8)) + x @ w + x @ w, "float32", "bfloat16"),
     "what arguments make": (lambda w, x, a: jnp.tanh(a - x) * (x @ w), "float32", "bfloat16"),
-    "integers": (
-        lambda w, x, a: jnp.arange(8).astype("float32") * (x @ w),
-        "float32",
-        "bfloat16",
-    ),
     "a bias": (lambda w, x, a: x @ w + a, "bfloat16", "bfloat16"),
     "no low operand": (lambda w, x, a: a * x, "float32", "float32"),
     "a rule": (lambda w, x, a: jnp.exp(a) * (x @ w), "float32", "float32"),
@@ -58,6 +53,66 @@ def test_who_widens(name):
     assert dtype_of(fn, W, X, ACC) == strong
     assert dtype_of(fn, W, X, ACC, promotion="strong") == strong
     assert dtype_of(fn, W, X, ACC, promotion="weak") == weak
+
+
+INTS, BOOLS = jnp.array([[0], [1], [1], [0]]), jnp.array([[False], [True], [True], [False]])
+# A program with masks, and the dtypes of its result in a bfloat16 and in a float16 region. Where
+# no array of floats went into a mask, only numbers that a dtype cannot hold widen anything.
+MASKS: dict[str, tuple[Any, str, str]] = {
+    "integers": (lambda y, i, b: y * i, "bfloat16", "float16"),
+    "integers, cast": (lambda y, i, b: y * i.astype("float32"), "bfloat16", "float16"),
+    "small integers": (lambda y, i, b: y + i.astype("int8"), "bfloat16", "float16"),
+    "positions": (lambda y, i, b: y + jnp.arange(8), "bfloat16", "float16"),
+    "one minus integers": (lambda y, i, b: y * (1.0 - i), "bfloat16", "float16"),
+    "a sum of integers": (lambda y, i, b: y / i.sum(), "bfloat16", "float16"),
+    "a penalty by integers": (lambda y, i, b: y + (1 - i) * -1e9, "bfloat16", "float32"),
+    "half of integers": (lambda y, i, b: y + 0.5 * i, "float32", "float32"),
+    "bools": (lambda y, i, b: y * b, "bfloat16", "float16"),
+    "one minus bools": (lambda y, i, b: y * (1.0 - b.astype("float32")), "bfloat16", "float16"),
+    "half of bools": (lambda y, i, b: y + 0.5 * b, "bfloat16", "float16"),
+    "chosen numbers": (lambda y, i, b: y * jnp.where(b, 1.0, 0.0), "bfloat16", "float16"),
+    "numbers chosen by integers": (
+        lambda y, i, b: y * jnp.where(i > 0, jnp.float32(1), jnp.float32(0)),
+        "bfloat16",
+        "float16",
+    ),
+    "chosen arrays": (
+        lambda y, i, b: y * jnp.where(b, jnp.ones((4, 8)), jnp.zeros((4, 8))),
+        "bfloat16",
+        "float16",
+    ),
+    "a penalty": (lambda y, i, b: y + jnp.where(b, 0.0, -1e9), "bfloat16", "float32"),
+    "infinity": (lambda y, i, b: y + jnp.where(b, 0.0, -jnp.inf), "bfloat16", "float16"),
+    "float32's lowest": (
+        lambda y, i, b: y + jnp.where(b, 0.0, jnp.finfo("float32").min),
+        "float32",
+        "float32",
+    ),
+    "a rule": (lambda y, i, b: y * jnp.exp(jnp.where(b, 1.0, 0.0)), "float32", "float32"),
+    "a mark": (lambda y, i, b: y * upper(i), "bfloat16", "float16"),
+    "a mark on floats": (lambda y, i, b: y * upper(i.astype("float32")), "float32", "float32"),
+    "chosen floats": (lambda y, i, b: y * jnp.where(b, 1.0, jnp.sin(ACC)), "float32", "float32"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_no_floats_went_into_does_not_widen(name):
+    fn, *dtypes = MASKS[name]
+
+    def program(w: Any, x: Any, i: Any, b: Any) -> Any:
+        return fn(x @ w, i, b)
+
+    found = [dtype_of(program, W, X, INTS, BOOLS, dtype=low) for low in (jnp.bfloat16, jnp.float16)]
+    assert found == dtypes
+
+
+@pytest.mark.parametrize("name", ["integers", "one minus integers", "bools", "chosen numbers"])
+def test_masks_mask(name):
+    def program(w: Any, x: Any) -> Any:
+        return MASKS[name][0](x @ w, INTS, BOOLS)
+
+    x = jnp.arange(32.0).reshape(4, 8)
+    assert (autocast(program)(jnp.eye(8), x) == program(jnp.eye(8), x)).all()
 
 
 def test_the_numbers_are_those_of_the_low_program():
@@ -172,7 +227,7 @@ def test_it_costs_the_transformer_nothing():
 
 @pytest.mark.parametrize("wrong", ["Weak", "", None, True, 1, ["weak"]])
 def test_another_word_is_refused(wrong):
-    text = f"autocast(promotion={wrong!r}): promotion is one of strong, weak."
+    text = f"autocast(promotion={wrong!r}): write promotion='strong' or promotion='weak'."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         autocast(promotion=wrong)
 

@@ -453,8 +453,11 @@ def test_a_policy_of_ones_own():
 
 
 NO_FUNCTION = (
-    "autocast(fn) needs a function, got {}. Give the other arguments by name: "
-    "autocast(fn, dtype=...)."
+    "autocast(fn) needs a function, got {}. Write autocast(fn, dtype=...), and call the result: "
+    "autocast(loss)(params, x)."
+)
+NO_LOW_DTYPE = (
+    "autocast(dtype={}): this is not a float dtype. Write dtype='bfloat16' or dtype='float16'."
 )
 NO_DTYPE = "dtype must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {}"
 BY_NAME = (
@@ -498,8 +501,8 @@ BAD = [
     (lambda: autocast(np.float16), TypeError, NO_FUNCTION.format(np.float16)),
     (lambda: autocast("cuda", jnp.float16), TypeError, BY_NAME.format(f"'cuda', {jnp.float16!r}")),
     (lambda: autocast(dtype=jnp.float32), ValueError, NO_LOW),
-    (lambda: autocast(dtype="lo"), TypeError, NO_DTYPE.format("'lo'")),
-    (lambda: autocast(dtype=None), TypeError, NO_DTYPE.format(None)),
+    (lambda: autocast(dtype="lo"), TypeError, NO_LOW_DTYPE.format("'lo'")),
+    (lambda: autocast(dtype=None), TypeError, NO_LOW_DTYPE.format(None)),
     (lambda: autocast(enabled="no"), TypeError, "autocast(enabled=...) is True or False, got 'no'"),
     (lambda: autocast(policy={"rules": {"lineer": "lower"}}), polymp.PolicyError, NO_OP),
     (lambda: autocast(policy={"rules": {"bmm": "fp32"}}), polymp.PolicyError, NO_OP_OF_JAX),

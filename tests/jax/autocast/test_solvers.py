@@ -161,14 +161,14 @@ def close(got, want, rtol):
     assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_what_is_iterated_runs_in_float32(name):
     solve = SOLVERS[name]
     close(jax.jit(autocast(solve))(W), jax.jit(solve)(W), 1e-5)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, PARTS) for name in sorted(SOLVERS.keys() - NO_GRADIENT)]
@@ -183,7 +183,7 @@ def test_the_gradient_of_a_solver(name, policy):
     close(got, gradient(solve), 1e-4 if policy == "amp" else 0.05)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", sorted(SOLVERS.keys() - NO_TANGENT))
 def test_the_tangent_of_a_solver(name):
     def derivative(fn):
@@ -193,7 +193,7 @@ def test_the_tangent_of_a_solver(name):
     close(derivative(autocast(solve, policy=PARTS)), derivative(solve), 0.05)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", sorted(NO_TANGENT))
 def test_what_has_no_tangent_has_none_here(name):
     for solve in (SOLVERS[name], autocast(SOLVERS[name])):

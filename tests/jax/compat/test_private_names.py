@@ -550,3 +550,13 @@ def test_jitted_functions_are_lowered_in_place_on_several_devices():
     assert calls(8, low=jnp.bfloat16) == 2
     mesh = AbstractMesh((8,), ("d",))
     assert calls(8, out_shardings=NamedSharding(mesh, PartitionSpec("d"))) == 2
+
+
+def test_an_update_asks_the_primitive_for_bind():
+    """`follow_buffers` gives `dynamic_update_slice` a `bind` of its own."""
+    low, x = jnp.zeros(4, jnp.bfloat16), jnp.ones(2)
+    compat.follow_buffers(lambda: False)  # what is there stays
+    with pytest.raises(TypeError, match="same dtype"):
+        lax.dynamic_update_slice(low, x, (1,))
+    made = autocast(lambda low, x: lax.dynamic_update_slice(low, x, (1,)))(low, x)
+    assert (made.dtype, float(made.sum())) == (jnp.bfloat16, 2)

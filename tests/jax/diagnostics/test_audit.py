@@ -285,12 +285,34 @@ def test_gradients_have_names_and_are_jax_grads() -> None:
     audited = audit(jax.value_and_grad(loss))
     _, grads = audited(PARAMS, X)
     found = {g.module: g.magnitudes for g in audited.audit.gradients}
-    assert {*found} == {"[1]['v']", "[1]['w']"}
+    assert {*found} == {"v", "w"}
     for name, values in grads.items():
         exact = magnitudes(values)
-        said = found[f"[1]['{name}']"]
+        said = found[name]
         assert said.largest == pytest.approx(exact.largest, rel=1e-5)
         assert (said.values, said.counted) == (values.size, values.size)
+
+
+def test_gradients_of_layers_are_named_as_the_layers_are_and_folded() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x.sum()
+
+    audited = audit(nnx.jit(nnx.value_and_grad(lambda net, x: net(x))))
+    audited(Net(), X)
+    a = audited.audit
+    owners = {m.module.rpartition(".")[0] for m in a.gradients}
+    assert owners == {f"layers.{i}" for i in range(4)}
+    assert owners == {m.module for m in a.results if m.direction == "forward" and m.module}
+    assert str(a).count("layers.* x4") == 3  # forward, backward, and gradients of parameters
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**12])
@@ -306,7 +328,7 @@ def test_the_scale_is_divided_out(scale: float) -> None:
     assert audited.audit.scale == scale
     found = {g.module: g.magnitudes.largest for g in audited.audit.gradients}
     for name, values in grads.items():
-        assert found[f"['{name}']"] == pytest.approx(float(jnp.abs(values).max()) / scale, rel=1e-5)
+        assert found[name] == pytest.approx(float(jnp.abs(values).max()) / scale, rel=1e-5)
 
 
 # Calls

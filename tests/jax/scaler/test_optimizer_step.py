@@ -190,6 +190,32 @@ def test_an_update_that_changes_what_the_state_is(wrap, update, message):
     assert raised.value.args[0] == message
 
 
+TWO = (
+    "step(grads, update, *state) got 2 states, so update must return a tuple of the 2 new ones, in "
+    "the same order; it returned {}."
+)
+
+
+@pytest.mark.parametrize(
+    ("update", "states", "message"),
+    [
+        (lambda g, *state: None, 2, TWO.format("NoneType")),
+        (lambda g, *state: list(state), 2, TWO.format("list")),
+        (lambda g, *state: (*state, g), 2, TWO.format("a tuple of 3")),
+        (
+            lambda g: g,
+            0,
+            "step(grads, update) got no state to update, and update returned ArrayImpl. Write "
+            "step(grads, update, params).",
+        ),
+    ],
+)
+def test_an_update_that_returns_another_number_of_states(update, states, message):
+    with pytest.raises(TypeError) as raised:
+        GradScaler().step(jnp.ones(2), update, *[jnp.ones(2)] * states)
+    assert raised.value.args[0] == message
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("loss", "grad", "scale", "counts"),

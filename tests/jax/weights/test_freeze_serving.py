@@ -52,7 +52,7 @@ def frozen(name: str) -> tuple[Any, Frozen, Any]:
         return fn, *freeze(fn, it.args)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", ALL)
 def test_every_program_of_the_corpus_gives_the_same_bits(name):
     need(PROGRAMS[name].needs)
@@ -69,7 +69,7 @@ def test_every_program_of_the_corpus_gives_the_same_bits(name):
 
 def test_most_of_what_the_corpus_computes_with_is_stored_low():
     stored, floats = Counter[str](), 0
-    for name in ALL:
+    for name in ALL[:: size(5, 1)]:  # an odd number: they are frozen for the two dtypes in turn
         if PROGRAMS[name].missing():
             continue
         _, serve, served = frozen(name)
@@ -78,8 +78,8 @@ def test_most_of_what_the_corpus_computes_with_is_stored_low():
         kinds = Counter(str(x.dtype) for x in jax.tree.leaves(served))
         assert kinds["float32"] <= len(serve.kept)
     print(f"\n{stored} of {floats} float32 arrays")
-    assert stored["bfloat16"] >= 80
-    assert stored["float16"] >= 80
+    assert stored["bfloat16"] >= size(16, 80)
+    assert stored["float16"] >= size(16, 80)
     assert stored.total() >= 0.6 * floats
 
 

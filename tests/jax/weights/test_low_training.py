@@ -200,6 +200,7 @@ def equinox_loss(model: Any, x: Any) -> Any:
     return jnp.mean((jax.vmap(model)(x) - x[:, :4]) ** 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_train_state_of_flax(mode):
     params = Linen().init(jax.random.key(0), X)
@@ -222,6 +223,7 @@ def test_a_train_state_of_flax(mode):
     assert dtypes["LayerNorm_0"] == {"bias": "float32", "scale": "float32"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_of_flax_nnx(mode):
     model = Nnx(nnx.Rngs(0))
@@ -256,6 +258,7 @@ def test_a_scaler_step_of_flax_nnx_that_skips_leaves_every_bit():
     assert seen[0][1] == seen[1][1] != seen[2][1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_module_of_equinox(mode):
     """Optax's `apply_updates` rounds to the dtype of the weights; equinox's own does not."""

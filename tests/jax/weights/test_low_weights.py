@@ -81,7 +81,7 @@ def wide(mode: str, params: Any, state: Any, dtype: str = "bfloat16") -> Any:
     return jax.tree.map(leaf.loaded, params, beside)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_steps_as_on_float32(name, mode):
@@ -162,6 +162,7 @@ WAYS = {"jit": lambda step, *rest: by_loop(jax.jit(step), *rest), "eager": by_lo
 WAYS |= {"scan": by_scan, "donation": by_donation, "vmap": by_vmap}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_transformation_gives_the_same_bits(mode):
     # Of powers of two, so that one rounding of a product and a sum is as good as two.
@@ -199,6 +200,7 @@ def test_bytes_of_the_arguments(mode):
 # --- inside of other things -----------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_skipped_step_leaves_every_bit(mode):
     """Of a GradScaler: also the counter that random bits are made of."""
@@ -227,6 +229,7 @@ def test_a_skipped_step_leaves_every_bit(mode):
     assert int(state.step) == 3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_inside_of_scaled(mode):
     tx = low_weights(optax.sgd(2**-5, momentum=0.5), mode)
@@ -244,6 +247,7 @@ def test_inside_of_scaled(mode):
     assert bits((params, state.inner)) == before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_the_parameters(mode):
     """In multi_transform each part is masked; the random bits follow the place in the part."""

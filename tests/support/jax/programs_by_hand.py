@@ -47,6 +47,7 @@ ELEMENTWISE = frozenset(
     tame""".split()
 )
 LAYOUT = frozenset({"turn", "rev"})  # an array that is moved is what it was
+SPREAD = frozenset({"inner"})  # a product that is broadcast, to which no bias is added
 SUMS = frozenset({"add", "bias", "plus"})
 LARGEST = {"bfloat16": 3.3895314e38, "float16": 65504.0, "float32": 3.4028235e38}
 SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -134,7 +135,7 @@ class Rules:
         if region == "off":
             return Kind(run)
         if op.name in LOW_OPS:
-            return Kind(run, "product")
+            return Kind(run, "computed" if op.name in SPREAD else "product")
         if op.name in LAYOUT:
             return kinds[0]
         sums = op.name in SUMS and run != "float32"

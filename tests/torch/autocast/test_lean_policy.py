@@ -17,9 +17,10 @@ from torch import nn
 
 from polymp.torch import autocast
 from tests import STRICT
+from tests.conftest import need
 from tests.support import processes
 from tests.support.examples import TINY, modules
-from tests.support.torch import saved_dtypes
+from tests.support.torch import language_models, saved_dtypes
 
 LOW = ("bfloat16", "float16")
 
@@ -77,6 +78,26 @@ def test_a_block_saves_no_float32_activation_on_cpus(how, low):
     assert in_float32(lean) == []
     assert in_float32(amp) != []
     assert size(lean) < size(amp)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", language_models.KINDS)
+def test_language_models_save_less_than_under_amp(kind, low):
+    need("transformers")
+    model, ids = language_models.KINDS[kind](), torch.ones(4, 32, dtype=torch.int64)
+
+    def bytes_under(policy: str) -> int:
+        with autocast("cpu", low, policy=policy):
+            return size(
+                saved_dtypes.saved(
+                    lambda: language_models.loss(model, ids),
+                    [*model.parameters(), *model.buffers()],
+                )
+            )
+
+    share = bytes_under("lean") / bytes_under("amp")
+    print(f"{kind} {low}: lean saves {share:.3f} of amp's bytes")
+    assert share <= 0.92
 
 
 class Attention(nn.Module):

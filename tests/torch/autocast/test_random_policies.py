@@ -16,9 +16,9 @@ from tests.support import processes
 from tests.support.random_policies import WRONG
 from tests.support.sizes import size
 
-POLICIES = size(100, 500)
-COMPILED = size(6, 30)  # half of them with AOT autograd; each costs as much as 20 eager programs
-PAIRS = size(4, 12)  # under A, B, A and under B, A, B
+POLICIES = size(50, 500)
+COMPILED = size(4, 30)  # half of them with AOT autograd; each costs as much as 20 eager programs
+PAIRS = size(2, 12)  # under A, B, A and under B, A, B
 
 pytestmark = pytest.mark.sized
 

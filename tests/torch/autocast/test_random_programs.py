@@ -196,18 +196,19 @@ def compare(child: run_programs.Child, examples: int) -> tuple[int, Counter[Any]
 
 @pytest.mark.sized
 def test_a_thousand_programs(torchs: run_programs.Child) -> None:
-    """Or half of them in `make test`."""
-    asked = size(500, 1000)
+    """Or a fifth of them in `make test`."""
+    asked = size(200, 1000)
     count, kinds, seen = compare(torchs, asked)
     assert count >= asked
     assert all(kinds[kind] >= asked / 2 for kind in KINDS), kinds
-    assert all(seen[name] >= size(1, 20) for name in programs.OPS), seen
+    rare = [name for name in programs.OPS if seen[name] < size(1, 20)]
+    assert len(rare) <= size(3, 0), rare
     assert all(seen[name] >= asked * 0.3 for name in programs.OPTIMIZERS), seen
 
 
 @pytest.mark.sized
 def test_programs_on_our_own_kernels(torchs: run_programs.Child) -> None:
-    asked = size(60, 300)
+    asked = size(40, 300)
     with kernel_registry.all_python("cpu"):
         count, kinds, _ = compare(torchs, asked)
     assert count >= asked

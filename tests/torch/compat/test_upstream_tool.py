@@ -262,7 +262,18 @@ def test_stand_ins_fill_gaps_only() -> None:
         ([".", "--only", "test_ops"], "no test file is named like 'test_ops'; --slow?"),
     ],
 )
-def test_bad_arguments_get_one_line(arguments: list[str], problem: str, tmp_path: Path) -> None:
-    done = processes.python(upstream.__file__, *arguments, code=2, cwd=tmp_path)
-    assert done.stdout == ""
-    assert done.stderr == f"upstream.py: {problem}\n"
+def test_bad_arguments_get_one_line(
+    arguments: list[str],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert upstream.main(arguments) == 2
+    assert capsys.readouterr() == ("", f"upstream.py: {problem}\n")
+
+
+def test_a_program_ends_with_the_code_of_its_main(tmp_path: Path) -> None:
+    done = processes.python(upstream.__file__, "no/such/folder", code=2, cwd=tmp_path)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)

@@ -51,6 +51,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("started", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("what", CASES, ids=lambda what: "-".join(map(str, what)))
 def test_all_that_a_step_writes_is_put_back(what: tuple[Any, ...], started: bool) -> None:

@@ -191,11 +191,11 @@ def tolerated(model: Model, ids: torch.Tensor, probes: int = 4) -> tuple[Any, An
     )
     with program.watch:
         base = program.run()
-        halves = [[program.probe(s, a) for s in range(1, probes + 1)] for a in (False, True)]
+        runs = [program.probe(s) for s in range(1, 2 * probes + 1)]
 
     def moved(kind: str) -> dict[str, Any]:
         return {
-            path: rounding.spread(x, *([getattr(run, kind)[path] for run in h] for h in halves))
+            path: rounding.spread(x, [getattr(run, kind)[path] for run in runs])
             for path, x in getattr(base, kind).items()
         }
 

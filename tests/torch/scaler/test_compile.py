@@ -140,7 +140,7 @@ def run(
 IN_BOTH = ("SGD", "SGD, momentum", "Adam")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "eager") for name in OPTIMIZERS] + [(name, "aot_eager") for name in IN_BOTH],
@@ -168,7 +168,7 @@ def test_inductor() -> None:
         torch.testing.assert_close(w, expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["Adam", "AdamW, foreach", "Rprop"])
 def test_a_good_step_is_that_of_the_compiled_optimizer_alone(name: str) -> None:
     """Bit for bit: the same steps on the same true gradients, without a scaler."""
@@ -191,7 +191,7 @@ def test_a_good_step_is_that_of_the_compiled_optimizer_alone(name: str) -> None:
         assert all(map(torch.equal, ours.weights, theirs.weights))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("period", "odd"), [(1, 0), (3, 1)])
 def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) -> None:
@@ -202,7 +202,7 @@ def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) 
     assert all(map(torch.equal, mixed.weights, eager.weights))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "options",
     [

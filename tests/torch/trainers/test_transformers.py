@@ -86,6 +86,7 @@ def train(trainer: Any, **settings: Any) -> list[tuple[float, float]]:
     return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_and_norms_are_the_trainers_bit_for_bit(make: Any, kind: str) -> None:
     settings = {"gradient_accumulation_steps": 2, "bf16": True}
@@ -94,6 +95,7 @@ def test_losses_and_norms_are_the_trainers_bit_for_bit(make: Any, kind: str) -> 
     assert train(make(kind, policy=FP32, **settings)) != expected, "this could not fail"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_checkpointing_keeps_the_policy(make: Any, kind: str) -> None:
     """Of the second kind, gradients of weights used twice are added up in another order."""
@@ -110,6 +112,7 @@ def test_checkpointing_keeps_the_policy(make: Any, kind: str) -> None:
     assert len(rules) > 1.5 * len(record.of("linear")), "nothing was computed again"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_fp16_trains_on_the_cpu(make: Any, kind: str) -> None:
     trainer = make(kind, policy="lean", fp16=True)
@@ -183,6 +186,7 @@ def test_generate(make: Any) -> None:
     assert torch.equal(trainer.model.generate(ids, max_new_tokens=4, do_sample=False), inside)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("first", "second"), [(False, None), (None, False), (None, None)])
 def test_each_resumes_the_other(make: Any, first: Any, second: Any, tmp_path: Path) -> None:
     settings = {"bf16": True, "save_strategy": "steps", "save_steps": 2}

@@ -1,0 +1,26 @@
+"""Mixed precision for Lightning: a precision plugin for `Trainer`, and one for `Fabric`.
+
+    Trainer(plugins=[polymp.lightning.Precision("16-mixed", policy="lean")])
+    Fabric(plugins=[polymp.lightning.FabricPrecision("16-mixed", policy="lean")])
+
+A plugin opens the region around the steps of a `LightningModule`, or around the modules that Fabric
+has set up, and has the loss scaler.
+"""
+
+from polymp.errors import BackendMissingError
+
+try:
+    from polymp.lightning.fabric import FabricPrecision
+    from polymp.lightning.trainer import Precision
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("lightning"):
+        raise
+    raise BackendMissingError(
+        "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'."
+    ) from error
+
+__all__ = ["FabricPrecision", "Precision"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,106 @@
+"""Progress on a terminal, for calls that take more than two seconds: a line of tqdm's.
+
+    with progress.line("locate", unit="op") as line:
+        for op in ops:
+            line.step()
+
+It is written to standard error, and only if that is a terminal and tqdm is installed; it is gone
+when the call ends. No thread is started, so that a line moves only when a step is made.
+"""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+AFTER = 2.0  # seconds
+
+
+class Line:
+    """A line that shows nothing; see `Shown`."""
+
+    def step(self) -> None:
+        """Count a step; called often, so that it has to be cheap."""
+
+    def stage(self, name: str, long: bool = True) -> None:
+        """Say that a stage begins which makes no steps.
+
+        Args:
+            name: of the stage.
+            long: True to say so at once, False only if the line is shown already.
+        """
+
+    def close(self) -> None:
+        """Remove the line."""
+
+
+class Shown(Line):
+    """A line on a terminal, shown once it has been open for `AFTER` seconds.
+
+    Args:
+        what: takes so long.
+        total: the number of steps, if it is known.
+        unit: name of a step.
+    """
+
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._done = 0
+        self._since = time.monotonic()
+        self._bar: Any = None
+
+    def step(self) -> None:
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif time.monotonic() - self._since > AFTER:
+            self._bar = _bar(self._what, self._total, self._unit, self._done)
+
+    def stage(self, name: str, long: bool = True) -> None:
+        if long or self._bar is not None:
+            self.close()
+            self._bar = _bar(f"{self._what}: {name} ...", None, "", 0)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+@contextmanager
+def line(what: str, total: int | None = None, unit: str = "step") -> Iterator[Line]:
+    """Show the progress of a block, if there is a terminal to show it on.
+
+    Args:
+        what: takes so long, such as "audit".
+        total: the number of steps, if it is known.
+        unit: name of a step.
+
+    Yields:
+        The line, whose `step` and `stage` the block calls.
+    """
+    found = Shown(what, total, unit) if _is_seen() else Line()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _is_seen() -> bool:
+    """True if standard error is a terminal and tqdm is there to write to it."""
+    stream = sys.stderr
+    return stream is not None and stream.isatty() and importlib.util.find_spec("tqdm") is not None
+
+
+def _bar(what: str, total: int | None, unit: str, done: int) -> Any:
+    from tqdm import tqdm
+
+    # tqdm's monitor is a thread; with an interval of 0 there is none.
+    alone = type("tqdm", (tqdm,), {"monitor_interval": 0})
+    form = {} if unit else {"bar_format": "{desc}"}
+    counts = {"total": total, "initial": done, "unit": f" {unit}s"}
+    return alone(desc=what, file=sys.stderr, leave=False, **counts, **form)

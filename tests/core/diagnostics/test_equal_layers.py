@@ -1,0 +1,210 @@
+"""Equal layers are one row: what differs stays apart, and no count is lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polymp.diagnostics import audit_layers, call_record
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.call_record import BACKWARD, Call, CallList
+from polymp.diagnostics.equal_layers import folded, label
+from polymp.diagnostics.report import Report
+from tests.support import audits, reports
+from tests.support.audits import gradient, measured
+from tests.support.reports import call, linear
+
+Row = tuple[str, str, int]  # module, kind, count
+
+
+def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[str, int]]]]:
+    found = folded(
+        rows,
+        lambda row: ("", row[0]),
+        lambda row: row[1],
+        lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
+        fold,
+    )
+    return [(one.module, one.layers, [row[1:] for row in one.rows]) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"),
+    [
+        (["layers.0", "layers.1", "layers.2"], ["layers.* x3"]),
+        (["h.0.a", "h.0.b", "h.1.a", "h.1.b"], ["h.*.a x2", "h.*.b x2"]),
+        (["0", "1"], ["* x2"]),
+        (["h.0.c.0", "h.0.c.1", "h.1.c.0", "h.1.c.1"], ["h.*.c.* x4"]),
+        (["layers_0.up", "layers_1.up"], ["layers_*.up x2"]),
+        (["h.9.up", "h.10.up", "h.8.up"], ["h.*.up x3"]),
+        # Another layer has none of it: not all layers, but neighbours among those that have it.
+        (["h.0.up", "h.1.gate", "h.2.up", "h.3.up"], ["h.0,2-3.up x3", "h.1.gate"]),
+        (["h.0", "g.1"], ["h.0", "g.1"]),
+        (["h.0.a", "h.1.b"], ["h.0.a", "h.1.b"]),
+        (["layer1", "layer2", ""], ["layer1", "layer2", "outside"]),
+    ],
+)
+def test_names(modules: list[str], names: list[str]) -> None:
+    found = folded(modules, lambda m: ("", m), lambda m: None, lambda many: many[0])
+    assert [label(one, "outside") for one in found] == names
+
+
+def test_a_layer_that_differs_stays_apart_and_in_its_place() -> None:
+    rows = [(f"h.{i}", "fp32" if i == 7 else "bf16", 10**i) for i in range(12)]
+    assert of(rows) == [
+        ("h.0-6", 7, [("bf16", 1111111)]),
+        ("h.7", 1, [("fp32", 10**7)]),
+        ("h.8-11", 4, [("bf16", 111100000000)]),
+    ]
+    assert len(of(rows, fold=False)) == 12
+
+
+def test_rows_in_another_order_or_one_more_are_another_layer() -> None:
+    one, other = [("h.0", "a", 1), ("h.0", "b", 1)], [("h.1", "b", 1), ("h.1", "a", 1)]
+    assert len(of(one + other)) == 2
+    assert len(of([*one, ("h.1", "a", 1)])) == 2
+    assert of([*one, ("h.1", "a", 1), ("h.1", "b", 5)]) == [("h.*", 2, [("a", 2), ("b", 6)])]
+
+
+def test_layers_of_a_plain_sequence_of_ops_stay() -> None:
+    rows = [("0", "linear", 1), ("1", "relu", 1), ("2", "linear", 1)]
+    assert of(rows) == of(rows, fold=False)
+
+
+def test_no_count_is_lost_in_random_models() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        rows = [
+            (f"h.{i}.{draw.choice('ab')}.{draw.randrange(3)}"[: draw.choice((3, 5, 7))],
+             draw.choice("xy"), draw.randrange(9))
+            for i in range(draw.randrange(9)) for _ in range(draw.randrange(4))
+        ]  # fmt: skip
+        found = of(rows)
+        assert sum(n for _, _, many in found for _, n in many) == sum(row[2] for row in rows)
+        assert sum(layers * len(many) for _, layers, many in found) == len(rows)
+        assert len({name for name, *_ in found}) == len(found), "two modules of one name"
+
+
+# The renderers, each of which folds.
+
+
+def deep(layers: int = 24, odd: int | None = None) -> Report:
+    """A model of equal layers, forward and backward; one of them may run in float32."""
+    calls: list[Call] = [call("embedding", "embed", source="net.py:1")]
+    for direction in ("forward", BACKWARD):
+        for i in range(layers):
+            at = layers - 1 - i if direction == BACKWARD else i
+            run = {"run": "float32"} if at == odd else {}
+            module = f"net.layers.{at}.attn"
+            calls.append(linear(module, "net.py:7", direction=direction, **run))
+            calls.append(call("softmax", module, source="net.py:8", direction=direction))
+    return Report(calls, "Deep", "bfloat16", "amp")
+
+
+def test_a_report_folds_and_shows_all_if_asked() -> None:
+    text = str(deep())
+    assert text.count("net.layers.*.attn x24") == 2
+    assert "equal layers are one, with the counts of all of them: 97 rows in 5; fold=False" in text
+    assert " ".join(text.split()).count("linear 24 net.py:7") == 2
+    assert len(text.splitlines()) < 30
+    every = deep().table(fold=False, width=120)
+    assert [f"net.layers.{i}.attn" in every for i in range(24)] == [True] * 24
+    assert "equal layers" not in every
+    assert "72 1.69 MiB" in " ".join(text.split()), "casts and bytes of all 24"
+    odd = str(deep(odd=7))
+    for name in ("net.layers.0-6.attn x7", "net.layers.7.attn", "net.layers.8-23.attn x16"):
+        assert odd.splitlines().count(name) == 2
+
+
+def test_a_limit_counts_rows() -> None:
+    text = deep().table(limit=1)
+    assert "4 rows with lower costs not listed" in text
+    assert text.count("x24") == 1
+
+
+def test_widened_calls_of_equal_layers_are_named_once() -> None:
+    mixed: dict[str, Any] = {"inputs": ("bfloat16", "float32"), "outputs": ("float32",)}
+    report = Report([call("add", f"h.{i}", run="float32", **mixed) for i in range(24)])
+    assert "float32 input: add in h.* x24, model.py:1\n" in f"{report}\n"
+
+
+def test_a_page_folds_too() -> None:
+    page = deep().to_html()
+    assert page.count("<tr") == 1 + 5
+    assert page.count("net.layers.*.attn x24") == 4 + 2, "in each row, and in a figure"
+    assert deep().to_html(fold=False).count("<tr") == 1 + 97
+
+
+def test_differences_fold() -> None:
+    one, other = deep(), deep(odd=None)
+    assert not one.diff(other)
+    lean = Report([c._replace(run="float32") for c in one], "Deep", "bfloat16", "lean")
+    diff = one.diff(lean)
+    assert len(diff) == 97
+    text = str(diff)
+    assert text.count("net.layers.*.attn x24") == 2
+    assert "97 rows in 5; fold=False lists each" in text
+    assert "equal layers" not in diff.table(fold=False)
+    assert diff.to_html().count("<tr") == 1 + 5
+    assert diff.to_html(fold=False).count("<tr") == 1 + 97
+    with pytest.raises(ValueError, match="sort='bytes' is no order"):
+        diff.table(sort="bytes")
+
+
+def test_differences_by_cost_begin_with_the_largest() -> None:
+    one = Report([linear("a", "a.py:1"), linear("b", "b.py:1"), linear("c", "c.py:1")])
+    other = Report([c._replace(cast_bytes=n) for c, n in zip(one, (1, 9**9, 5), strict=True)])
+    lines = one.diff(other).table(sort="cost").splitlines()
+    assert [line for line in lines if line in "abc" and line] == ["b", "a", "c"]
+
+
+def layered(layers: int = 24, bad: int | None = None) -> Audit:
+    results = [
+        measured("linear", f"h.{i}.up", [2.0**i, np.inf if i == bad else 1.0], source="net.py:3")
+        for i in range(layers)
+    ]
+    gradients = [gradient(f"h.{i}.up.weight", [2.0**-i]) for i in range(layers)]
+    return audits.audit(results, gradients)
+
+
+def test_an_audit_folds_and_shows_a_broken_layer() -> None:
+    text = str(layered())
+    assert text.count("h.*.up x24") == 2
+    assert "2**23 = 8.4e+06" in text, "the largest of all"
+    assert "48 rows in 2; fold=False lists each" in text
+    assert "2**22" not in text
+    assert "2**22 = 4.2e+06" in layered().table(fold=False)
+    broken = str(layered(bad=5))
+    assert {"h.0-4.up x5", "h.5.up", "h.6-23.up x18", "h.*.up x24"} <= {*broken.splitlines()}
+    largest = layered(bad=5).table(sort="largest", fold=False).splitlines()
+    assert [line for line in largest if line.startswith("h.")][:3] == [
+        "h.23.up", "h.22.up", "h.21.up",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"sort='cost' .*: write \"program\" or \"la"):
+        layered().table(sort="cost")
+
+
+def test_the_picture_folds() -> None:
+    pytest.importorskip("matplotlib")
+    rows = audit_layers.layers(layered(bad=5))
+    assert [(row.module, row.modules) for row in rows] == [
+        ("h.0-4.up", 5), ("h.5.up", 1), ("h.6-23.up", 18),
+    ]  # fmt: skip
+    assert sum(row.forward.values for row in rows if row.forward) == 48
+    assert len(audit_layers.layers(layered(), fold=False)) == 24
+    small, tall = layered().plot(), layered().plot(fold=False)
+    assert tall.get_figheight() - small.get_figheight() == pytest.approx(23 * 0.2)
+    names = [t.get_text() for axes in small.axes for t in axes.get_yticklabels()]
+    assert "h.*.up x24" in names
+
+
+def test_a_record_is_what_it_was() -> None:
+    report = deep()
+    before = list(report.calls)
+    assert call_record.by_module(report.calls)
+    assert list(report.calls) == before
+    assert len(report) == len(report.to_dict()["calls"]) == 97
+    assert CallList(before).casts == reports.Report(before).casts == 48 * 3

@@ -7,7 +7,7 @@ most specific row for an op wins. `parse` reads rows, `policy_files` policies; n
 what a tensor is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -39,6 +39,9 @@ class RowsUsed(Protocol):
 
     def rows(self) -> set[Row]: ...
 
+
+# Rows by op, class or spelling, and dtype.
+_InForce = Mapping[tuple[str, str], Row]
 
 _PARTS = Decision(Rule.PARTS)
 _KEEP = Decision(Rule.KEEP)
@@ -106,7 +109,10 @@ class Policy:
         return hash((self.name, self.rows, self.halves, self.inside, self.fp8))
 
     @cached_property
-    def _in_force(self) -> Mapping[tuple[str, str], Row]:
+    def _in_force(self) -> _InForce:
+        return self._rows_in_force()
+
+    def _rows_in_force(self) -> _InForce:
         return {(row.of, row.dtype): row for row in self.rows if self.inside or not row.scope}
 
     @cached_property
@@ -159,24 +165,21 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = self._winner(*asked)
+            self._winners[asked] = _winner(self._in_force, *asked)
         return self._winners[asked]
 
-    def _winner(self, op: str, dtype: str, spelling: str) -> Row | None:
-        known = vocabulary().ops.get(op)
-        computes = known is not None and known.kind not in vocabulary().moving
-        names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
-        dtype = FULL.get(dtype, dtype)
-        for name in filter(None, names):
-            for low in (dtype, ""):
-                if row := self._in_force.get((name, low)):
-                    return row
-        if known and known.rule:
-            return Row(op, Rule(known.rule), source="register_op")
-        for low in (dtype, "") if computes else ():
-            if row := self._in_force.get(("default", low)):
-                return row
-        return None
+    def winners(self, asked: Iterable[tuple[str, str, str]]) -> Iterator[Row | None]:
+        """Yield what `winner` returns, and keep nothing: for all ops at once.
+
+        Args:
+            asked: the arguments of `winner` for each op.
+
+        Yields:
+            The row for each op, or None.
+        """
+        in_force = self._rows_in_force()
+        for each in asked:
+            yield _winner(in_force, *each)
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
         """Find the row that decides for an op, and so in which dtype the op runs.
@@ -381,3 +384,21 @@ class Policy:
         """
         used = record.rows()
         return tuple(row for row in self.rows if row not in used)
+
+
+def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | None:
+    """The row that decides for an op; see `Policy.winner`."""
+    known = vocabulary().ops.get(op)
+    computes = known is not None and known.kind not in vocabulary().moving
+    names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
+    dtype = FULL.get(dtype, dtype)
+    for name in filter(None, names):
+        for low in (dtype, ""):
+            if row := in_force.get((name, low)):
+                return row
+    if known and known.rule:
+        return Row(op, Rule(known.rule), source="register_op")
+    for low in (dtype, "") if computes else ():
+        if row := in_force.get(("default", low)):
+            return row
+    return None

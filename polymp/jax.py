@@ -23,8 +23,8 @@ from polymp.backends.jax.weights.needs_float32 import needs_float32
 __all__ = [
     "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "ScaledState", "StuckWatch",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
-    "fp8_policy", "freeze", "linen_train_step", "locate", "low_weights", "lower", "needs_float32", "nnx_train_step", "pin",
-    "register", "scaled", "scoped", "upper",
+    "fp8_policy", "freeze", "linen_train_step", "locate", "low_weights", "lower", "needs_float32",
+    "nnx_train_step", "pin", "register", "scaled", "scoped", "upper",
 ]  # fmt: skip
 
 

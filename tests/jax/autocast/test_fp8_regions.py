@@ -13,7 +13,7 @@ from flax import nnx
 import polymp
 from polymp.backends.jax.autocast import fp8_quantise
 from polymp.errors import PolicyError
-from polymp.jax import GradScaler, autocast, explain, fp8_policy, locate, lower
+from polymp.jax import GradScaler, autocast, explain, fp8_policy, freeze, locate, lower
 from tests.support.jax.fp8_models import NAMES, Llama, batch, layers, loss, policy
 from tests.support.jax.hlo import residual_bytes
 from tests.support.sizes import LONG, size
@@ -153,6 +153,14 @@ def test_fp8_policy_refuses_what_has_no_modules():
     assert fp8_policy(named, layers(), batch()).scopes == ("w0", "w2")
     with pytest.raises(PolicyError, match="runs no product in 8 bits"):
         fp8_policy(named, layers(), batch(), policy="lean")
+
+
+def test_freeze_leaves_the_weights_of_8_bit_products():
+    params, fn = layers() | {"w3": jnp.ones((64, 40))}, autocast(loss, policy="fp8")
+    serve, served = freeze(fn, params, batch())
+    assert set(serve.stored) == {"['w3']"}, "which falls back"
+    assert "runs its product in 8 bits" in serve.kept["['w0']"]
+    assert serve(served, batch()) == fn(params, batch())
 
 
 # --- planted Inf and NaN --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from polymp.backends.jax.autocast.known_functions import register
 from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
+from polymp.backends.jax.diagnostics.fp8_policy import fp8_policy
 from polymp.backends.jax.diagnostics.locate import locate
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin
@@ -21,9 +22,9 @@ from polymp.backends.jax.weights.needs_float32 import needs_float32
 
 __all__ = [
     "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "ScaledState", "StuckWatch",
-    "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain", "freeze",
-    "linen_train_step", "locate", "low_weights", "lower", "needs_float32", "nnx_train_step", "pin",
-    "register", "scaled", "scoped", "upper",
+    "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
+    "fp8_policy", "freeze", "linen_train_step", "locate", "low_weights", "lower", "needs_float32",
+    "nnx_train_step", "pin", "register", "scaled", "scoped", "upper",
 ]  # fmt: skip
 
 

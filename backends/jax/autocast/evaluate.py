@@ -18,7 +18,9 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
+from polymp.backends.jax.autocast.fp8_sharing import SharedOperands
 from polymp.backends.jax.autocast.plan import Cast, Kind, Operand, Plan, Step
 from polymp.backends.jax.autocast.sharded_weights import rounded_first
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
@@ -78,6 +80,11 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
             record.spared(step, "shared")
         return casts[key]
 
+    shared_in_8_bits = SharedOperands(plan)
+
+    def results(step: Step, values: list[object], put: Put) -> Sequence[object]:
+        return _step(step, values, put, shared_in_8_bits)
+
     record = decision_log.current()
     outer = source_info_util.current_name_stack()
     here = compat.equation_context()
@@ -90,17 +97,18 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
             source.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
             if eqn.ctx is not here:
                 with eqn.ctx.manager:
-                    outs = _step(step, [whole(read(o, bind)) for o in step.operands], compat.put)
+                    outs = results(step, [whole(read(o, bind)) for o in step.operands], compat.put)
             elif step.kind in simple:
-                outs = _step(step, [read(o, put) for o in step.operands], put)
+                outs = results(step, [read(o, put) for o in step.operands], put)
             else:
-                outs = _step(step, [whole(read(o, put)) for o in step.operands], compat.put)
+                outs = results(step, [whole(read(o, put)) for o in step.operands], compat.put)
             if record is not None and step.kind is Kind.CAST and _changes(eqn):
                 record.spared(step, "cancelled")
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = out
             for var in drop:
                 env.pop(var, None)
+                shared_in_8_bits.drop(var)
                 for dtype in _DTYPES if casts else ():
                     casts.pop((var, dtype), None)
     return [whole(read(o, put)) for o in plan.results]
@@ -131,7 +139,7 @@ def cast(x: object, dtype: str, put: Put = compat.put) -> object:
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-def _step(step: Step, values: list[object], put: Put) -> Sequence[object]:
+def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) -> Sequence[object]:
     eqn, kind = step.eqn, step.kind
     if kind is Kind.BIND:
         outs = put(eqn.primitive, values, _params(step))
@@ -143,10 +151,17 @@ def _step(step: Step, values: list[object], put: Put) -> Sequence[object]:
         (out,) = step.writes
         assert step.low is not None
         assert out is not None, "a contraction has a float result"
+        how = step.in_8_bits
+        if how is not None:
+            values, how = shared.operands(step, values, put)
         if put is compat.put:  # there may be axes over which they vary
             values = list(compat.varying_alike(*values))
-        params = contraction_params(eqn.primitive, eqn.params, step.low, out)
-        outs = put(contraction_p, values, params)
+        if how is not None:
+            params = fp8_contraction.contraction_params(eqn.params, how, step.low, out)
+            outs = put(fp8_contraction.fp8_contraction_p, values, params)
+        else:
+            params = contraction_params(eqn.primitive, eqn.params, step.low, out)
+            outs = put(contraction_p, values, params)
     else:
         assert step.inside is not None
         outs = step.inside.emit(step, values)

@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as core
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.pass_switches import Pass
 from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Plan, Step
 from polymp.backends.jax.autocast.regions import NameStacks
@@ -227,7 +228,14 @@ class Frame:
         writes = [declared(v) for v in eqn.outvars]
         return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
 
-    def decision(self, op: str, dtypes: tuple[str, ...], region: Region, spelled: str) -> Decision:
+    def decision(
+        self,
+        op: str,
+        dtypes: tuple[str, ...],
+        region: Region,
+        spelled: str,
+        in_8_bits: "Callable[[], In8Bits | str] | None" = None,
+    ) -> Decision:
         """Ask a region's policy for its decision about an op.
 
         Args:
@@ -235,6 +243,7 @@ class Frame:
             dtypes: of the operands that decide.
             region: that the op is in.
             spelled: the primitive, as the vocabulary spells it; "" for a function.
+            in_8_bits: of a product, says how it runs in 8 bits, or why it does not.
 
         Returns:
             The decision.
@@ -250,7 +259,14 @@ class Frame:
             if row is not None and region.enabled:
                 spelled = spelled and f"jax:{spelled}"
                 at = "jax", op, spelled, region.dtype, region.scope
-                found.note(decision_log.Entry(*at, row, dtypes, decision, policy.name))
+                entry = decision_log.Entry(*at, row, dtypes, decision, policy.name)
+                if decision.rule is Rule.FP8 and in_8_bits is not None:
+                    how = in_8_bits()
+                    if isinstance(how, str):
+                        entry = entry._replace(fallback=how)
+                    else:
+                        entry = entry._replace(recipe=how.recipe)
+                found.note(entry)
         if decision.rule is Rule.FORBID:
             raise ForbiddenOpError(_forbidden(policy, op or spelled, dtypes, region))
         return decision

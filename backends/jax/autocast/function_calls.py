@@ -175,7 +175,7 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
         if not region.enabled:
             return None
         kind, rule = words.ops[found.op].kind, _rule(found.op, region)
-        if rule is Rule.LOWER and kind in words.traits["products"]:
+        if rule in (Rule.LOWER, Rule.FP8) and kind in words.traits["products"]:
             continue
         if rule is not Rule.PARTS or kind in op_facts.AS_WRITTEN:
             return _Ruled(found.op, found.call, region, found.inside)

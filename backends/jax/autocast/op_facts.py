@@ -8,6 +8,9 @@ Names, not objects: a name is the same in every supported version, or simply nev
 # Sums of products of two operands: the ones that units for low dtypes are built for.
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
+# polymp's own primitives for them, which say in `of` which of them each stands for.
+OURS = frozenset({"polymp_contraction", "polymp_fp8_contraction"})
+
 # Compute in any float dtype, and return the dtype of their float operands, which must agree.
 ELEMENTWISE = frozenset(
     """

@@ -8,6 +8,7 @@ Numbers in the program, scalar arguments and masks take the dtype of what they m
 that is added to the result of a contraction is its bias, and takes the low dtype too.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ import numpy as np
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts, promotion
+from polymp.backends.jax.autocast.fp8_operands import In8Bits
+from polymp.backends.jax.autocast.fp8_products import in_8_bits
 from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.pass_switches import Pass
@@ -145,10 +148,11 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     known = [frame.known(atom) for atom in eqn.invars]
     weak = region.promotion == "weak"
     hard = promotion.deciding(eqn, eqn.primitive.name, known, weak)
-    if not hard:
-        return frame.as_written(eqn)
     spelled = spelling(eqn)
-    decision = frame.decision(op_of(spelled), hard, region, spelled)
+    if not hard:
+        return _not_eligible(frame, eqn, known, spelled, region)
+    how_in_8_bits = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
+    decision = frame.decision(op_of(spelled), hard, region, spelled, how_in_8_bits)
     wide = {f for f in map(declared, eqn.invars) if f}
     asked = name_of(eqn.params.get("preferred_element_type"))
     if eqn.params.get("preferred_element_type") is not None and asked is None:
@@ -168,10 +172,34 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         return frame.step(eqn, reads, [out], Kind.BIND, params, returns), [Known(final)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
+    how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
+    if isinstance(how, In8Bits):  # its operands are quantised from the dtypes that they come in
+        reads = [None] * len(known)
     made = out if out == run else "float32"
     returns = (final,) if final != made else None
     step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
+    if isinstance(how, In8Bits):
+        step = step._replace(in_8_bits=how)
+    else:
+        step = step._replace(fallback=how)
     return step, [Known(final, product=final in LOW)]
+
+
+def _not_eligible(
+    frame: Frame, eqn: Equation, known: list[Known], spelled: str, region: Region
+) -> Planned:
+    """A product of dtypes that autocast leaves alone: as written, and why it is not in 8 bits."""
+    step, outs = frame.as_written(eqn)
+    policy = region.policy
+    if policy is not None and policy.fp8:
+        row = policy.at(region.scope).winner(op_of(spelled), region.dtype, f"jax:{spelled}")
+        if row is not None and row.rule is Rule.FP8:
+            how = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
+            frame.decision(op_of(spelled), (), region, spelled, how)
+            why = how()
+            assert isinstance(why, str), "no such dtype is quantised"
+            step = step._replace(fallback=why)
+    return step, outs
 
 
 def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:

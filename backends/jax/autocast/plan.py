@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.values import Known
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, NameStack
 from polymp.rules.region import Region
@@ -47,7 +48,7 @@ class Kind(StrEnum):
     BIND      its primitive, on operands in the dtypes of the plan
     CAST      not at all: its operand, read in the planned dtype, is its result
     ROUND     as BIND, with an operand that is rounded first; see `sharded_weights`
-    CONTRACT  as a contraction, which takes low operands; see `contraction`
+    CONTRACT  as a contraction, which takes low operands; see `contraction`, `fp8_contraction`
     INSIDE    its primitive is put back around the plans of the programs inside it
     """
 
@@ -71,6 +72,8 @@ class Step(NamedTuple):
         stack: the name stack, without our marks.
         low: of ROUND and CONTRACT, the dtype of the operands.
         inside: of INSIDE, the programs inside.
+        in_8_bits: of CONTRACT, how it runs in 8 bits; None if it does not.
+        fallback: why a product that the policy wants in 8 bits runs by rule `lower`; "" for none.
     """
 
     eqn: Equation
@@ -82,6 +85,8 @@ class Step(NamedTuple):
     stack: NameStack
     low: str | None = None
     inside: "Inside | None" = None
+    in_8_bits: In8Bits | None = None
+    fallback: str = ""
 
 
 # Makes a plan one for inputs that come in low dtypes; see `lower_inputs`. In: the plan, by input

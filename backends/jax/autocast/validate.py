@@ -39,7 +39,7 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
         why = ""
         if prefix == "jax":
             why = _no_primitive(name)
-        elif replace(row, dtype="") not in shipped:
+        elif replace(row, dtype="", scope="") not in shipped:
             is_class = prefix == "class"
             known = words.ops.get(row.of)
             ops = words.members(name) if is_class else (known,) if known else ()
@@ -54,7 +54,7 @@ def _can(op: Op, rule: Rule) -> bool:
     """True if jax has the op, in a form that the rule can be applied to."""
     if not op.jax and not op.functions:
         return False
-    if rule not in (Rule.LOWER, Rule.WIDEST) or op.rule:
+    if rule not in (Rule.LOWER, Rule.FP8, Rule.WIDEST) or op.rule:
         return True
     return op.kind not in op_facts.AS_WRITTEN
 

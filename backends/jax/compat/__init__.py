@@ -135,6 +135,22 @@ def default_precision() -> (
     return precision, precision
 
 
+def device_type() -> tuple[str, tuple[int, int] | None]:
+    """The type of the device that programs are for, and of an NVIDIA GPU its compute capability.
+
+    "cpu", "cuda", "rocm" or "tpu". `jax.default_backend` says "gpu" for two of them. The attributes
+    `client` and `compute_capability` of a device are not documented. Since jax 0.4.
+    """
+    chosen = jax.config.jax_default_device
+    device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+    if device.platform != "gpu":
+        return device.platform, None
+    if "rocm" in device.client.platform_version:
+        return "rocm", None
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return "cuda", (int(major), int(minor)) if major and minor else None
+
+
 # By transformation, the module and the name of its table of rules.
 _RULES = {
     "jet": ("jax.experimental.jet", "jet_rules"),

@@ -2,13 +2,14 @@
 
 from math import prod
 
+from polymp.backends.jax.autocast.op_facts import OURS
 from polymp.backends.jax.compat.programs import Equation
 
 
 def flops(eqn: Equation) -> int:
     """FLOPs of an equation; 0 of any but a product or a convolution."""
     name, params = eqn.primitive.name, eqn.params
-    if name == "polymp_contraction":
+    if name in OURS:
         name, params = params["of"].name, dict(params["params"])
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]

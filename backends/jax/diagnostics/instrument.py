@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT
+from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
@@ -294,10 +294,10 @@ def _carrying(body: Inner, read: Sequence[Tracked], place: tuple[int, ...]) -> l
 
 
 # Equations that are events wherever they make float16, though a call may go on after them.
-_ALONE = CONTRACTIONS | {"convert_element_type", "polymp_contraction"}
+_ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
 # Equations with a program in them that are run as one.
-_WHOLE = frozenset({"shard_map", "polymp_contraction"})
+_WHOLE = OURS | {"shard_map"}
 
 
 def _is_layout(eqn: Equation) -> bool:

@@ -1,4 +1,6 @@
-"""How many bytes of float32 values a program keeps from its forward for its backward equations."""
+"""How many bytes of float32, or 8-bit, values a program keeps for its backward equations."""
+
+from collections.abc import Container
 
 import numpy as np
 
@@ -21,8 +23,12 @@ def bytes_of(v: Atom) -> int:
     return int(np.prod(v.aval.shape)) * int(v.aval.dtype.itemsize)
 
 
-def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]:
-    """Bytes of the float32 values that forward equations make and others read, by place and name.
+def kept_bytes(
+    closed: ClosedProgram, dtypes: Container[str] = frozenset({"float32"})
+) -> dict[tuple[tuple[int, ...], Atom], int]:
+    """Bytes of values of some dtypes that forward equations make and others read.
+
+    By place and name.
 
     A place is that of the program that a variable is in, as `Site.parent`. A value that a call
     or a loop returns counts for the equation in it that makes it.
@@ -56,7 +62,7 @@ def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]
         for at, eqn in enumerate(program.eqns):
             scope = scopes.inside(outer, eqn.source_info.name_stack)
             if scope.direction == FORWARD:
-                made.update(v for v in eqn.outvars if float_dtype(v) == "float32")
+                made.update(v for v in eqn.outvars if float_dtype(v) in dtypes)
             else:
                 found = (v for v in eqn.invars if not hasattr(v, "val") and v in made)
                 read.update(dict.fromkeys(found))

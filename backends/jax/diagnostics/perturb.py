@@ -18,7 +18,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT
+from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.flops import flops
 from polymp.backends.jax.diagnostics.program_calls import with_sites
@@ -230,12 +230,14 @@ class _Evaluation:
         name = eqn.primitive.name
         if not is_float(x) or x.size == 0 or (name in _CHOOSES):
             return x
+        if name == "polymp_fp8_quantise" or x.dtype.itemsize == 1:
+            return x  # both frameworks round to 8 bits alike; the operands have been moved
         if name == "convert_element_type":
             (given,) = values
             if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
                 return x
             return self._by(x, FORMATS[x.dtype.name].eps / 2 * _magnitude(x))
-        of = eqn.params["of"].name if name == "polymp_contraction" else name
+        of = eqn.params["of"].name if name in OURS else name
         work = flops(eqn)
         terms = 1.0
         if work:

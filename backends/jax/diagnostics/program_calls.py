@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from polymp.backends.jax.autocast.fp8_operands import In8Bits
+from polymp.backends.jax.autocast.fp8_quantise import IN_8_BITS
 from polymp.backends.jax.autocast.known_functions import spelling
-from polymp.backends.jax.autocast.op_facts import LAYOUT
+from polymp.backends.jax.autocast.op_facts import LAYOUT, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.call_site import Scope, source
 from polymp.backends.jax.diagnostics.flops import flops
@@ -36,12 +38,13 @@ def with_sites(closed: ClosedProgram, record: Record) -> Iterator[tuple[Call, li
             alike.append(group)
             groups.append(group)
         group.append(site)
-    kept = kept_bytes(closed)
+    kept = kept_bytes(closed), kept_bytes(closed, IN_8_BITS)
     seen: set[str] = set()
     for sites in groups:
         name, direction = sites[0].scope.call, sites[0].scope.direction
         followed = record.calls.get(name)
-        if followed is None or any(map(_counts, (s.eqn for s in sites))) or followed.saved:
+        counts = any(_counts(site.eqn) for site in sites)
+        if followed is None or counts or followed.saved or followed.fallback:
             saved = () if name in seen or followed is None else tuple(followed.saved.items())
             seen.add(name)
             yield _call(sites, followed, direction, saved, kept), sites
@@ -57,7 +60,7 @@ def _call(
     followed: Followed | None,
     direction: str,
     saved: tuple[tuple[str, int], ...],
-    kept: dict[tuple[tuple[int, ...], Atom], int],
+    kept: Sequence[dict[tuple[tuple[int, ...], Atom], int]],
 ) -> Call:
     first = sites[0]
     made = {id(v) for site in sites for v in site.eqn.outvars}
@@ -72,13 +75,17 @@ def _call(
     spelled = ""
     for site in sites:
         eqn = site.eqn
-        for v in eqn.invars:
+        for v in _operands(eqn):
             if not hasattr(v, "val") and id(v) not in made and (f := float_dtype(v)):
                 if v not in inputs and len(site.parent) > len(outside) and str(v.aval) in given:
                     given.remove(str(v.aval))  # a cast's result, by its name in the function
                     made.add(id(v))
                 else:
                     inputs.setdefault(v, f)
+        if eqn.primitive.name == "polymp_fp8_quantise":
+            casts += site.times
+            cast_bytes += site.times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
+            continue
         outputs = _dtypes(eqn.outvars) or outputs
         if _is_cast(eqn):
             times = 1 if eqn.invars[0] in site.fixed else site.times
@@ -86,14 +93,12 @@ def _call(
             casts += times
             cast_bytes += times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
             continue
-        if eqn.primitive.name == "polymp_contraction":
-            for v in eqn.invars[:2]:
-                if float_dtype(v) != eqn.params["run"]:
-                    times = 1 if v in site.fixed else site.times
-                    hoisted += site.times - times
-                    casts += times
-                    size = np.dtype(eqn.params["run"]).itemsize
-                    cast_bytes += times * (bytes_of(v) + int(np.prod(v.aval.shape)) * size)
+        for v, dtype in _cast_inside(eqn):
+            times = 1 if v in site.fixed else site.times
+            hoisted += site.times - times
+            casts += times
+            size = np.dtype(dtype).itemsize
+            cast_bytes += times * (bytes_of(v) + int(np.prod(v.aval.shape)) * size)
         own = flops(eqn)
         if _counts(eqn) and (not run or (own and not work)):
             run = _run(eqn)
@@ -105,6 +110,10 @@ def _call(
         spelled = spelling(first.eqn)
     op = followed.op if followed else op_named(spelled)
     entry = followed.entry if followed else None
+    kept_here, kept_fp8 = (
+        sum(one.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars)
+        for one in kept
+    )
     return Call(
         "jax",
         op,
@@ -121,9 +130,36 @@ def _call(
         cast_bytes,
         saved,
         work,
-        sum(kept.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars),
+        kept_here,
         first.times,
+        followed.recipe if followed else "",
+        followed.fallback if followed else "",
+        kept_fp8,
     )
+
+
+def _operands(eqn: Equation) -> Sequence[Atom]:
+    """What an equation reads; of a product in 8 bits, without scales and what is read twice."""
+    if eqn.primitive.name not in OURS or "how" not in eqn.params:
+        return eqn.invars
+    return eqn.invars[:2]
+
+
+def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
+    """The operands that a contraction casts, each with the dtype that it casts to."""
+    if eqn.primitive.name not in OURS:
+        return
+    for v, dtype, ready in zip(eqn.invars, *_taken(eqn), strict=False):
+        if not ready and float_dtype(v) != dtype:
+            yield v, dtype
+
+
+def _taken(eqn: Equation) -> tuple[Sequence[str], Sequence[bool]]:
+    """The dtypes in which a contraction takes its operands, and which come in them as well."""
+    how: In8Bits | None = eqn.params.get("how")
+    if how is None:
+        return [eqn.params["run"]] * 2, [False] * 2
+    return [how.rules.format_of(part.role) for part in how.both], [part.shared for part in how.both]
 
 
 def _module(sites: Sequence[Site]) -> str:
@@ -139,8 +175,9 @@ def _dtypes(variables: Sequence[Atom]) -> tuple[str, ...]:
 
 
 def _run(eqn: Equation) -> tuple[str, ...]:
-    if eqn.primitive.name == "polymp_contraction":
-        return (eqn.params["run"],)
+    if eqn.primitive.name in OURS:
+        how: In8Bits | None = eqn.params.get("how")
+        return (eqn.params["run"] if how is None else how.format,)
     return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
 
 
@@ -161,6 +198,6 @@ def _counts(eqn: Equation) -> bool:
     if _is_cast(eqn):
         return True
     name = eqn.primitive.name
-    if name in _SILENT or name == "convert_element_type":
+    if name in _SILENT or name in ("convert_element_type", "polymp_fp8_quantise"):
         return False
     return any(float_dtype(v) for v in eqn.invars if not hasattr(v, "val"))

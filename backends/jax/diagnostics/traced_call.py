@@ -31,6 +31,8 @@ class Followed(NamedTuple):
         op: name of the op.
         spelling: jax's name of it.
         saved: casts that were spared, by reason.
+        recipe: of a product in 8 bits; "" of others.
+        fallback: why a product with rule fp8 is not in 8 bits; "" of others.
     """
 
     entry: decision_log.Entry | None
@@ -38,6 +40,8 @@ class Followed(NamedTuple):
     op: str
     spelling: str
     saved: dict[str, int]
+    recipe: str = ""
+    fallback: str = ""
 
 
 class Record(decision_log.Recorder):
@@ -64,7 +68,9 @@ class Record(decision_log.Recorder):
         else:
             spelled = spelling(what.eqn)
             op = op_named(spelled)
-        self.calls[name] = Followed(entry, low, op, f"jax:{spelled}", {})
+        recipe = "" if what.in_8_bits is None else what.in_8_bits.recipe
+        followed = Followed(entry, low, op, f"jax:{spelled}", {}, recipe, what.fallback)
+        self.calls[name] = followed
         return name
 
     def spared(self, what: Step, why: str) -> None:

@@ -164,7 +164,8 @@ class _LowInputs:
         """The step for low operands, and which of its results are low."""
         eqn, name = step.eqn, step.eqn.primitive.name
         none: Held = [None] * len(eqn.outvars)
-        if step.kind is Kind.CONTRACT:
+        low_product = step.kind is Kind.CONTRACT and step.in_8_bits is None
+        if low_product:
             for at, low in enumerate(lows):
                 if low is not None and at < 2 and step.low == low.dtype:
                     self.read |= low.inputs
@@ -183,7 +184,7 @@ class _LowInputs:
                 return self.moved(step, [low] * len(eqn.outvars))
         elif step.inside is not None:
             return self.inside(step, step.inside, lows)
-        dtype = step.low if step.kind is Kind.CONTRACT else "float32"
+        dtype = step.low if low_product else "float32"
         for low in lows:
             if low is not None and not low.inputs <= self.wide.keys():  # the first read is reported
                 self.refuse(low, Wide(dtype, self.reader(step, dtype)))

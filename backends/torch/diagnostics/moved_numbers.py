@@ -50,7 +50,8 @@ class Chance:
 
     def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
         self._moves += 1
-        if t.numel():
+        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
+        if t.numel() and t.itemsize > 1:
             # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN.
             exact = t.double()
             t.copy_(torch.where(t.isfinite(), exact + self._shares(exact) * by, exact))

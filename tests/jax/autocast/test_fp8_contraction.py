@@ -1,0 +1,284 @@
+"""Products in 8 bits: values and gradients against numpy, under every transformation of jax."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from polymp.backends.jax.autocast import fp8_contraction
+from polymp.backends.jax.diagnostics.sites import equations
+from polymp.dtypes import FORMATS
+from polymp.fp8.recipes import RECIPES
+from polymp.jax import autocast
+from tests.support.jax import eight_devices
+from tests.support.jax.fp8_models import NAMES, batch, layers, loss, policy, product
+
+BF16 = FORMATS["bfloat16"].eps / 2
+
+
+def run(recipe, fn=loss):
+    return jax.value_and_grad(autocast(fn, policy=policy(recipe)), (0, 1))
+
+
+def same(one, other):
+    """How many arrays of two results differ in some bit."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return sum(not np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+
+
+def off(one, other):
+    """The largest difference, in parts of the largest number of an array."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in both)
+
+
+def numbers(*shapes):
+    keys = jax.random.split(jax.random.key(3), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["x @ w", "w.T @ x.T"])
+@pytest.mark.parametrize("name", NAMES)
+def test_result_and_gradients_are_those_of_numpy(name, turned):
+    x, w, g = numbers((48, 64), (64, 32), (48, 32))
+    x, g = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
+
+    def fn(x, w):
+        x = -x  # no argument: else it would count as the weight, as the second of two of them
+        made = jnp.einsum("kn,mk->nm", w, x).T if turned else x @ w
+        return made.astype(jnp.float32)
+
+    made, pull = jax.vjp(autocast(fn, policy=policy(name)), -x, w)
+    of_x, of_w = pull(g.astype(made.dtype))
+    of_x = -of_x
+    recipe = RECIPES[name]
+    x, w, g = (np.asarray(a) for a in (x, w, g))
+    want = product(x, w, recipe, "result", ("activation", "weight"))
+    assert off(made, want) <= 1.01 * BF16
+    want = product(g, w.T, recipe, "input_gradient", ("gradient", "weight"))
+    assert of_x.dtype == jnp.bfloat16
+    assert off(of_x, want) <= 1.01 * BF16
+    assert of_w.dtype == jnp.float32
+    if recipe.weight_gradient_high:
+        want = x.astype(np.float64).T @ g.astype(np.float64)
+    else:
+        want = product(x.T, g, recipe, "weight_gradient", ("activation", "gradient"))
+    assert off(of_w, want) <= 1e-6, "a parameter's gradient is not rounded"
+    assert off(of_w, x.astype(np.float64).T @ g.astype(np.float64)) <= 0.1
+
+
+def test_the_comparison_finds_another_format_or_scale():
+    x, w = (np.asarray(a) for a in numbers((48, 64), (64, 32)))
+    roles = ("activation", "weight")
+    want = product(x, w, RECIPES["tensorwise"], "result", roles)
+    assert off(product(x, w, RECIPES["rowwise"], "result", roles), want) > 1e-3
+    assert off(product(x, w, RECIPES["tensorwise"], "result", ("gradient", "weight")), want) > 1e-3
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("scale", [1.0, 100.0, 2.0**16])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_a_scaled_loss_are_finite(name, scale):
+    params, x = layers(), batch()
+    plain = jax.grad(autocast(loss, policy=policy(name)))(params, x)
+    scaled = jax.grad(lambda p, x: autocast(loss, policy=policy(name))(p, x) * scale)(params, x)
+    assert off(jax.tree.map(lambda g: g / scale, scaled), plain) <= (0 if scale != 100 else 0.1)
+
+
+# --- transformations ------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_jit_scan_and_remat_change_no_bit(name):
+    params, x = layers(), batch()
+    plain = run(name)(params, x)
+
+    def remat(policy):
+        layer = jax.checkpoint(lambda h, w: jnp.tanh(h @ w), policy=policy)
+        return lambda params, x: loss(params, x, layer)
+
+    def scanned(params, x):
+        *names, last = sorted(params)
+        stacked = jnp.stack([params[name] for name in names])
+
+        def fold(h, _):
+            return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, stacked)[0]
+
+        return loss({"all": stacked, "last": params[last]}, x, fold)
+
+    ways = {
+        "jit": jax.jit(run(name)),
+        "remat": jax.jit(run(name, remat(None))),
+        "saved dots": jax.jit(run(name, remat(jax.checkpoint_policies.dots_saveable))),
+        "scan": jax.jit(run(name, scanned)),
+    }
+    wrong = {way: same(fn(params, x), plain) for way, fn in ways.items()}
+    print(name, wrong)
+    assert not any(wrong.values())
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_is_one_after_the_other(name):
+    params, xs = layers(), jnp.stack([batch(), 3 * batch() + 1, batch() ** 3])
+    one = run(name)
+    want = [one(params, x) for x in xs]
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *want)
+    assert same(jax.vmap(one, (None, 0))(params, xs), want) == 0
+    many = jax.tree.map(lambda w: jnp.stack([w, 2 * w, -w]), params)
+    each = [one(jax.tree.map(lambda w, i=i: w[i], many), x) for i, x in enumerate(xs)]
+    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    assert same(jax.vmap(one, (0, 0))(many, xs), want) == 0
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_a_vmapped_function_sums_over_the_batch(name):
+    params, xs = layers(), jnp.stack([batch(), batch() ** 3])
+    fn = autocast(loss, policy=policy(name))
+    of_params, of_xs = jax.grad(
+        lambda p, xs: jax.vmap(fn, (None, 0))(p, xs).sum(), (0, 1)
+    )(params, xs)  # fmt: skip
+    each = [jax.grad(fn, (0, 1))(params, x) for x in xs]
+    assert same(of_xs, jnp.stack([g for _, g in each])) == 0
+    # One product for the batch, with one scale for a tensor: numbers of the same precision.
+    want = jax.tree.map(lambda *leaves: sum(leaves), *[g for g, _ in each])
+    assert off(of_params, want) <= (0.1 if name == "tensorwise" else 1e-5)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode(name):
+    params, x = layers(), batch()
+    fn = autocast(loss, policy=policy(name))
+    moves = jax.tree.map(lambda w: 0.1 * w, params)
+    made, tangent = jax.jvp(fn, (params, x), (moves, x))
+    assert made == fn(params, x)
+    of_params, of_x = jax.grad(fn, (0, 1))(params, x)
+    dots = jax.tree.map(lambda g, t: (g * t).sum(), (of_params, of_x), (moves, x))
+    assert float(tangent) == pytest.approx(float(sum(jax.tree.leaves(dots))), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_a_second_derivative_is_refused(name):
+    params, x = layers(), batch()
+    grad = jax.grad(autocast(loss, policy=policy(name)))
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        jax.jvp(grad, (params, x), (params, x))
+    lean = jax.grad(autocast(loss, policy="lean"))  # what the message says to write
+    assert np.isfinite(jax.tree.leaves(jax.jvp(lean, (params, x), (params, x)))[0]).all()
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_custom_rule_with_products_has_its_derivative(name):
+    @jax.custom_jvp
+    def twice(h, w):
+        return jnp.tanh(h @ w) @ w
+
+    @twice.defjvp
+    def _(primals, tangents):
+        (h, w), (dh, dw) = primals, tangents
+        inner = jnp.tanh(h @ w)
+        moved = (1 - inner**2) * (dh @ w + h @ dw)
+        return inner @ w, moved @ w + inner @ dw
+
+    def by_jax(h, w):
+        return jnp.tanh(h @ w) @ w
+
+    params, x = layers(), batch()
+    ours, plain = (
+        jax.grad(autocast(lambda p, x, f=f: loss(p, x, f), policy=policy(name)))(params, x)
+        for f in (twice, by_jax)
+    )
+    assert off(ours, plain) <= 0.15
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_programs(name):
+    """A mesh has the scales of the whole array; a shard_map has those of each device's part."""
+    seen = eight_devices.run("fp8_on_mesh", name)
+    print(name, seen)
+    apart = seen.pop("one scale or eight")
+    assert max(seen.values()) <= 1e-2, "the loss is rounded to bfloat16 before it is added up"
+    assert max(seen[way] for way in seen if way.startswith("mesh")) <= 1e-5
+    if name == "tensorwise":
+        assert apart > 1e-2, "the check can tell them apart"
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def products(recipe, direction):
+    """The dtypes of the operands of the products that a program makes in a direction."""
+    closed = jax.make_jaxpr(jax.grad(autocast(loss, policy=policy(recipe)), (0, 1)))(
+        layers(), batch()
+    )
+    return [
+        site.eqn.params["how"].format
+        for site in equations(closed)
+        if site.eqn.primitive is fp8_contraction.fp8_contraction_p
+        and site.scope.direction == direction
+    ]
+
+
+def test_formats_by_direction():
+    assert products("tensorwise", "forward") == ["float8_e4m3fn"] * 3
+    assert products("tensorwise", "backward") == ["float8_e5m2"] * 6
+    assert products("rowwise", "backward") == ["float8_e4m3fn"] * 6
+    assert products("rowwise_gw_hp", "backward") == ["float8_e4m3fn"] * 3
+
+
+def dots(text):
+    """Of each product in a StableHLO program, the dtypes of its operands and of its result."""
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    return [tuple(re.findall(r"tensor<[\dx]*x(\w+)>", line.split(" : ")[1])) for line in lines]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lowered_program_multiplies_8_bit_operands(name, platform):
+    exported = jax.export.export(jax.jit(run(name)), platforms=[platform])(layers(), batch())
+    text = exported.mlir_module()
+    low, gradient = "f8E4M3FN", "f8E5M2" if name == "tensorwise" else "f8E4M3FN"
+    found = dots(text)
+    forward = [(low, low, "f32")] * 3
+    backward = [d for d in found if gradient in d] if name == "tensorwise" else found[3:]
+    assert found[:3] == forward
+    eights = [d for d in found if d[0].startswith("f8") and d[1].startswith("f8")]
+    high = 3 if name == "rowwise_gw_hp" else 0
+    assert len(eights) == 9 - high
+    assert len(found) - len(eights) == high, "the weight's gradient"
+    assert len(backward) == 6
+    # Forward may add up in the matrix units alone; gradients are precise, as in torchao.
+    assert text.count("precision = [HIGHEST, HIGHEST]") == 6 - high
+    assert all(d[2] == "f32" for d in eights)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_scales_of_a_tensor_are_scalars_behind_the_product(platform):
+    """XLA makes them part of its gemm: gemm_rewriter.cc, MatchFp8Param and F8ScaleD."""
+    fn = autocast(lambda x, w: x @ w, policy="fp8")
+    args = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 48), jnp.float32)
+    lines = jax.export.export(jax.jit(fn), platforms=[platform])(*args).mlir_module().splitlines()
+    at = next(i for i, line in enumerate(lines) if "stablehlo.dot_general" in line)
+    made = lines[at].split("=")[0].strip()
+    behind = " ".join(lines[at + 1 : at + 20])
+    for _ in range(2):
+        line = next(one for one in lines[at:] if "stablehlo.multiply" in one and made in one)
+        factor = line.split("stablehlo.multiply")[1].split(",")[1].split(":")[0].strip()
+        spread = next(one for one in lines if one.strip().startswith(f"{factor} ="))
+        assert "broadcast_in_dim" in spread
+        assert "(tensor<f32>)" in spread, "a scalar"
+        made = line.split("=")[0].strip()
+    assert "stablehlo.convert" in behind
+
+
+def test_a_cpu_runs_the_program_as_it_is():
+    lowered = jax.jit(autocast(lambda x, w: x @ w, policy="fp8")).lower(batch()[0], layers()["w0"])
+    assert dots(lowered.as_text()) == [("f8E4M3FN", "f8E4M3FN", "f32")]

@@ -1,0 +1,341 @@
+"""Regions with products in 8 bits: what falls back, what is saved, and faults, which all show."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import polymp
+from polymp.backends.jax.autocast import fp8_quantise
+from polymp.errors import PolicyError
+from polymp.jax import GradScaler, autocast, explain, fp8_policy, freeze, locate, lower
+from tests.support.jax.fp8_models import NAMES, Llama, batch, layers, loss, policy
+from tests.support.jax.hlo import residual_bytes
+from tests.support.sizes import LONG, size
+
+# The scaler is there to find Inf and NaN alone.
+pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
+
+EXAMPLES = str(Path(__file__).parents[3] / "examples")
+
+
+# --- what cannot run in 8 bits --------------------------------------------------------------------
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+X, W = ones(32, 64), ones(64, 48)
+
+FALLBACKS = {
+    "m is odd": (jnp.matmul, (ones(33, 64), W), "m = 33 is not a multiple of 16"),
+    "k is odd": (jnp.matmul, (ones(32, 40), ones(40, 48)), "k = 40 is not a multiple of 16"),
+    "n is odd": (jnp.matmul, (X, ones(64, 10)), "n = 10 is not a multiple of 16"),
+    "a row": (jnp.matmul, (ones(64), W), "m = 1 is not a multiple of 16"),
+    "small": (jnp.matmul, (ones(2, 4), ones(4, 8)), "m = 2 is not a multiple of 16"),
+    "empty": (jnp.matmul, (ones(0, 64), W), "m = 0: there is nothing to multiply"),
+    "integers": (jnp.matmul, (ones(32, 64, dtype=int), ones(64, 48, dtype=int)),
+                 "an operand is int32, which is not quantised to 8 bits"),
+    "a batch": (jnp.matmul, (ones(3, 32, 64), ones(3, 64, 48)),
+                "it is a batch of 3 products, which no 8-bit kernel takes"),
+    "groups": (jax.lax.ragged_dot, (X, ones(2, 64, 48), jnp.array([16, 16])),
+               "JAX's ragged_dot_general has no form in 8 bits"),
+}  # fmt: skip
+
+
+def grouped():
+    return polymp.policy("fp8").override(rules={"grouped_mm": "fp8"})
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_a_fallback_runs_as_lower_and_says_why(case):
+    fn, args, why = FALLBACKS[case]
+    with jax.default_matmul_precision("default"):
+        (call,) = explain(autocast(fn, policy=grouped()), *args)
+        found = autocast(fn, policy=grouped())(*args)
+    assert (call.rule, call.recipe, call.fallback) == ("fp8", "", why)
+    want = autocast(fn, policy="lean")(*args)
+    assert found.dtype == want.dtype
+    assert np.array_equal(found, want)
+    print(f"{case}: {call.run}, {call.fallback}")
+
+
+def test_float64_falls_back():
+    with jax.enable_x64(True):
+        args = ones(32, 64, dtype=jnp.float64), ones(64, 48, dtype=jnp.float64)
+        (call,) = explain(autocast(jnp.matmul, policy="fp8"), *args)
+        assert autocast(jnp.matmul, policy="fp8")(*args).dtype == jnp.float64
+    assert call.fallback == "an operand is float64, which is not quantised to 8 bits"
+    assert call.run == "float64"
+
+
+def test_sizes_that_are_symbols_fall_back():
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    exported = jax.export.export(jax.jit(autocast(jnp.matmul, policy="fp8")))(x, W)
+    assert exported.call(X, W).dtype == jnp.bfloat16
+    assert "f8E4M3FN" not in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        (("cuda", (8, 0)), "the GPU has compute capability 8.0; 8-bit products need 8.9 or newer"),
+        (("tpu", None), "polymp has no 8-bit products on tpu"),
+        (("cuda", (9, 0)), "k = 64, n = 48 is so small that 8 bits are slower than bfloat16"),
+    ],
+)
+def test_devices_without_8_bit_units_fall_back(monkeypatch, device, why):
+    monkeypatch.setattr("polymp.backends.jax.compat.device_type", lambda: device)
+    (call,) = explain(autocast(jnp.matmul, policy="fp8"), X, W)
+    assert call.fallback == why
+
+
+def test_one_product_of_a_model_in_8_bits_is_told():
+    report = explain(jax.grad(autocast(loss, policy=policy("rowwise"))), layers(), batch())
+    products = report.of("linear")
+    assert {(call.recipe, call.run) for call in products} == {("rowwise", "float8_e4m3fn")}
+    assert report.kept_fp8 == 3 * batch().size
+    assert "products in 8 bits" in str(report)
+    assert set(report.flops) == {"float8_e4m3fn"}
+
+
+def test_float16_is_refused():
+    with pytest.raises(PolicyError, match="needs a region of dtype bfloat16, not float16"):
+        autocast(loss, policy="fp8", dtype="float16")
+
+
+def test_a_recording_has_the_recipe_and_the_reason():
+    with polymp.recording() as record:
+        autocast(jnp.matmul, policy="fp8")(X, W)
+        autocast(jnp.matmul, policy="fp8")(X, W[:, :10])
+    told = [(entry.recipe, entry.fallback) for entry in record.of("linear")]
+    assert told == [("tensorwise", ""), ("", "n = 10 is not a multiple of 16")]
+
+
+# --- the first and the last product ---------------------------------------------------------------
+
+
+class Three(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.middle, self.last = (nnx.Linear(64, 64, rngs=rngs) for _ in range(3))
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.middle(nnx.relu(self.first(x)))))
+
+
+def test_the_first_and_the_last_product_stay_in_bfloat16():
+    kept = fp8_policy(Three(), batch(), policy=policy("rowwise"))
+    assert (kept.scopes, kept.fp8) == (("first", "last"), "rowwise")
+    report = explain(autocast(lambda model, x: model(x), policy=kept), Three(), batch())
+    runs = {call.module: call.run for call in report.of("linear")}
+    assert runs == {"first": "bfloat16", "middle": "float8_e4m3fn", "last": "bfloat16"}
+
+
+def test_fp8_policy_refuses_what_has_no_modules():
+    with pytest.raises(PolicyError, match="fewer than three modules") as error:
+        fp8_policy(loss, layers(), batch())
+    assert "jax.named_scope" in str(error.value)
+
+    def named(params, x):
+        for name in sorted(params):
+            with jax.named_scope(name):
+                x = x @ params[name]
+        return x
+
+    assert fp8_policy(named, layers(), batch()).scopes == ("w0", "w2")
+    with pytest.raises(PolicyError, match="runs no product in 8 bits"):
+        fp8_policy(named, layers(), batch(), policy="lean")
+
+
+def test_freeze_leaves_the_weights_of_8_bit_products():
+    params, fn = layers() | {"w3": jnp.ones((64, 40))}, autocast(loss, policy="fp8")
+    serve, served = freeze(fn, params, batch())
+    assert set(serve.stored) == {"['w3']"}, "which falls back"
+    assert "runs its product in 8 bits" in serve.kept["['w0']"]
+    assert serve(served, batch()) == fn(params, batch())
+
+
+# --- planted Inf and NaN --------------------------------------------------------------------------
+
+BAD = (np.inf, -np.inf, np.nan)
+PLACES = [
+    (operand, layer, value)
+    for operand in ("activation", "weight", "gradient")
+    for layer in range(3)
+    for value in BAD
+] + [("activation", 1, value) for value in BAD]  # 30 for each recipe, the last in another row
+
+
+@jax.custom_vjp
+def planted(h, _):
+    return h
+
+
+planted.defvjp(
+    lambda h, bad: (h, bad), lambda bad, g: (g + bad.astype(g.dtype), jnp.zeros_like(bad))
+)
+
+
+def model(params, x, plants):
+    """Three layers; relu makes 0 of -Inf, so that nothing but the product would show it."""
+    h = lower(x)
+    for at, name in enumerate(sorted(params)):
+        h = h + plants["activation"][at].astype(h.dtype)
+        h = planted(h @ (params[name] + plants["weight"][at]), plants["gradient"][at])
+        h = jax.nn.relu(h)
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+def nothing():
+    x, w = jnp.zeros((3, 2, 32, 64)), jnp.zeros((3, 64, 64))
+    return {"activation": x, "weight": w, "gradient": x}
+
+
+def plants(number):
+    operand, layer, value = PLACES[number]
+    at = (layer, 3, 5) if operand == "weight" else (layer, number % 2, 3 + number // 27, 5)
+    found = nothing()
+    return found | {operand: found[operand].at[at].set(value)}
+
+
+@cache
+def step(recipe):
+    def run(params, x, plants):
+        scaler = GradScaler(init_scale=8.0)
+        fn = autocast(model, policy=policy(recipe))
+        grads = jax.grad(lambda p: scaler.scale(fn(p, x, plants)))(params)
+        return scaler.unscale(grads)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_the_scaler_sees_every_planted_inf_and_nan(recipe):
+    seen = [not step(recipe)(layers(), batch(), plants(i))[1] for i in range(len(PLACES))]
+    print(f"{recipe}: {sum(seen)} of {len(seen)} places seen by the scaler")
+    assert all(seen)
+    assert step(recipe)(layers(), batch(), nothing())[1], "without a fault none is seen"
+
+
+@pytest.mark.sized
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("recipe", NAMES)
+def test_locate_sees_every_planted_inf_and_nan(recipe):
+    numbers = range(NAMES.index(recipe), len(PLACES), size(15, 1))
+    faults = [locate(step(recipe), layers(), batch(), plants(i)) for i in numbers]
+    print(f"{recipe}: {sum(map(bool, faults))} of {len(numbers)} places seen by locate")
+    assert all(fault is not None for fault in faults)
+    if LONG:
+        assert locate(step(recipe), layers(), batch(), nothing()) is None
+
+
+def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
+    """The checks above can fail: with a finite scale, a clipped Inf is a number like others."""
+    bare = fp8_quantise.VERBS._replace(
+        amax=lambda x, axis: jnp.nan_to_num(fp8_quantise._amax(x, axis), posinf=1, nan=1),
+        clip=lambda x, low, high: jnp.nan_to_num(jnp.clip(x, low, high)),
+    )
+    monkeypatch.setattr(fp8_quantise, "VERBS", bare)
+    step.cache_clear()
+    try:
+        seen = [not step("tensorwise")(layers(), batch(), plants(i))[1] for i in (9, 10)]
+        assert not all(seen)
+    finally:
+        step.cache_clear()
+
+
+# --- what is saved for the backward pass ----------------------------------------------------------
+
+
+def ratios(fn, params, *args):
+    default = residual_bytes(autocast(fn), params, *args)
+    return {
+        name: residual_bytes(autocast(fn, policy=policy(name)), params, *args) / default
+        for name in NAMES
+    } | {"lean": residual_bytes(autocast(fn, policy="lean"), params, *args) / default}
+
+
+def test_bytes_saved_by_a_block_of_a_llama():
+    graph, params = nnx.split(Llama(256, 704, 8))
+    inputs = params, jnp.ones((2, 128, 256))  # of a block inside a model, x has a gradient, too
+    found = ratios(lambda inputs: nnx.merge(graph, inputs[0])(lower(inputs[1])), inputs)
+    print({name: round(ratio, 3) for name, ratio in found.items()})
+    assert max(found["tensorwise"], found["rowwise"]) <= 0.65
+    assert found["rowwise_gw_hp"] <= found["lean"], "its activations are saved in bfloat16"
+
+
+def example():
+    """The example's module, its arguments, and its text."""
+    sys.path.insert(0, EXAMPLES)
+    try:
+        import job
+        import train_jax
+    finally:
+        sys.path.remove(EXAMPLES)
+    args = job.arguments(job.parser("train_jax.py", ""), ["--quiet"])
+    return train_jax, args, job.read(args.text, args.context), job
+
+
+def test_bytes_saved_by_the_example():
+    train_jax, args, text, job = example()
+    graph, params = nnx.split(train_jax.first_model(text, args))
+    tokens = next(iter(job.batches(text, args)))
+    found = ratios(lambda p, x: train_jax.loss_on(nnx.merge(graph, p), x), params, tokens)
+    print({name: round(ratio, 3) for name, ratio in found.items()})
+    assert max(found["tensorwise"], found["rowwise"]) <= 0.65
+    assert found["rowwise_gw_hp"] <= found["lean"]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_small_model_trains_as_in_bfloat16(name):
+    def trained(chosen):
+        def mean(params, x):
+            return loss(params, x) + jnp.mean((x @ params["w0"] - x) ** 2)
+
+        fn = jax.jit(jax.value_and_grad(autocast(mean, policy=chosen)))
+        params = layers()
+        for _ in range(60):
+            _, grads = fn(params, batch())
+            params = jax.tree.map(lambda w, g: w - 2.0 * g, params, grads)
+        return float(mean(params, batch()))
+
+    start = float(loss(layers(), batch()) + jnp.mean((batch() @ layers()["w0"] - batch()) ** 2))
+    losses = trained("lean"), trained(policy(name))
+    print(f"{name}: {start:.4f} to {losses[1]:.4f}, in bfloat16 {losses[0]:.4f}")
+    assert losses[1] < start / 10
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.long
+def test_the_example_trains_as_in_bfloat16():
+    train_jax, args, text, _ = example()
+    args.steps = 1000
+    own, losses = train_jax.autocast, {}
+    for name in ("bfloat16", *NAMES):
+        chosen = None if name == "bfloat16" else policy(name)
+
+        def region(dtype, enabled, chosen=chosen):
+            return own(dtype=dtype, enabled=enabled, policy=chosen)
+
+        train_jax.autocast = region
+        try:
+            run = train_jax.train("bf16", text, args, jax.devices()[0])
+        finally:
+            train_jax.autocast = own
+        losses[name] = run.held_out[-1][1]
+    print({name: round(loss, 4) for name, loss in losses.items()}, f"after {args.steps} steps")
+    for name in NAMES:
+        assert losses[name] == pytest.approx(losses["bfloat16"], rel=0.01)
+        assert losses[name] != losses["bfloat16"]

@@ -13,12 +13,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
-from polymp.dtypes import FORMATS, FULL, widest
+from polymp.dtypes import FULL
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
 from polymp.fp8.recipes import recipe_of
 from polymp.rules import parse, scoped_rows, scopes
 from polymp.rules.answers import Decision, Why
+from polymp.rules.applied import applied
 from polymp.rules.row import LOW, Row, Rule, holds_instead, without
 from polymp.rules.vocabulary import vocabulary
 
@@ -44,8 +45,6 @@ class RowsUsed(Protocol):
 _InForce = Mapping[tuple[str, str], Row]
 
 _PARTS = Decision(Rule.PARTS)
-_KEEP = Decision(Rule.KEEP)
-_FORBID = Decision(Rule.FORBID)
 
 
 @dataclass(frozen=True)
@@ -254,35 +253,7 @@ class Policy:
         Returns:
             The decision, as in `decide`.
         """
-        match row.rule:
-            case Rule.LOWER | Rule.FP8:
-                return Decision(row.rule, dtype)
-            case Rule.FP32:
-                return Decision(row.rule, "float32")
-            case Rule.FP32_KEEP:
-                kept = [f for f in dtypes if f in FORMATS and f != "float64"]
-                return Decision(row.rule, "float32", widest(kept) if kept else None)
-            case Rule.WIDEST:
-                return self._widest(dtypes, dtype)
-            case Rule.FIRST:
-                known = dtypes[0] if dtypes and dtypes[0] in FORMATS else None
-                return Decision(row.rule, known)
-            case Rule.KEEP:
-                return _KEEP
-            case Rule.FORBID:
-                return _FORBID
-            case Rule.PARTS:
-                return _PARTS
-
-    def _widest(self, dtypes: Sequence[str], run: str) -> Decision:
-        for f in dtypes:
-            if f == "float64" or run == "float32":
-                continue  # once float32, it stays: a third dtype after it changes nothing
-            if f not in (run, "float32") and self.halves == "raise":
-                return Decision(Rule.FORBID)
-            if f in FORMATS:
-                run = widest((run, f))
-        return Decision(Rule.WIDEST, run)
+        return applied(row.rule, dtypes, dtype, self.halves)
 
     def override(
         self,

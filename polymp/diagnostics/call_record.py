@@ -38,6 +38,9 @@ class Call(NamedTuple):
         flops: of the matrix products, convolutions and attention in it; a multiply-add is two.
         kept: bytes of float32 that it keeps for the backward pass, parameters aside.
         times: how often it ran; all the counts above are for all times together.
+        recipe: of a product that ran in 8 bits; "" for others.
+        fallback: why a product with rule fp8 ran as under rule lower; "" for others.
+        kept_fp8: bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
     """
 
     backend: str
@@ -57,6 +60,9 @@ class Call(NamedTuple):
     flops: int = 0
     kept: int = 0
     times: int = 1
+    recipe: str = ""
+    fallback: str = ""
+    kept_fp8: int = 0
 
     @property
     def rule(self) -> str:
@@ -72,7 +78,8 @@ class Call(NamedTuple):
     @property
     def site(self) -> tuple[Any, ...]:
         """The fields in which calls of one site are equal."""
-        return (*self[:8], self.inputs, self.run, self.outputs)
+        dtypes = self.inputs, self.run, self.outputs
+        return (*self[:8], *dtypes, self.recipe, self.fallback)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data; the row as text."""
@@ -136,6 +143,16 @@ class CallList:
     def kept(self) -> int:
         """Bytes of float32 that are kept for the backward pass, parameters aside."""
         return sum(call.kept for call in self.calls)
+
+    @property
+    def kept_fp8(self) -> int:
+        """Bytes of 8-bit arrays that are kept for the backward pass."""
+        return sum(call.kept_fp8 for call in self.calls)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Products with rule fp8 that ran as under rule lower, by the reason."""
+        return _sums((call.fallback, call.times) for call in self.calls if call.fallback)
 
     def rows(self) -> set[Row]:
         """Return the rows of the policy that decided at least once; see `Policy.unused`."""
@@ -221,6 +238,7 @@ def _added(one: Call, other: Call) -> Call:
         flops=one.flops + other.flops,
         kept=one.kept + other.kept,
         times=one.times + other.times,
+        kept_fp8=one.kept_fp8 + other.kept_fp8,
     )
 
 

@@ -92,6 +92,8 @@ class Report(CallList):
                 "cast_bytes": self.cast_bytes,
                 "saved": self.saved,
                 "kept": self.kept,
+                "kept_fp8": self.kept_fp8,
+                "fallbacks": self.fallbacks,
                 "widened": len(self.widened()),
             },
             "calls": [call.to_dict() for call in self.calls],

@@ -166,7 +166,8 @@ def ruled(call: Call, known: str = "") -> str:
         The text.
     """
     row = by(call.row, call.op, known) if call.row else ""
-    return ", ".join(filter(None, (call.rule, row)))
+    fallback = f"run as lower: {call.fallback}" if call.fallback else ""
+    return ", ".join(filter(None, (call.rule, call.recipe, fallback, row)))
 
 
 def by(row: Row, op: str, known: str = "") -> str:
@@ -175,6 +176,17 @@ def by(row: Row, op: str, known: str = "") -> str:
     source = shipped[1] if shipped else row.source
     of, scope = row.of if row.of != op else "", f"in {row.scope}" if row.scope else ""
     return ", ".join(filter(None, (of, scope, source if source != known else "")))
+
+
+def _in_8_bits(report: CallList) -> str:
+    """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
+    ran = sum(call.times for call in report if call.recipe)
+    parts = [f"{plain_text.plural(ran, 'product')} in 8 bits"] if ran else []
+    if report.kept_fp8:
+        kept = plain_text.size(report.kept_fp8)
+        parts.append(f"{kept} kept for the backward pass, half as much as in bfloat16")
+    parts += [f"{count:,} as lower: {why}" for why, count in report.fallbacks.items()]
+    return "; ".join(parts)
 
 
 def totals(report: CallList, width: int | None = None) -> list[str]:
@@ -192,6 +204,7 @@ def totals(report: CallList, width: int | None = None) -> list[str]:
         ("casts", moved if report.casts else "none"),
         ("saved", ", ".join(saved) or "none"),
         ("kept", f"{plain_text.size(report.kept)} of float32 for the backward pass"),
+        ("fp8", _in_8_bits(report)),
         ("widened", widening(report).removeprefix("widened ")),
     ]
     rows = [(name, text) for name, text in pairs if text]

@@ -32,6 +32,8 @@ class Entry(NamedTuple):
         dtypes: of the float inputs.
         decision: the dtypes that followed.
         policy: name of the policy.
+        recipe: under rule fp8, the recipe that the product runs by in 8 bits; "" if it does not.
+        fallback: under rule fp8, why the product runs as under rule lower; "" if it does not.
     """
 
     backend: str
@@ -43,6 +45,8 @@ class Entry(NamedTuple):
     dtypes: tuple[str, ...]
     decision: Decision
     policy: str = ""
+    recipe: str = ""
+    fallback: str = ""
 
 
 class Decisions:

@@ -28,6 +28,11 @@ def checked(name: str, rule: str, kind: str, where: str) -> Op:
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"{where}: the name must be an identifier, such as 'my_op'")
     known = member(Rule, rule, "rule", where, f"for op {name!r}")
+    if known is Rule.FP8:
+        raise PolicyError(
+            f"{where}: rule fp8 is for matrix products of torch and JAX, not for op {name!r}. "
+            "Write lower."
+        )
     words = vocabulary()
     if kind != CUSTOM and kind not in words.kinds:
         raise PolicyError(

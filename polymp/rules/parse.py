@@ -12,11 +12,12 @@ from typing import cast
 
 from polymp import dtypes
 from polymp.errors import PolicyError
+from polymp.fp8.recipes import RECIPES
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Apply, Row, Rule, member
 from polymp.rules.vocabulary import nearest, vocabulary
 
-_KEYS = ("name", "summary", "extends", "halves", "rules", "scopes")
+_KEYS = ("name", "summary", "extends", "halves", "fp8", "rules", "scopes")
 
 
 def toml(content: str, where: str) -> Mapping[str, object]:
@@ -103,6 +104,8 @@ def overriding(
 
 
 def _names(ops: object, rule: str, where: str) -> Sequence[str]:
+    if rule == "fp8" and isinstance(ops, str) and ops in RECIPES:
+        raise PolicyError(f"{where}: fp8={ops!r} is a recipe. Write recipe={ops!r}.")
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise PolicyError(f"{where}: {rule}={ops!r} is not a list of ops. Write {rule}=[{ops!r}].")
     names = list(ops)

@@ -7,8 +7,8 @@ most specific row for an op wins. `parse` reads rows, `policy_files` policies; n
 what a tensor is.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
+from polymp.fp8.recipes import recipe_of
 from polymp.rules import parse, scoped_rows, scopes
 from polymp.rules.answers import Decision, Why
 from polymp.rules.row import LOW, Row, Rule, holds_instead, without
@@ -39,6 +40,9 @@ class RowsUsed(Protocol):
     def rows(self) -> set[Row]: ...
 
 
+# Rows by op, class or spelling, and dtype.
+_InForce = Mapping[tuple[str, str], Row]
+
 _PARTS = Decision(Rule.PARTS)
 _KEEP = Decision(Rule.KEEP)
 _FORBID = Decision(Rule.FORBID)
@@ -58,12 +62,15 @@ class Policy:
         halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
             "raise" forbids the call, as torch.amp does.
         inside: True for what `at` returns: the rows that have a scope hold.
+        fp8: the recipe of the rows with rule fp8, by name, see `polymp.fp8.recipes`; "tensorwise"
+            if there are such rows and none is given, "" if there are no such rows.
     """
 
     name: str
     rows: tuple[Row, ...]
     halves: str = "widen"
     inside: bool = False
+    fp8: str = ""
 
     def __post_init__(self) -> None:
         rows = tuple(sorted(self.rows, key=lambda row: row.key))
@@ -81,13 +88,17 @@ class Policy:
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
             )
+        if self.fp8:
+            recipe_of(self.fp8, f"policy {self.name!r}")
+        in_8_bits = any(row.rule is Rule.FP8 for row in rows)
+        object.__setattr__(self, "fp8", (self.fp8 or "tensorwise") if in_8_bits else "")
         object.__setattr__(self, "rows", rows)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.name, self.rows, self.halves, self.inside
+        fields = self.name, self.rows, self.halves, self.inside, self.fp8
         return type(self), fields  # a hash holds for one process
 
     def __repr__(self) -> str:
@@ -95,10 +106,13 @@ class Policy:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.halves, self.inside))
+        return hash((self.name, self.rows, self.halves, self.inside, self.fp8))
 
     @cached_property
-    def _in_force(self) -> Mapping[tuple[str, str], Row]:
+    def _in_force(self) -> _InForce:
+        return self._rows_in_force()
+
+    def _rows_in_force(self) -> _InForce:
         return {(row.of, row.dtype): row for row in self.rows if self.inside or not row.scope}
 
     @cached_property
@@ -132,7 +146,7 @@ class Policy:
 
     def _folded(self, found: Sequence[tuple[object, str]], scope: str) -> "Policy":
         rows = scoped_rows.folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
-        return Policy(self.name, rows, self.halves, inside=True)
+        return Policy(self.name, rows, self.halves, inside=True, fp8=self.fp8)
 
     @cached_property
     def _winners(self) -> dict[tuple[str, str, str], Row | None]:
@@ -151,24 +165,21 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = self._winner(*asked)
+            self._winners[asked] = _winner(self._in_force, *asked)
         return self._winners[asked]
 
-    def _winner(self, op: str, dtype: str, spelling: str) -> Row | None:
-        known = vocabulary().ops.get(op)
-        computes = known is not None and known.kind not in vocabulary().moving
-        names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
-        dtype = FULL.get(dtype, dtype)
-        for name in filter(None, names):
-            for low in (dtype, ""):
-                if row := self._in_force.get((name, low)):
-                    return row
-        if known and known.rule:
-            return Row(op, Rule(known.rule), source="register_op")
-        for low in (dtype, "") if computes else ():
-            if row := self._in_force.get(("default", low)):
-                return row
-        return None
+    def winners(self, asked: Iterable[tuple[str, str, str]]) -> Iterator[Row | None]:
+        """Yield what `winner` returns, and keep nothing: for all ops at once.
+
+        Args:
+            asked: the arguments of `winner` for each op.
+
+        Yields:
+            The row for each op, or None.
+        """
+        in_force = self._rows_in_force()
+        for each in asked:
+            yield _winner(in_force, *each)
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
         """Find the row that decides for an op, and so in which dtype the op runs.
@@ -203,6 +214,7 @@ class Policy:
         """Decide in which dtype an op runs, and which dtype its results get.
 
             lower      run = region dtype     out = as computed
+            fp8        as lower, if the product cannot run in 8 bits
             fp32       run = float32           out = as computed
             fp32_keep  run = float32           out = widest input
             widest     run = widest input      out = as computed
@@ -243,7 +255,7 @@ class Policy:
             The decision, as in `decide`.
         """
         match row.rule:
-            case Rule.LOWER:
+            case Rule.LOWER | Rule.FP8:
                 return Decision(row.rule, dtype)
             case Rule.FP32:
                 return Decision(row.rule, "float32")
@@ -277,6 +289,7 @@ class Policy:
         *,
         name: str = "",
         lower: Sequence[str] = (),
+        fp8: Sequence[str] = (),
         fp32: Sequence[str] = (),
         fp32_keep: Sequence[str] = (),
         widest: Sequence[str] = (),
@@ -285,6 +298,7 @@ class Policy:
         parts: Sequence[str] = (),
         rules: Mapping[str, object] | None = None,
         scopes: Mapping[str, Mapping[str, object]] | None = None,
+        recipe: str = "",
     ) -> "Policy":
         """Return this policy with some rows replaced.
 
@@ -297,6 +311,7 @@ class Policy:
         Args:
             name: of the result; this policy's with "*" appended, if left out.
             lower: ops, or classes as "class:NAME", that are to have this rule.
+            fp8: as `lower`; for matrix products.
             fp32: as `lower`.
             fp32_keep: as `lower`.
             widest: as `lower`.
@@ -305,18 +320,43 @@ class Policy:
             parts: as `lower`.
             rules: any rows, as the `[rules]` of a TOML file has them.
             scopes: rows by pattern of module paths, as `[scopes]` has them.
+            recipe: of the rows with rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; this
+                policy's, if left out.
 
         Returns:
             A new policy.
 
         Raises:
-            PolicyError: an unknown op, class or rule, or two rules for one op.
+            PolicyError: an unknown op, class, rule or recipe, or two rules for one op.
         """
-        lists = {"lower": lower, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
+        lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
         lists |= {"first": first, "keep": keep, "parts": parts}
         where = f"override of policy {self.name!r}"
         rows = parse.overriding(lists, rules or {}, scopes or {}, where)
-        return Policy(name or self.name.rstrip("*") + "*", rows, self.halves).over(self)
+        name = name or self.name.rstrip("*") + "*"
+        changed = Policy(name, rows, self.halves, fp8=self.fp8).over(self)
+        return changed.with_recipe(recipe, where) if recipe else changed
+
+    def with_recipe(self, recipe: str, where: str) -> "Policy":
+        """Return this policy with another recipe for its rows with rule fp8.
+
+        Args:
+            recipe: its name.
+            where: it was given, for messages.
+
+        Returns:
+            A policy with the same name and rows.
+
+        Raises:
+            PolicyError: there is no such recipe, or no such row.
+        """
+        recipe_of(recipe, where)
+        if not self.fp8:
+            raise PolicyError(
+                f"{where}: fp8 = {recipe!r} is for rows with rule fp8, and there are none. Write "
+                'such a row, as linear = "fp8", or extends = "fp8".'
+            )
+        return replace(self, fp8=recipe)
 
     def over(self, base: "Policy") -> "Policy":
         """Return this policy with the rows of another that it does not replace.
@@ -331,7 +371,7 @@ class Policy:
             A new policy with this one's name.
         """
         kept = without(base.rows, self.rows, holds_instead)
-        return Policy(self.name, (*kept, *self.rows), self.halves)
+        return Policy(self.name, (*kept, *self.rows), self.halves, fp8=self.fp8 or base.fp8)
 
     def unused(self, record: RowsUsed) -> tuple[Row, ...]:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.
@@ -344,3 +384,21 @@ class Policy:
         """
         used = record.rows()
         return tuple(row for row in self.rows if row not in used)
+
+
+def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | None:
+    """The row that decides for an op; see `Policy.winner`."""
+    known = vocabulary().ops.get(op)
+    computes = known is not None and known.kind not in vocabulary().moving
+    names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
+    dtype = FULL.get(dtype, dtype)
+    for name in filter(None, names):
+        for low in (dtype, ""):
+            if row := in_force.get((name, low)):
+                return row
+    if known and known.rule:
+        return Row(op, Rule(known.rule), source="register_op")
+    for low in (dtype, "") if computes else ():
+        if row := in_force.get(("default", low)):
+            return row
+    return None

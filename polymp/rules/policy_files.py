@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import cast
 
 from polymp.errors import PolicyError
 from polymp.rules import parse
@@ -113,8 +114,10 @@ def _policy(
     extends = data.get("extends")
     base = None if extends is None else _base(extends, where, above)
     rows = parse.rows(data, where)
-    policy = Policy(name, rows, str(data.get("halves", base.halves if base else "widen")))
-    return policy.over(base) if base else policy
+    halves = str(data.get("halves", base.halves if base else "widen"))
+    policy = Policy(name, rows, halves, fp8=base.fp8 if base else "")
+    policy = policy.over(base) if base else policy
+    return policy.with_recipe(cast(str, data["fp8"]), where) if "fp8" in data else policy
 
 
 def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy:
@@ -131,6 +134,7 @@ def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy:
 def to_toml(policy: Policy) -> str:
     """The policy as a TOML file that `load` reads back, equal row by row."""
     lines = [f"name = {_quoted(policy.name)}", f"halves = {_quoted(policy.halves)}"]
+    lines += [f"fp8 = {_quoted(policy.fp8)}"] if policy.fp8 else []
     for scope in sorted({row.scope for row in policy.rows}):
         lines += ["", f"[scopes.{_quoted(scope)}]" if scope else "[rules]"]
         of_scope = [row for row in policy.rows if row.scope == scope]

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from polymp import dtypes
+from polymp.errors import PolicyError
+from polymp.fp8 import fallback
 from polymp.rules.policy import Policy
+from polymp.rules.row import Rule
 
 F = TypeVar("F", bound=tuple[Any, ...])
 
@@ -45,6 +48,19 @@ class Region:
         # Only a disabled region has another dtype than a float one, by torch's own name.
         with suppress(ValueError):
             object.__setattr__(self, "dtype", dtypes.name(self.dtype))
+        if self.enabled and self.policy is not None and self.policy.fp8:
+            _check_fp8(self.policy, self.dtype)
+
+
+def _check_fp8(policy: Policy, dtype: str) -> None:
+    """Refuse an enabled region of another dtype than bfloat16 with products in 8 bits."""
+    in_8_bits = any(row.rule is Rule.FP8 and row.dtype in ("", dtype) for row in policy.rows)
+    if in_8_bits and dtype != fallback.REGION_DTYPE:
+        raise PolicyError(
+            f"autocast(): policy {policy.name!r} runs products in 8 bits, which needs a region of "
+            f"dtype bfloat16, not {dtype}: {fallback.NOT_FLOAT16}. Write bfloat16, or a policy "
+            "without rule fp8."
+        )
 
 
 class Stack(threading.local, Generic[F]):

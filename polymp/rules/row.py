@@ -26,6 +26,7 @@ class Rule(StrEnum):
     """
 
     LOWER = "lower"
+    FP8 = "fp8"
     FP32 = "fp32"
     FP32_KEEP = "fp32_keep"
     WIDEST = "widest"
@@ -42,6 +43,7 @@ class Rule(StrEnum):
 
 _PHRASES = {
     Rule.LOWER: "runs in the region's dtype",
+    Rule.FP8: "runs its product in 8 bits, or as lower where that is not possible",
     Rule.FP32: "runs in float32",
     Rule.FP32_KEEP: "runs in float32, and returns the widest input dtype",
     Rule.WIDEST: "runs in the widest of its inputs' dtypes and the region's",
@@ -108,6 +110,21 @@ class Row:
                 object.__setattr__(self, "dtype", dtypes.name(self.dtype, LOW))
             except (TypeError, ValueError) as error:
                 raise PolicyError(f"{where}: {of_op[4:]}: {error}") from None
+        if self.rule is Rule.FP8:
+            self._check_fp8(where, of_op)
+
+    def _check_fp8(self, where: str, of_op: str) -> None:
+        if self.dtype == "float16":
+            raise PolicyError(
+                f"{where}: rule fp8 {of_op} is for bfloat16 regions, not for float16. Write "
+                f'bfloat16 = "fp8".'
+            )
+        op = vocabulary().op_of(self.of)
+        if self.of != "class:matmul" and (op is None or op.kind != "matmul"):
+            raise PolicyError(
+                f"{where}: rule fp8 {of_op} is for matrix products alone: linear, matmul, mm, "
+                "addmm and others of class:matmul. Write lower."
+            )
 
     @property
     def key(self) -> tuple[str, str, str]:

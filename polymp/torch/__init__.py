@@ -7,6 +7,7 @@ from polymp.backends.torch.autocast.custom_ops import register
 from polymp.backends.torch.diagnostics.audit import audit
 from polymp.backends.torch.diagnostics.catch import catch
 from polymp.backends.torch.diagnostics.explain import explain
+from polymp.backends.torch.diagnostics.fp8_policy import fp8_policy
 from polymp.backends.torch.diagnostics.locate import locate
 from polymp.backends.torch.modules.pin import pin
 from polymp.backends.torch.modules.scoped import scoped
@@ -23,9 +24,9 @@ from polymp.torch import cpu, cuda
 
 __all__ = [
     "Frozen", "GradScaler", "LossScalers", "UpdateWatch", "audit", "autocast", "bake", "catch",
-    "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze",
-    "hold_casts", "is_autocast_available", "locate", "low_weights", "needs_float32", "pin",
-    "register", "scoped",
+    "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain",
+    "fp8_policy", "freeze", "hold_casts", "is_autocast_available", "locate", "low_weights",
+    "needs_float32", "pin", "register", "scoped",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ LAYERS = """
 errors dtypes code_origin plain_text progress
 versions
 integrations
+fp8
 rules policies
 scaling
 weights

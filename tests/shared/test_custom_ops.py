@@ -586,8 +586,8 @@ def test_what_is_wrong_in_any_framework_is_refused() -> None:
     )
     refused(
         PolicyError,
-        "register_op('own'): rule 'fp23' for op 'own' is not one of lower, fp32, fp32_keep, "
-        "widest, first, keep, forbid, parts.",
+        "register_op('own'): rule 'fp23' for op 'own' is not one of lower, fp8, fp32, "
+        "fp32_keep, widest, first, keep, forbid, parts.",
         lambda: register("own", "fp23", jax=function),
     )
     refused(

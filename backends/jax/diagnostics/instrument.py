@@ -53,6 +53,7 @@ class Twin:
         groups: by equation, as (parent, id), the number of the call that it ends.
         sites: of its equations, by the same.
         ask: an event whose operands are measured, too.
+        samples: False leaves out the samples of results, which take as long to compile as the rest.
 
     Attributes:
         events: in order.
@@ -66,8 +67,10 @@ class Twin:
         groups: Mapping[tuple[tuple[int, ...], int], int],
         sites: Mapping[tuple[tuple[int, ...], int], Site],
         ask: int | None = None,
+        samples: bool = True,
     ) -> None:
         self.closed = closed
+        self.samples = samples
         self.groups = groups
         self.sites = sites
         self.ask = ask
@@ -153,13 +156,13 @@ class Twin:
         )  # fmt: skip
         self.events.append(event)
         self._carried[number] = through.carried
-        nothing = jnp.zeros(0, jnp.float32)
+        nothing, none = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
             measures.lost(eqn, args, outs) if event.dtype == "float16" else nothing,
-            measures.sample(made[0]) if group is not None else nothing.astype(jnp.int32),
+            measures.sample(made[0]) if group is not None and self.samples else none,
             measures.operands(eqn, args) if number == self.ask else jnp.zeros((0, 5)),
-            jnp.zeros(0, jnp.int32),
+            none,
         )  # fmt: skip
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]

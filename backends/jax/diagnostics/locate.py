@@ -21,6 +21,7 @@ from polymp.backends.jax.diagnostics.measured_call import (
     inputs,
     measured,
     names,
+    quick_options,
 )
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.diagnostics.audit_records import Fault, Operand
@@ -57,7 +58,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         raise TypeError(f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}.")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
-    program = measured(fn, args, kwargs)
+    program = measured(fn, args, kwargs, once=True)
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
         facts, peaks = jax.device_get(program.run(program.traced.arrays))
@@ -66,8 +67,12 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
-        twin = Twin(program.traced.closed, program.twin.groups, program.twin.sites, found.node)
-        look = jax.jit(lambda arrays: twin.run(arrays)[0][found.node].operands)
+        made = program.twin
+        twin = Twin(made.closed, made.groups, made.sites, found.node, samples=False)
+        look = jax.jit(
+            lambda arrays: twin.run(arrays)[0][found.node].operands,
+            compiler_options=quick_options(program.traced.arrays),
+        )
         operands = np.asarray(look(program.traced.arrays))
     bad = _bad(program.twin.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round

@@ -35,9 +35,23 @@ class MeasuredCall(NamedTuple):
 
 
 def measured(
-    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    once: bool = False,
 ) -> MeasuredCall:
-    """A call, traced, with a twin that is not run yet."""
+    """A call, traced, with a twin that is not run yet.
+
+    Args:
+        fn: the function.
+        args: of the call.
+        kwargs: likewise.
+        once: True if the twin will run once, for where a value became not finite: it takes no
+            samples, and compiles with `quick_options`.
+
+    Returns:
+        The call.
+    """
     found = traced(fn, args, kwargs)
     calls: list[Call] = []
     of_event: dict[tuple[tuple[int, ...], int], int] = {}
@@ -50,8 +64,32 @@ def measured(
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
-    twin = Twin(found.closed, ends, places)
-    return MeasuredCall(found, calls, of_event, twin, jax.jit(twin.run))
+    twin = Twin(found.closed, ends, places, samples=not once)
+    run = jax.jit(twin.run, compiler_options=quick_options(found.arrays) if once else None)
+    return MeasuredCall(found, calls, of_event, twin, run)
+
+
+def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
+    """Options of XLA with which a twin that runs once takes less time in all, on CPUs.
+
+    A twin has several times the ops of its program, and nearly all of the first call is compiling.
+    With these its loops over elements are not optimised, and take two to three times as long.
+    Products are calls of kernels that are compiled already. The options are of XLA on CPUs alone.
+
+    Args:
+        arrays: that it will run on.
+
+    Returns:
+        The options for `jax.jit`; None for those of XLA.
+    """
+    devices = (device for x in arrays if isinstance(x, jax.Array) for device in x.devices())
+    platforms = {device.platform for device in devices} or {jax.default_backend()}
+    if platforms != {"cpu"}:
+        return None
+    options: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):  # a newer XLA has no such option
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 def _updates(site: Site) -> bool:

@@ -65,7 +65,7 @@ class autocast:  # the name is torch's
         device_type: the devices whose ops the region changes: "cpu", "cuda", "xpu", "mps", ...
         dtype: the low dtype, torch's own or a name such as "bfloat16", "bf16" or "fp16"; None takes
             torch's default for the device (cpu bfloat16, cuda float16), or the dtype of the region
-            that the object is made in.
+            that the object is made in; bfloat16 for a policy with rule fp8.
         enabled: False makes a subregion in which ops run in the dtypes of their inputs.
         cache_enabled: keep the casts of parameters until the region ends; None means yes.
         policy: which ops run in which dtype: a `Policy`, a shipped policy's name, the path of a
@@ -99,6 +99,8 @@ class autocast:  # the name is torch's
         if isinstance(dtype, str):
             dtype = dtype_names.of(dtype, "autocast(): dtype")
         self.device = device_type
+        if dtype is None and policy is not None and _in_8_bits(policy):
+            dtype = torch.bfloat16
         self.fast_dtype: torch.dtype = (
             torch.get_autocast_dtype(device_type) if dtype is None else dtype
         )
@@ -184,6 +186,12 @@ class autocast:  # the name is torch's
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
         return wrapper
+
+
+@dynamo.at_trace_time
+def _in_8_bits(policy: PolicyLike) -> bool:
+    """Return whether a policy has rows with rule fp8."""
+    return bool(policy_files.load(policy).fp8)
 
 
 @dynamo.at_trace_time

@@ -4,7 +4,7 @@ If the policy of that region agrees with torch for the op, the kernel passes the
 compiled kernel that it replaced. torch.compile traces through it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch.library import get_kernel
 
-from polymp.backends.torch.autocast import op_facts, region_casts, regions, torch_table
+from polymp.backends.torch.autocast import (
+    fp8_ops,
+    op_facts,
+    region_casts,
+    regions,
+    torch_table,
+)
 from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.fp8.recipes import RECIPES
 from polymp.rules import decision_log
 from polymp.rules.answers import Decision
 from polymp.rules.row import Rule
@@ -73,7 +80,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
             region_casts.writing(args[0])
         ruling = rulings.of(regions.in_force(device))
         if (found := decision_log.current()) is not None:
-            entry = entry_of(op, name, device, ruling, args)
+            entry = entry_of(op, name, device, ruling, args, kwargs)
             return found.around(entry, as_ruled, ruling, keys, args, kwargs)
         return as_ruled(ruling, keys, args, kwargs)
 
@@ -107,11 +114,21 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 
 
 def entry_of(
-    op: torch._ops.OpOverload, name: str, device: str, ruling: Ruling, args: Sequence[Any]
+    op: torch._ops.OpOverload,
+    name: str,
+    device: str,
+    ruling: Ruling,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> decision_log.Entry:
     """Return the entry of a record for a call of an op."""
     asked, region, row = tuple(dtypes(op, device, args)), ruling.region, ruling.row
     parts = Decision(Rule.PARTS)
     decision = parts if row is None else ruling.policy.apply(row, asked, region.dtype)
     at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
-    return decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
+    entry = decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
+    if decision.rule is not Rule.FP8:
+        return entry
+    recipe = RECIPES[ruling.policy.fp8]
+    why = fp8_ops.why_not(name, region, recipe, args, kwargs)
+    return entry._replace(recipe="" if why else recipe.name, fallback=why)

@@ -91,7 +91,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
                 return call(*args, **kwargs)
             run = runner(op, name, device)
             if (found := decision_log.current()) is not None:
-                entry = entry_of(op, name, device, ruling, args)
+                entry = entry_of(op, name, device, ruling, args, kwargs)
                 return found.around(entry, run, ruling, plain, call, args, kwargs)
             return run(ruling, plain, call, args, kwargs)
 

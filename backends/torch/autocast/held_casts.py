@@ -10,7 +10,7 @@ gets a node of its own in the graph: gradients are then added up as they are wit
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,11 @@ TOGETHER = frozenset({"cuda"})
 # Version, address, shape, strides and dtype of a tensor; () of none.
 Stamp = tuple[object, ...]
 
-# Dtype and stream of a cast; of a view's, its place, shape and strides, too.
+# What a weight is cast to: a dtype, or 8 bits in a way that is known by its value, which returns
+# the 8-bit tensor and its scale.
+How = torch.dtype | Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+# A `How` and the stream of a cast; of a view's, its place, shape and strides, too.
 Key = tuple[Any, ...]
 
 
@@ -42,12 +46,14 @@ class Held(NamedTuple):
         source: an alias of the source; keeps its memory.
         low: the cast.
         version: of the cast; an op may return it, or a view of it, and that may be written.
+        scale: of a cast to 8 bits; an empty tensor for others.
     """
 
     stamp: Stamp
     source: torch.Tensor
     low: torch.Tensor
     version: int
+    scale: torch.Tensor
 
     def is_of(self, stamp: Stamp) -> bool:
         """Return whether the cast was not written since, and its source has this stamp."""
@@ -90,7 +96,7 @@ class Weight:
 
 
 _NOTHING = torch.empty(0)
-_GONE = Held((), _NOTHING, _NOTHING, 0)  # of no source: the next use makes it again
+_GONE = Held((), _NOTHING, _NOTHING, 0, _NOTHING)  # of no source: the next use makes it again
 
 
 class HeldWeights:
@@ -176,18 +182,18 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     wants = t.requires_grad and torch.is_grad_enabled()
     if wants and t.numel() < SMALL:
         return t.to(dtype)
-    low = find(t, dtype)
-    if low is None:
+    found = find(t, dtype)
+    if found is None:
         return t.to(dtype)
     if not wants:
-        return low
-    return as_cast(t, low)
+        return found.low
+    return as_cast(t, found.low)
 
 
-def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+def find(t: torch.Tensor, how: How) -> Held | None:
     """Return the held cast of `t`, made if there is none; None if `t` is no held weight."""
     weight = held.by_id.get(id(t))
-    key: Key = dtype, None
+    key: Key = how, None
     if weight is None or weight.tensor is not t:
         if not t._is_view():
             return None
@@ -196,22 +202,22 @@ def find(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
             return None
         if t.is_neg():  # another number in the same place
             return None
-        key = dtype, None, t.storage_offset(), t.size(), t.stride()
+        key = how, None, t.storage_offset(), t.size(), t.stride()
     if modes.is_recorded() or t.is_inference():
         return None
     if t.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return None
-        key = dtype, torch.cuda.current_stream(t.device).stream_id, *key[2:]
+        key = how, torch.cuda.current_stream(t.device).stream_id, *key[2:]
     found = weight.casts.get(key)
     if found is None or not found.is_of(_stamp(t)):
         if not _is_plain(t) or not (len(key) == 2 or _has_room(weight, t, key)):
             return None
         found = _made_again(weight, t, key)
     elif weight.checked:
-        _check(weight, t, found.low)
+        _check(weight, t, how, found)
     weight.served += 1
-    return found.low
+    return found
 
 
 def _stamp(t: torch.Tensor) -> Stamp:
@@ -237,7 +243,8 @@ def _has_room(weight: Weight, view: torch.Tensor, key: Key) -> bool:
 
 
 def _made_again(weight: Weight, t: torch.Tensor, key: Key) -> Held:
-    if key in weight.casts and t is weight.tensor and t.device.type in TOGETHER:
+    together = t.device.type in TOGETHER and isinstance(key[0], torch.dtype)
+    if key in weight.casts and t is weight.tensor and together:
         _make_together(key)
         found = weight.casts[key]
         if found.is_of(_stamp(t)):
@@ -245,10 +252,16 @@ def _made_again(weight: Weight, t: torch.Tensor, key: Key) -> Held:
     # Made with gradients off, but not in inference mode: other regions will want to differentiate.
     with torch.inference_mode(False), torch.no_grad():
         source = t.detach()
-        low = source.to(key[0])
-        weight.casts[key] = found = Held(_stamp(t), source, low, low._version)
+        low, scale = _made(source, key[0])
+        weight.casts[key] = found = Held(_stamp(t), source, low, low._version, scale)
     weight.made += 1
     return found
+
+
+def _made(source: torch.Tensor, how: How) -> Sequence[torch.Tensor]:
+    if isinstance(how, torch.dtype):
+        return source.to(how), _NOTHING
+    return how(source)
 
 
 def _make_together(key: Key) -> None:
@@ -274,7 +287,7 @@ def _make_together(key: Key) -> None:
             lows = [torch.empty_like(source, dtype=dtype) for source in sources]
             torch._foreach_copy_(lows, sources)
             for (weight, stamp, source), low in zip(stale, lows, strict=True):
-                weight.casts[key] = Held(stamp, source, low, low._version)
+                weight.casts[key] = Held(stamp, source, low, low._version, _NOTHING)
                 weight.made += 1
 
 
@@ -287,11 +300,13 @@ def _is_dense(t: torch.Tensor) -> bool:
     )
 
 
-def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:
+def _check(weight: Weight, t: torch.Tensor, how: How, found: Held) -> None:
+    low = found.low
     with torch.inference_mode(False), torch.no_grad():
-        now = t.detach().to(low.dtype)
+        now, scale = _made(t.detach(), how)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[low.element_size()]
-    if not torch.equal(now.view(bits), low.view(bits)):
+    same_scale = torch.equal(scale.view(torch.int32), found.scale.view(torch.int32))
+    if not same_scale or not torch.equal(now.view(bits), low.view(bits)):
         raise StaleCastError(
             f"hold_casts: the cast of {weight.name!r} to {str(low.dtype).removeprefix('torch.')} "
             "is stale. The weight was written in a way that shows in no version, address or "
@@ -302,7 +317,8 @@ def _check(weight: Weight, t: torch.Tensor, low: torch.Tensor) -> None:
 
 def bytes_of(weights: Iterable[Weight]) -> int:
     """Bytes of the casts that are held now."""
-    return sum(cast.low.nbytes for weight in weights for cast in list(weight.casts.values()))
+    casts = [cast for weight in weights for cast in list(weight.casts.values())]
+    return sum(cast.low.nbytes + cast.scale.nbytes for cast in casts)
 
 
 def drop(tensors: Iterable[torch.Tensor]) -> None:

@@ -64,8 +64,9 @@ def _refuse_export(code: Code) -> None:
     if export.export_modes():
         name = codes.policies[code][SCOPE].name
         raise PolicyError(
-            f"torch.export cannot record the scopes of policy {name!r}. "
-            "Take them off, by remove() of the handle that scoped() returned, and export then."
+            f"torch.export cannot record the scopes of policy {name!r}. Export with "
+            "polymp.torch.bake(model, inputs), which writes the casts out; or without the scopes, "
+            "after remove() of the handle that scoped() returned."
         )
 
 

@@ -4,12 +4,14 @@ torch has no place for a policy. It has an autocast state in each thread, though
 restores around backward and checkpoints, by which torch.compile guards its graphs, and which
 torch's own autocast class restores. So the policies in force are written there: every set of
 policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of two
-devices that no build of torch has tensors on.
+devices that no build of torch has tensors on. Pairs are enough for two thousand sets; a process
+that uses more gets codes of three dtypes, the third of a device that hardly anyone has.
 """
 
 import threading
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import get_autocast_dtype, set_autocast_dtype, set_autocast_enabled
@@ -28,6 +30,10 @@ Code = tuple[torch.dtype, ...]
 SLOTS = ("ipu", "maia")
 NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
 
+# The third slot, of codes that are given out once there is no pair left.
+THIRD = "mtia"
+NO_THIRD: torch.dtype = get_autocast_dtype(THIRD)
+
 # In a set of policies by device: that of the module which is running, for devices without one.
 SCOPE = ""
 
@@ -41,12 +47,16 @@ class Codes:
         policies: by code, the policies by device. As long as `NONE` is the only one, no policy was
             ever used, and the code in force need not be read.
         free: the codes that are left.
+        three: True once there are codes of three dtypes.
         lock: held while a code is given out.
     """
 
     def __init__(self) -> None:
         self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
-        self.free: Iterator[Code] = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
+        pairs = [(a, b) for a in NAMES for b in NAMES if (a, b) != NONE]
+        more = ((a, b, c) for c in NAMES if c != NO_THIRD for a, b in pairs)
+        self.free: Iterator[Code] = chain(pairs, more)
+        self.three: bool = False
         self.lock: threading.Lock = threading.Lock()
 
 
@@ -68,15 +78,21 @@ def policy_at(device: str, *code: torch.dtype) -> Policy | None:
 @dynamo.no_frame
 def in_force() -> Code:
     """Return the code of the policies in force in this thread."""
-    return get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1])
+    code = get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1])
+    if codes.three and (third := get_autocast_dtype(THIRD)) != NO_THIRD:
+        return *code, third
+    return code
 
 
 @dynamo.no_frame
 def write(code: Code) -> None:
     """Put the policies of a code in force in this thread."""
-    for slot, dtype in zip(SLOTS, code, strict=True):
+    for slot, dtype in zip(SLOTS, code[:2], strict=True):
         set_autocast_enabled(slot, code != NONE)
         set_autocast_dtype(slot, dtype)
+    if codes.three:
+        set_autocast_enabled(THIRD, len(code) == 3)
+        set_autocast_dtype(THIRD, code[2] if len(code) == 3 else NO_THIRD)
 
 
 def inside(region: Region, outer: Code) -> Code:
@@ -90,9 +106,10 @@ def inside(region: Region, outer: Code) -> Code:
         The code.
 
     Raises:
-        PolicyError: the region is for a device of `SLOTS`, or there is no code left.
+        PolicyError: the region is for a device whose state holds codes.
     """
-    if region.device in SLOTS and len(codes.policies) > 1:
+    used = (*SLOTS, THIRD) if codes.three else SLOTS
+    if region.device in used and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
             "polymp writes them into torch's autocast state of that device. Use it in a process "
@@ -114,12 +131,7 @@ def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
     if not policies:
         return NONE
     with codes.lock:
-        try:
-            code = next(codes.free)
-        except StopIteration:
-            raise PolicyError(
-                f"this process has used {len(codes.policies)} different sets of policies, and "
-                "there are no more. Build a policy once and use it again."
-            ) from None
+        code = next(codes.free)
+        codes.three = len(code) == 3
         codes.policies[code] = dict(policies)
         return code

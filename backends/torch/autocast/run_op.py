@@ -11,10 +11,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from polymp.backends.torch.autocast import dtype_names, layer_norm, op_facts, recurrent, torch_table
+from polymp.backends.torch.autocast import (
+    dtype_names,
+    fp8_ops,
+    layer_norm,
+    op_facts,
+    recurrent,
+    torch_table,
+)
 from polymp.backends.torch.autocast.validate import APPENDED, dtype_at
 from polymp.backends.torch.compat import dispatcher
 from polymp.errors import ForbiddenOpError
+from polymp.fp8.recipes import RECIPES
 from polymp.rules.answers import Decision
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
@@ -76,7 +84,7 @@ class Rulings:
         how, decision = Apply.CAST, None
         if row is not None:
             how = _way(row, device, name, dtype)
-            if row.rule in (Rule.LOWER, Rule.FP32, Rule.KEEP):
+            if row.rule in (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP):
                 decision = policy.apply(row, (), dtype)
         return Ruling(region, policy, row, agrees, how, decision)
 
@@ -142,6 +150,10 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                 if own_kernel is not None:
                     return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
+        if decision.rule is Rule.FP8:
+            recipe = RECIPES[ruling.policy.fp8]
+            if not fp8_ops.why_not(name, ruling.region, recipe, args, kwargs):
+                return fp8_ops.run(name, recipe, args, kwargs)
         if picks and decision.rule is Rule.LOWER:
             dtype = dtype_names.DTYPES[decision.run or ""]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)

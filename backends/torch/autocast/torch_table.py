@@ -7,7 +7,7 @@ An op runs on its compiled kernel wherever a policy agrees with that table.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -19,6 +19,9 @@ from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import vocabulary
+
+# So many tables are kept, those used last; kernels keep what they have read in them.
+POLICIES = 32
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
@@ -61,14 +64,15 @@ def table(policy: Policy, dtype: str) -> Mapping[str, Row]:
     return _table(policy, dtype, len(vocabulary().registered))
 
 
-@cache
+@lru_cache(maxsize=POLICIES)
 def _table(policy: Policy, dtype: str, registered: int) -> Mapping[str, Row]:
     words = vocabulary()
     spelled = {overload: op.name for op in words.ops.values() for overload in op.aten}
     own = (row.of.removeprefix("aten:") for row in policy.rows if row.of.startswith("aten:"))
     found: dict[str, Row] = {}
-    for overload, op in (dict.fromkeys(own, "") | spelled).items():
-        row = policy.winner(op, dtype, f"aten:{overload}")
+    op_of = dict.fromkeys(own, "") | spelled
+    asked = ((op, dtype, f"aten:{overload}") for overload, op in op_of.items())
+    for overload, row in zip(op_of, policy.winners(asked), strict=True):
         if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
             continue
         if dispatcher.overload(overload) is None:  # this torch is too old or too new for it
@@ -99,7 +103,6 @@ def row(device: str, op: str, dtype: str) -> Row | None:
     return None
 
 
-@cache
 def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's compiled kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype).get(op)

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -37,7 +37,7 @@ def check(policy: Policy, device: str, dtype: str = "") -> None:
             )
 
 
-@cache
+@lru_cache(maxsize=torch_table.POLICIES)
 def refusals(policy: Policy) -> Mapping[Row, str]:
     """Return the rows that torch cannot follow on any device, each with the reason."""
     refused: dict[Row, str] = {}
@@ -56,9 +56,11 @@ def refusals(policy: Policy) -> Mapping[Row, str]:
         if op is not None and not op.aten and not op.rule and replace(row, dtype="") not in shipped:
             why = f"has a rule for {row.of!r}, which torch lacks. {op.note}"
             refused[row] = f"policy {policy.name!r} {why}"
-    for scope in {row.scope for row in policy.rows}:
+    patterns = {row.scope for row in policy.rows}
+    for scope in patterns:
         rows = {replace(row, scope=""): row for row in policy.rows if row.scope == scope}
-        alone = Policy(policy.name, tuple(rows), policy.halves)
+        scoped = patterns != {""}
+        alone = Policy(policy.name, tuple(rows), policy.halves) if scoped else policy
         for low in LOW:
             for name, row in torch_table.table(alone, low).items():
                 for why in _faults(row, name):

@@ -109,14 +109,16 @@ def in_transform(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def has_tangents() -> bool:
+    """Return whether forward-mode derivatives are computed. Since torch 1.9."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
 def is_transformed() -> bool:
     """Return whether a transform of torch.func is at work, or forward-mode differentiation.
 
     A kernel on the autocast key cannot call an autograd.Function in the first, for torch finds no
     kernel of `custom_function_call`; in the second, it would need a rule of its own.
-    `peek_interpreter_stack` since torch 2.0, `forward_ad._current_level` since 1.9.
+    `peek_interpreter_stack` since torch 2.0.
     """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch._C._functorch.peek_interpreter_stack() is not None or has_tangents()

@@ -34,7 +34,8 @@ class _Calls(OpTracer):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        self._saved: dict[int, tuple[Any, int, int]] = {}  # storage: reference, node, bytes
+        # By storage: a reference to it, the node that saved it, its bytes, and if they are 8-bit.
+        self._saved: dict[int, tuple[Any, int, int, bool]] = {}
         self._leaves: set[int] = set()
 
     def before(self, ran: Ran) -> None:
@@ -52,16 +53,21 @@ class _Calls(OpTracer):
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return
         key = storage.storage_key(t)
-        if t.dtype is torch.float32 and key and key not in self._saved:
+        in_8_bits = t.is_floating_point() and t.itemsize == 1
+        if (t.dtype is torch.float32 or in_8_bits) and key and key not in self._saved:
             reference = storage.storage_reference(t)  # so that the key is not another's meanwhile
-            self._saved[key] = reference, autograd.latest_node(), t.untyped_storage().nbytes()
+            size = t.untyped_storage().nbytes()
+            self._saved[key] = reference, autograd.latest_node(), size, in_8_bits
 
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
-        for key, (_, node, size) in self._saved.items():
+        for key, (_, node, size, in_8_bits) in self._saved.items():
             maker = self._origins.maker(node)
             if key not in self._leaves and maker is not None:
-                maker.kept += size
+                if in_8_bits:
+                    maker.kept_fp8 += size
+                else:
+                    maker.kept += size
         return [call_of(op_call) for op_call in self.calls]
 
 
@@ -85,6 +91,9 @@ def call_of(op_call: OpCall) -> Call:
         tuple(op_call.saved.items()),
         op_call.flops,
         op_call.kept,
+        recipe=op_call.recipe,
+        fallback=op_call.fallback,
+        kept_fp8=op_call.kept_fp8,
     )
 
 

@@ -34,6 +34,9 @@ class OpCall:
         saved: the number of casts that were not needed, by reason.
         flops: of products, convolutions and attention.
         kept: bytes of float32 kept for backward.
+        kept_fp8: bytes of 8-bit tensors kept for backward.
+        recipe: of a product in 8 bits, "" of others.
+        fallback: why a product with rule fp8 is not in 8 bits.
         backward: the backward of this call, once a part of it has run.
         ops: the number of ops that ran in it, without casts.
         sends: True for parameters and gradients that FSDP2 sends to other ranks.
@@ -63,6 +66,8 @@ class OpCall:
         self.saved: dict[str, int] = {}
         self.flops: int = 0
         self.kept = 0
+        self.kept_fp8 = 0
+        self.recipe = self.fallback = ""
         self.backward: OpCall | None = None
         self.ops: int = 0
         self.sends: bool = False

@@ -114,6 +114,7 @@ class OpTracer(decision_log.Recorder):
             entry.row,
             dtypes(float_tensors(given)) if self.counts else (),
         )
+        op_call.recipe, op_call.fallback = entry.recipe, entry.fallback
         if self.counts:
             self.calls.append(op_call)
         self._open.append(op_call)
@@ -159,6 +160,8 @@ class OpTracer(decision_log.Recorder):
                 origin.backward = OpCall(
                     origin.op, origin.spelling, place, BACKWARD, origin.region, origin.row
                 )
+                origin.backward.recipe = origin.recipe
+                origin.backward.fallback = origin.fallback
                 if self.counts:
                     self.calls.append(origin.backward)
             return origin.backward
@@ -186,7 +189,9 @@ class OpTracer(decision_log.Recorder):
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Called before a view, which is no call itself; its backward may be one."""
-        if (node := self._origins.new_node()) is not None:
+        # Without gradients a view has no node: the latest is that of the function that it is in.
+        node = self._origins.new_node() if torch.is_grad_enabled() else None
+        if node is not None:
             place, direction, _ = self._origins.where(frame)
             self._origins.made(node, self._alone(func, place, direction))
 

@@ -41,6 +41,10 @@ def shown(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, params, strict=False):
         if p in weights.places:
+            with torch.no_grad():  # of a weight that other code wrote, what was written is saved
+                low_parameters.prepare(weights, optimizer.state, p)
+            if p in weights.versions:
+                low_parameters.note_versions(weights, optimizer.state, p)
             own = {**low_parameters.ours(weights, optimizer.state, p), **state.get(number, {})}
             state[number] = {k: _viewed(v, torch.int16, torch.bfloat16) for k, v in own.items()}
     return {**state_dict, "state": state}

@@ -201,6 +201,8 @@ def test_all_of_it_is_plain_data() -> None:
         "cast_bytes": 840 * 1024,
         "saved": {"cached": 2},
         "kept": 1536 * 1024,
+        "kept_fp8": 0,
+        "fallbacks": {},
         "widened": 1,
     }
     assert len(data["calls"]) == 9

@@ -1,6 +1,7 @@
 """Policies as values: which row wins, what it decides, and what becomes of rows that are edited."""
 
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 from polymp.rules import policy as rules
 from polymp.rules.answers import Decision
+from polymp.rules.fp8_ends import kept_lower
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load
 from polymp.rules.region import Region
@@ -25,6 +27,7 @@ MINE = Policy(
     "mine",
     (
         Row("mm", Rule.LOWER),
+        Row("linear", Rule.FP8, "bfloat16"),
         Row("exp", Rule.FP32),
         Row("layer_norm", Rule.FP32_KEEP),
         Row("add", Rule.WIDEST),
@@ -53,6 +56,8 @@ DECISIONS = [
     ("mm", ["float32", "float32"], "bfloat16", Decision(Rule.LOWER, "bfloat16")),
     ("mm", ["float16", "float32"], "bfloat16", Decision(Rule.LOWER, "bfloat16")),
     ("mm", [], "float16", Decision(Rule.LOWER, "float16")),
+    ("linear", ["float32", "float32"], "bfloat16", Decision(Rule.FP8, "bfloat16")),
+    ("linear", ["float32"], "float16", Decision(Rule.PARTS)),
     ("exp", ["float16"], "float16", Decision(Rule.FP32, "float32")),
     ("exp", ["float64"], "float16", Decision(Rule.FP32, "float32")),
     ("layer_norm", ["float16"], "float16", Decision(Rule.FP32_KEEP, "float32", "float16")),
@@ -86,6 +91,79 @@ def test_decide(op, dtypes, low, expected):
     assert MINE.decide(op, dtypes, region(low)) == expected
     row = MINE.winner(op, low)
     assert row is None or MINE.apply(row, dtypes, low) == expected
+
+
+FP8_ROWS = Policy("mine", (Row("linear", Rule.FP8), Row("exp", Rule.FP32)))
+NO_ROWS = (
+    "is for rows with rule fp8, and there are none. Write such a row, as "
+    'linear = "fp8", or extends = "fp8".'
+)
+
+
+def test_the_recipe_of_a_policy():
+    assert (FP8_ROWS.fp8, MINE.fp8, load("amp").fp8) == ("tensorwise", "tensorwise", "")
+    rowwise = FP8_ROWS.override(recipe="rowwise", keep=["relu"])
+    assert rowwise.fp8 == rowwise.at("a.b").fp8 == pickle.loads(pickle.dumps(rowwise)).fp8
+    assert rowwise != FP8_ROWS.override(keep=["relu"])
+    assert rowwise.override(fp8=["mm"]).fp8 == "rowwise"
+    assert rowwise.override(lower=["class:matmul"]).fp8 == ""
+    assert Policy("p", (Row("mm", Rule.KEEP),)).over(rowwise).fp8 == "rowwise"
+    assert load("amp").override(fp8=["class:matmul"], recipe="rowwise").fp8 == "rowwise"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: load("amp").override(recipe="rowwise"), f"fp8 = 'rowwise' {NO_ROWS}"),
+        (
+            lambda: FP8_ROWS.override(recipe="row"),
+            "fp8 = 'row' is not one of tensorwise, rowwise, rowwise_gw_hp.",
+        ),
+        (lambda: FP8_ROWS.override(fp8="rowwise"), "fp8='rowwise' is a recipe. Write recipe="),
+        (
+            lambda: FP8_ROWS.override(fp8=["softmax"]),
+            "rule fp8 for op 'softmax' is for matrix products alone: linear, matmul, mm, addmm and "
+            "others of class:matmul. Write lower.",
+        ),
+        (
+            lambda: FP8_ROWS.override(rules={"linear": {"fp16": "fp8"}}),
+            "rule fp8 for op 'linear' is for bfloat16 regions, not for float16. Write "
+            'bfloat16 = "fp8".',
+        ),
+    ],
+)
+def test_a_recipe_or_an_fp8_row_that_cannot_be(make, message):
+    found = refusal(make)
+    assert re.match(r"override of policy '\w+': ", found), found
+    assert message in found
+
+
+def test_a_float16_region_has_no_8_bit_products():
+    message = refusal(Region, "torch", "cpu", True, "float16", True, FP8_ROWS)
+    assert message == (
+        "autocast(): policy 'mine' runs products in 8 bits, which needs a region of dtype "
+        "bfloat16, not float16: the results and gradients of 8-bit products are bfloat16, whose "
+        "range no gradient leaves. Write bfloat16, or a policy without rule fp8."
+    )
+    Region("torch", "cpu", False, "float16", True, FP8_ROWS)  # disabled
+    Region("torch", "cpu", True, "float16", True, MINE)  # whose row is for bfloat16
+
+
+def test_modules_that_are_kept_out_of_8_bits():
+    policy = kept_lower(load("fp8"), ["head", "blocks[0].up"], "here")
+    assert policy.name == "fp8"
+    for path, rule in (("head", "lower"), ("blocks[0].up", "lower"), ("blocks[0].down", "fp8")):
+        assert policy.why("linear", "bf16", path).rule == rule
+        assert policy.why("mm", "bf16", path).rule == rule
+    assert refusal(kept_lower, load("amp"), ["head"], "here") == (
+        "here: policy 'amp' runs no product in 8 bits. Give policy 'fp8', or one with rows of rule "
+        "fp8."
+    )
+    assert refusal(kept_lower, load("fp8"), ["", "head"], "here") == (
+        "here: the first or the last product is called outside of all submodules, so that no "
+        "module path is for it alone. Write Policy.override(scopes={...}) for the modules that are "
+        "to stay in bfloat16."
+    )
 
 
 def test_every_rule_is_decided_above():
@@ -166,12 +244,22 @@ QUESTIONS = [
 ]
 
 
+PRODUCTS = ("class:matmul", "mm", "linear", "matmul", "aten:mm", "jax:dot_general")
+
+
+def a_row(of, rule, low, scope):
+    """A row; rule fp8 only where there can be one."""
+    if rule is Rule.FP8 and (of not in PRODUCTS or low == "float16"):
+        rule = Rule.LOWER
+    return Row(of, rule, low, scope)
+
+
 def a_policy(name, question, scopes):
     """A policy in which nearly all rows are for the ops that are asked about."""
     op, _, spelling = question
     near = [name for name in (op, spelling, f"class:{KINDS.get(op)}") if name in SELECTORS]
     row = st.builds(
-        Row,
+        a_row,
         st.sampled_from([*near * 3, "default", *SELECTORS]),
         st.sampled_from(Rule),
         st.sampled_from(["", "", *LOW]),
@@ -294,7 +382,8 @@ WINNERS = {
 def told(rows):
     """The policy, question and path of an entry of the table above; every row has another rule."""
     read = []
-    for text, rule in zip(rows.split(", "), Rule, strict=False):
+    rules = [rule for rule in Rule if rule is not Rule.FP8]  # which softmax cannot have
+    for text, rule in zip(rows.split(", "), rules, strict=False):
         name, _, scope = text.partition(" in ")
         of, _, low = name.partition(" ")
         read.append(Row(of, rule, low.strip("()"), scope.strip("'")))
@@ -594,7 +683,7 @@ def test_override_may_speak_of_a_class_and_of_an_op_in_it():
 
 
 HERE = "override of policy 'amp'"
-ALL = "lower, fp32, fp32_keep, widest, first, keep, forbid, parts"
+ALL = "lower, fp8, fp32, fp32_keep, widest, first, keep, forbid, parts"
 PATTERN = (
     "is no pattern of module paths. Write names joined by dots, such as "
     '"*.lm_head" or "blocks.*.attn"; * stands for any characters.'

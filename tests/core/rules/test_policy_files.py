@@ -14,8 +14,8 @@ from polymp.rules.policy_files import load, to_toml
 from polymp.rules.row import Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
-SHIPPED = ("amp", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
-RULES = "lower, fp32, fp32_keep, widest, first, keep, forbid, parts"
+SHIPPED = ("amp", "fp8", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
+RULES = "lower, fp8, fp32, fp32_keep, widest, first, keep, forbid, parts"
 
 OWN = """
 summary = "Mine."
@@ -121,6 +121,22 @@ def test_extending_a_shipped_one():
     assert load({"extends": amp}).rows == amp.rows
 
 
+def test_the_recipe_is_inherited_and_can_be_changed():
+    assert load("fp8").fp8 == "tensorwise"
+    assert load({"extends": "fp8"}).fp8 == "tensorwise"
+    rowwise = load({"extends": "fp8", "fp8": "rowwise"})
+    assert rowwise.fp8 == "rowwise"
+    assert load({"extends": rowwise, "rules": {"bmm": "fp8"}}).fp8 == "rowwise"
+    assert load({"extends": "lean", "rules": {"mm": "fp8"}}).fp8 == "tensorwise"
+    assert refusal({"extends": "fp8", "fp8": "row"}) == (
+        "policy 'unnamed': fp8 = 'row' is not one of tensorwise, rowwise, rowwise_gw_hp."
+    )
+    assert refusal({"extends": "lean", "fp8": "rowwise"}) == (
+        "policy 'unnamed': fp8 = 'rowwise' is for rows with rule fp8, and there are none. Write "
+        'such a row, as linear = "fp8", or extends = "fp8".'
+    )
+
+
 def test_halves_are_inherited_and_can_be_changed():
     assert load({"extends": "torch-cuda"}).halves == "raise"
     assert load({"extends": "torch-cuda", "halves": "widen"}).halves == "widen"
@@ -182,7 +198,7 @@ def test_extending_what_is_not_there(folder, extends, message):
 
 # --- faults in a file -----------------------------------------------------------------------------
 
-KEYS = "name, summary, extends, halves, rules, scopes"
+KEYS = "name, summary, extends, halves, fp8, rules, scopes"
 FAULTS = {
     '[rules]\nmm = "lo"\n': f"rule 'lo' for op 'mm' is not one of {RULES}.",
     '[rules]\nmm = { float16 = "lo" }\n': f"float16 'lo' for op 'mm' is not one of {RULES}.",
@@ -331,14 +347,17 @@ def rows(draw):
     instead = draw(st.sampled_from(["", "mse_loss", "l1_loss"])) if rule is Rule.FORBID else ""
     of, scope = draw(st.sampled_from(SELECTORS)), draw(st.sampled_from(PATTERNS))
     low = draw(st.sampled_from(["", "float16", "bfloat16"]))
+    if rule is Rule.FP8 and (of not in ("mm", "linear", "class:matmul") or low == "float16"):
+        rule = Rule.LOWER
     return Row(of, rule, low, scope, apply, instead)
 
 
 POLICIES = st.builds(
-    lambda name, rows, halves: Policy(name, tuple(rows), halves),
+    lambda name, rows, halves, fp8: Policy(name, tuple(rows), halves, fp8=fp8),
     NAMES,
     st.lists(rows(), max_size=10, unique_by=lambda row: row.key),
     st.sampled_from(["widen", "raise"]),
+    st.sampled_from(["", "tensorwise", "rowwise", "rowwise_gw_hp"]),
 )
 
 

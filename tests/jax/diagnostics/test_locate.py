@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from polymp.backends.jax.diagnostics import measured_call
 from polymp.diagnostics.audit_records import Operand
 from polymp.jax import GradScaler, audit, autocast, locate
 
@@ -274,3 +275,25 @@ def test_an_audit_finds_the_same_op() -> None:
     assert fault is not None
     assert found is not None
     assert (fault.op, fault.kind, fault.source) == (found.op, found.kind, found.source)
+
+
+def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
+    """Nearly all of the first call is compiling: what it need not know is left out."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(autocast(jnp.matmul)(x, w))
+        return (x**2).mean()
+
+    w, x = jax.device_put((jnp.eye(16) / 2, jnp.ones((8, 16))), jax.devices("cpu")[0])
+    step = jax.jit(jax.grad(loss))
+    plain, small = (measured_call.measured(step, (w, x), {}, once=once) for once in (False, True))
+    equations = [len(jax.make_jaxpr(p.twin.run)([w, x]).eqns) for p in (plain, small)]
+    assert equations[1] < 0.7 * equations[0]
+    options = measured_call.quick_options([w, x])
+    assert options is not None
+    assert options["xla_backend_optimization_level"] == 0
+    quick, full = (jax.jit(small.twin.run, compiler_options=o)([w, x]) for o in (options, None))
+    for one, other in zip(quick[0], full[0], strict=True):
+        assert np.allclose(one.peak, other.peak, rtol=1e-2)
+    assert all(np.size(fact.sample) == 0 for fact in quick[0])

@@ -1,7 +1,7 @@
 """Runs random policies in torch: `python -m tests.support.torch.run_random_policies WHAT`.
 
 Out, as JSON on stdout: what the function of that name found. It is a process of its own, for every
-policy that was ever in force is noted for good, and a process has room for some two thousand.
+policy that was ever in force is noted for good.
 """
 
 from __future__ import annotations

@@ -108,16 +108,17 @@ def test_the_front_key_is_where_torch_func_looks_first():
 
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
-    before = [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS]
-    for slot in policy_code.SLOTS:
-        with pytest.raises((RuntimeError, NotImplementedError)):
+    slots = (*policy_code.SLOTS, policy_code.THIRD)
+    before = [torch.get_autocast_dtype(slot) for slot in slots]
+    for slot in slots:
+        with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
             torch.ones(1, device=slot)
         for dtype in dtype_names.NAMES:
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
-    seen = in_thread(lambda: [torch.get_autocast_dtype(slot) for slot in policy_code.SLOTS])
-    assert seen == list(policy_code.NONE), "a new thread starts with no policy"
-    for slot, dtype in zip(policy_code.SLOTS, before, strict=True):
+    seen = in_thread(lambda: [torch.get_autocast_dtype(slot) for slot in slots])
+    assert seen == [*policy_code.NONE, policy_code.NO_THIRD], "a new thread starts with no policy"
+    for slot, dtype in zip(slots, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
 
 

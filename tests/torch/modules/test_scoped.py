@@ -23,7 +23,7 @@ import polymp
 from polymp import PolicyError
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
-from polymp.torch import autocast, checkpoint, scoped
+from polymp.torch import autocast, bake, checkpoint, scoped
 from tests.support import processes
 from tests.support.threads import in_threads
 from tests.support.torch.compiled import Count
@@ -671,13 +671,19 @@ def test_compiled_checkpoints(x: torch.Tensor, count: Count) -> None:
     assert same(run(compiled, x, autocast("cpu", FP16)), expected)
 
 
-def test_export_is_refused(x: torch.Tensor) -> None:
+def test_export_is_refused_and_the_refusal_names_the_way_out(x: torch.Tensor) -> None:
     model = Model()
     handle = scoped(model, HEAD)
-    text = r"torch.export cannot record the scopes of policy 'head'\."
+    text = (
+        r"torch.export cannot record the scopes of policy 'head'\. Export with "
+        r"polymp\.torch\.bake\(model, inputs\), which writes the casts out; or without the scopes"
+    )
     for strict in (False, True):
         with pytest.raises(Exception, match=text):
             torch.export.export(model, (x,), strict=strict)
+    with autocast("cpu", FP16):
+        expected, baked = model(x), bake(model, (x,))
+    assert same(baked.module()(x), expected)
     handle.remove()
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x))

@@ -1,0 +1,163 @@
+"""The ops of torch whose products run in 8 bits, and why a call of one may not.
+
+linear(x, weight, bias)   mm(a, b)   matmul(a, b)   addmm(c, a, b)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.autocast.fp8_product import product
+from polymp.backends.torch.compat import modes
+from polymp.fp8 import fallback
+from polymp.fp8.recipes import Recipe
+from polymp.rules.region import Region
+from polymp.rules.vocabulary import vocabulary
+
+
+class _Parts(NamedTuple):
+    """The parts of a call: `added * beta + x @ weight.T * alpha`.
+
+    Attributes:
+        x: [..., k].
+        weight: [n, k].
+        added: a bias; None without one.
+        beta: a factor of it.
+        alpha: a factor of the product.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    added: torch.Tensor | None = None
+    beta: float = 1
+    alpha: float = 1
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> _Parts:
+    return _Parts(x, weight, bias)
+
+
+def _mm(a: Any, b: Any) -> _Parts:
+    return _Parts(a, b.t())
+
+
+def _addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> _Parts:
+    return _Parts(a, b.t(), c, beta, alpha)
+
+
+# By overload: the parts of a call, given its arguments.
+PARTS: Mapping[str, Callable[..., _Parts]] = {
+    "linear": _linear,
+    "mm": _mm,
+    "matmul": _mm,
+    "addmm": _addmm,
+}
+
+# Names of arguments that the vocabulary's ops have; given by name, they are looked up by it.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "linear": ("input", "weight", "bias"),
+    "mm": ("self", "mat2"),
+    "matmul": ("self", "other"),
+    "addmm": ("self", "mat1", "mat2"),
+}
+
+
+def why_not(
+    name: str, region: Region, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return why a call runs by rule `lower` instead.
+
+    Args:
+        name: of the overload.
+        region: in force.
+        recipe: of its policy.
+        args: of the call.
+        kwargs: likewise.
+
+    Returns:
+        The reason, without a full stop; "" if the call runs in 8 bits.
+    """
+    op = vocabulary().of_aten(name) or name
+    if name not in PARTS:
+        return f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
+    given, _ = _given(name, args, kwargs)
+    a, b = (given[0], given[1]) if name != "addmm" else (given[1], given[2])
+    for operand in (a, b):
+        if not isinstance(operand, torch.Tensor):
+            return "an operand is a Python number"
+        if why := _of_class(operand):
+            return why
+    return _of_product(op, region, recipe, a, b, transposed=name == "linear")
+
+
+def _of_class(operand: torch.Tensor) -> str:
+    if modes.in_transform(operand):
+        return "it runs inside a transform of torch.func"
+    if hasattr(type(operand), "__tensor_flatten__"):
+        return f"an operand is a {type(operand).__name__}, whose numbers are in other tensors"
+    if modes.has_tangents():
+        return "forward-mode derivatives are computed"
+    return ""
+
+
+def _of_product(
+    op: str,
+    region: Region,
+    recipe: Recipe,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    transposed: bool,
+) -> str:
+    m, k = (a.shape[:-1].numel(), a.shape[-1]) if a.dim() else (1, 1)
+    batch = 1 if b.dim() <= 2 else b.shape[:-2].numel()
+    n = 1 if b.dim() < 2 else b.shape[-2 if transposed else -1]
+    asked = fallback.Product(
+        op,
+        m // batch if batch > 1 else m,
+        k,
+        n,
+        (dtype_names.NAMES[a.dtype], dtype_names.NAMES[b.dtype]),
+        a.device.type,
+        region.dtype,
+        batch,
+        a.layout is not torch.strided or b.layout is not torch.strided,
+        _capability(a.device),
+    )
+    return fallback.why_not(asked, recipe)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    return _capability_of(device.index if device.index is not None else -1)
+
+
+@cache
+def _capability_of(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(None if index < 0 else index)
+
+
+def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a call in 8 bits for which `why_not` has no reason; its result is bfloat16."""
+    given, others = _given(name, args, kwargs)
+    parts = PARTS[name](*given, **others)
+    made = product(parts.x, parts.weight, recipe)
+    if parts.alpha != 1:
+        made = made * parts.alpha
+    if parts.added is None or parts.beta == 0:
+        return made
+    added = parts.added.to(made.dtype)
+    return made + (added if parts.beta == 1 else added * parts.beta)
+
+
+def _given(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments by place, and those that are given by name alone."""
+    names = _NAMES[name]
+    given = [*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs)]
+    return given, {key: value for key, value in kwargs.items() if key not in names}

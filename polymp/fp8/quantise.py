@@ -1,0 +1,79 @@
+"""Quantisation: the scale of an array, and the array in 8 bits.
+
+    scale     = float32(largest of the format / max(amax, 1e-12))     amax: the largest magnitude
+    quantised = to 8 bits(clip(float32(array) * scale))
+    array     = about float32(quantised) * (1 / scale)
+
+An operand is quantised from the dtype that it comes in, float32, bfloat16 or float16, with no
+rounding in between. So both frameworks get the same bits.
+
+An amax that is Inf or NaN makes the scale NaN, and with it all that is quantised by it. Casts to 8
+bits would hide it: torch's make 448 of Inf, and a scale of 0 makes 0 of the finite numbers beside
+it. As it is, an Inf or NaN reaches the result, the gradients and the check of a loss scaler.
+"""
+
+import struct
+from typing import Any
+
+from polymp import dtypes
+from polymp.fp8.recipes import Axis, Recipe
+from polymp.fp8.verbs import Verbs
+
+# An amax below this counts as this, so that an array of zeros has a finite scale.
+SMALLEST_AMAX = 1e-12
+
+
+def _float32(number: float) -> float:
+    """The float32 nearest to a number."""
+    value: float = struct.unpack("f", struct.pack("f", number))[0]
+    return value
+
+
+def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) -> Any:
+    """Return the scale that an operand is multiplied by before it is cast to 8 bits.
+
+    Args:
+        verbs: of the framework.
+        array: the operand, of a float dtype of 16 or 32 bits, with at least one element.
+        recipe: in force.
+        role: of the operand: "activation", "weight" or "gradient".
+        axis: along which scales are computed, or axes; None for one scale. See `Recipe.scale_axis`.
+
+    Returns:
+        float32: [] without an axis, else the array's shape with length 1 at the axes. NaN where
+        the largest magnitude is Inf or NaN.
+
+    Source:
+        torchao 0.18, `torchao/float8/float8_utils.py`, `amax_to_scale`, which divides in float64:
+        the same number, except below `SMALLEST_AMAX`, where it is a constant here.
+    """
+    largest = recipe.largest(role)
+    amax = verbs.amax(array, axis)
+    tiny = amax <= _float32(SMALLEST_AMAX)
+    # Both are arrays: torch divides a number by an array as number * (1 / array), in two roundings.
+    dividend = verbs.where(tiny, _float32(largest / SMALLEST_AMAX), largest)
+    scale = dividend / verbs.where(tiny, 1.0, amax)
+    if recipe.power_of_two:
+        scale = verbs.power_of_two(scale)
+    return verbs.where(verbs.isfinite(amax), scale, float("nan"))
+
+
+def quantised(verbs: Verbs, array: Any, scale: Any, format: str) -> Any:
+    """Return an array in 8 bits: multiplied by a scale in float32, clipped, and cast.
+
+    Args:
+        verbs: of the framework.
+        array: of a float dtype of 16 or 32 bits.
+        scale: by `scale_of`.
+        format: "float8_e4m3fn" or "float8_e5m2".
+
+    Returns:
+        The array in that dtype; NaN where the scale is.
+    """
+    largest = dtypes.get(format).max
+    return verbs.cast(verbs.clip(verbs.float32(array) * scale, -largest, largest), format)
+
+
+def inverse(scale: Any) -> Any:
+    """Return what a product of quantised operands is multiplied by for one of them; float32."""
+    return 1.0 / scale

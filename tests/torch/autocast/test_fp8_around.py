@@ -1,0 +1,173 @@
+"""Around products in 8 bits: compiled code, checkpoints, held weights, ranks, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polymp
+from polymp.errors import StaleCastError
+from polymp.torch import autocast, hold_casts
+from tests.support.torch.fp8_models import (
+    RECIPES,
+    Llama,
+    LowRank,
+    Net,
+    differing,
+    policy,
+    saved_bytes,
+    step,
+)
+from tests.support.torch.fp8_ranks import trained
+from tests.support.torch.ranks import launch
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_recompute_the_same(recipe, reentrant, net, x):
+    plain = step(net, x, policy(recipe))
+    again = step(net, x, policy(recipe), lambda x: checkpoint(net, x, use_reentrant=reentrant))
+    assert differing(plain, again) == []
+    assert differing(plain, step(net, x, "lean")), "the comparison can fail"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_backward_pass_in_a_region_is_the_same(recipe, net, x):
+    plain = step(net, x, policy(recipe))
+    net.zero_grad()
+    with autocast("cpu", policy=policy(recipe)):
+        y = net(x)
+        (y.float() ** 2).sum().backward()
+    assert (
+        differing(
+            {name: plain[name] for name, _ in net.named_parameters()},
+            {name: p.grad for name, p in net.named_parameters()},
+        )
+        == []
+    )
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_code_has_the_bits_of_eager_code(recipe, net, x):
+    compiled(recipe, "aot_eager", net, x)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inductor_s_code_has_the_bits_of_eager_code(recipe, net, x):
+    """The net has no op but products that inductor would round in another place."""
+    compiled(recipe, "inductor", nn.Sequential(net.a, nn.ReLU(), net.b), x)
+
+
+def compiled(recipe, backend, model, x):
+    torch._dynamo.reset()
+    made = torch.compile(model, fullgraph=True, backend=backend)
+    assert differing(step(model, x, policy(recipe)), step(model, x, policy(recipe), made)) == []
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_held_weight_is_quantised_once(recipe, net, x):
+    plain = step(net, x, policy(recipe))
+    with hold_casts(net) as block:
+        for _ in range(3):
+            assert differing(plain, step(net, x, policy(recipe))) == []
+        # Four weights; by row, one more time for the input's gradient, of each.
+        assert block.made == (4 if recipe == "tensorwise" else 8)
+        weights = sum(p.numel() for p in net.parameters())
+        low = weights * (1 if recipe == "tensorwise" else 2)
+        assert low < block.bytes < 1.1 * low, "one byte for each number, and scales"
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer.step()
+        held = step(net, x, policy(recipe))
+    assert differing(held, step(net, x, policy(recipe))) == []
+    assert "output" in differing(held, plain)
+
+
+def test_a_write_to_a_held_weight_is_noticed(net, x):
+    with torch.no_grad(), hold_casts(net, check=True) as block, autocast("cpu", policy="fp8"):
+        first = net(x)
+        net.a.weight.mul_(2)
+        assert not torch.equal(net(x), first)
+        net.b.weight.data.mul_(2)  # tensorwise, the 8-bit numbers stay and the scale changes
+        with pytest.raises(StaleCastError, match=r"the cast of 'b\.weight' to float8_e4m3fn is"):
+            net(x)
+        block.invalidate()
+        net(x)
+
+
+def test_a_low_rank_pair_is_trained_on_a_frozen_layer(x):
+    torch.manual_seed(0)
+    model = LowRank()
+    found = step(model, x, "fp8")
+    assert {*found} == {"output", "input", "down.weight", "up.weight"}
+    exact = step(model, x, polymp.policy("lean").override(fp32=["class:matmul"]))
+    for name, gradient in found.items():
+        error = (gradient.float() - exact[name].float()).norm() / exact[name].float().norm()
+        assert error < 0.15, name
+    with hold_casts(model):
+        assert differing(found, step(model, x, "fp8")) == []
+    # Nothing is saved for the gradient of the frozen weight.
+    base = nn.Linear(64, 64).requires_grad_(False)
+    assert saved_bytes(base, x.requires_grad_(), "fp8") == 0
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return launch("tests.support.torch.fp8_ranks", 2, tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "ddp"])
+def test_two_ranks_have_the_bits_of_one_process(how, ranks):
+    for recipe in RECIPES:
+        for notes in ranks:
+            assert notes[recipe, how] == trained(recipe, "alone")
+    assert ranks[0]["rowwise", how] != ranks[0]["tensorwise", how], "the comparison can fail"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+# At most this part of what bfloat16 autocast saves for backward. rowwise_gw_hp saves activations in
+# bfloat16.
+LIMITS = {"tensorwise": 0.65, "rowwise": 0.65, "rowwise_gw_hp": 0.75}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_block_saves_less_for_backward(recipe):
+    model = Llama(256, 4, 768)
+    x = torch.randn(1, 256, 256, requires_grad=True)
+    ratio = saved_bytes(model, x, policy(recipe)) / saved_bytes(model, x, None)
+    print(f"{recipe}: {ratio:.3f}")
+    assert ratio <= LIMITS[recipe]
+
+
+def test_products_of_one_activation_save_it_once():
+    a, b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = a, b
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x), self.b(x)
+
+    x = torch.randn(32, 64)
+    assert saved_bytes(Both(), x, "fp8") == saved_bytes(a, x, "fp8") == 32 * 64 + 4

@@ -1,0 +1,388 @@
+"""Products in 8 bits: the bits of torchao, the casts of ml_dtypes, and what falls back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import polymp
+from polymp.backends.torch.autocast.fp8_operand import VERBS, Quantisation, of_activation
+from polymp.fp8.quantise import quantised, scale_of
+from polymp.fp8.recipes import RECIPES
+from polymp.torch import autocast
+from tests.support.fp8_numpy import DTYPES
+from tests.support.fp8_numpy import VERBS as NUMPY
+from tests.support.sizes import size
+from tests.support.torch.fp8_models import policy
+
+AO = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
+
+
+# --- against torchao ------------------------------------------------------------------------------
+
+
+def run(recipe, x, weight, gradient, forward=None):
+    """The result and both gradients of a product; by default ours, in a region."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    if forward is None:
+        with autocast("cpu", policy=policy(recipe)):
+            y = F.linear(x, weight)
+    else:
+        y = forward(x, weight)
+    y.backward(gradient.to(y.dtype))
+    return y.detach(), x.grad, weight.grad
+
+
+def of_torchao(recipe):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    def forward(x, weight):
+        layer = torch.nn.Linear(*weight.shape[::-1], bias=False).to(weight.dtype)
+        layer.weight = torch.nn.Parameter(weight.detach())
+        layer = Float8Linear.from_float(layer, Float8LinearConfig.from_recipe_name(AO[recipe]))
+        layer.weight = torch.nn.Parameter(torch.empty(0))
+        del layer._parameters["weight"]
+        layer.weight = weight
+        return layer(x)
+
+    return forward
+
+
+def operands(dtype, shape, outputs, seed=0, spread=3.0):
+    """An activation, a weight and a gradient whose rows are of very different sizes."""
+    made = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, by):
+        array = torch.randn(*shape, generator=made)
+        return array * torch.exp(spread * torch.randn(shape[by], generator=made)).unsqueeze(
+            -1 if by == -2 else 0
+        )
+
+    x = draw(*shape, by=-1).to(dtype)
+    weight = draw(outputs, shape[-1], by=-2).to(dtype)
+    gradient = (draw(*shape[:-1], outputs, by=-1) * 1e-3).bfloat16()
+    return x, weight, gradient
+
+
+SHAPES = [((32, 64), 48), ((2, 16, 16), 128), ((4, 3, 16, 32), 16)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(size(1, 20)))
+@pytest.mark.parametrize(("shape", "outputs"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_of_torchao(recipe, dtype, shape, outputs, seed):
+    """Result and gradients, bit for bit.
+
+    Of float32 operands, torchao's result is float32, and ours is that, rounded to the region's.
+    """
+    given = operands(dtype, shape, outputs, seed)
+    theirs = run(recipe, *given, of_torchao(recipe))
+    ours = run(recipe, *given)
+    assert torch.equal(ours[0], theirs[0].bfloat16())
+    assert ours[1].dtype is dtype
+    assert torch.equal(ours[1], theirs[1])
+    if recipe == "rowwise_gw_hp" and dtype is torch.float32:  # a product in bfloat16, not float32
+        low = run(recipe, given[0].bfloat16(), given[1].bfloat16(), given[2], of_torchao(recipe))
+        assert torch.equal(ours[2], low[2].float())
+    else:
+        assert torch.equal(ours[2], theirs[2])
+
+
+def by_hand(recipe, x, weight, gradient):
+    """The three products from the formulas: float32 products of operands that were quantised.
+
+    Each with a bound of its error: of the float32 sum, of at most 64 terms, and of the rounding.
+    """
+    recipe = RECIPES[recipe]
+    flat, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+
+    def low(array, role, product, axis):
+        axis = recipe.scale_axis(product, role, axis)
+        scale = scale_of(VERBS, array, recipe, role, axis)
+        return quantised(VERBS, array, scale, recipe.format_of(role)).float(), 1 / scale
+
+    def times(a, b, dtype):
+        made = (a[0] @ b[0]) * a[1] * b[1]
+        sums = 64 * 2**-24 * (a[0].abs() @ b[0].abs()) * a[1] * b[1]
+        unit = torch.finfo(torch.bfloat16 if recipe.scaling == "row" else dtype).eps
+        made = made.bfloat16().to(dtype) if recipe.scaling == "row" else made.to(dtype)
+        return made, sums + unit * made.float().abs()
+
+    def turned(pair):
+        return pair[0].t(), pair[1].t() if pair[1].dim() else pair[1]
+
+    weight_low = low(weight, "weight", "result", 1)
+    result = times(low(flat, "activation", "result", 1), turned(weight_low), torch.bfloat16)
+    of_x = times(
+        low(gradient, "gradient", "input_gradient", 1),
+        low(weight, "weight", "input_gradient", 0),
+        x.dtype,
+    )
+    if recipe.weight_gradient_high:
+        made = torch.mm(gradient.t(), flat.bfloat16()).to(weight.dtype)
+        of_weight = made, torch.zeros_like(made)
+    else:
+        of_weight = times(
+            turned(low(gradient, "gradient", "weight_gradient", 0)),
+            low(flat, "activation", "weight_gradient", 0),
+            weight.dtype,
+        )
+    return result, of_x, of_weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bits_of_the_formulas(recipe, dtype):
+    """Without torchao: the same, up to the order in which float32 products are added up."""
+    x, weight, gradient = operands(dtype, (2, 16, 64), 48, spread=1.0)
+    assert far(run(recipe, x, weight, gradient), by_hand(recipe, x, weight, gradient)) == 0
+
+
+def far(ours, theirs):
+    """How many numbers are further from those made by hand than their bounds."""
+    count = 0
+    for one, (other, bound) in zip(ours, theirs, strict=True):
+        assert one.dtype is other.dtype
+        count += int(((one.reshape(other.shape).float() - other.float()).abs() > bound).sum())
+    return count
+
+
+@pytest.mark.parametrize("fault", ["scale", "format", "axis", "recipe"])
+def test_the_comparison_notices_a_fault(fault, monkeypatch):
+    from polymp.backends.torch.autocast import fp8_product
+
+    right = fp8_product._how
+
+    def wrong(recipe, product, role, summed):
+        how = right(recipe, product, role, summed)
+        if fault == "axis" and (product, role) == ("input_gradient", "weight"):
+            return replace(how, axis=None)
+        if fault == "format" and role == "activation":
+            return replace(how, role="gradient", recipe=RECIPES["tensorwise"])
+        if fault == "recipe" and role == "gradient":
+            return replace(how, recipe=RECIPES["tensorwise"])
+        return how
+
+    monkeypatch.setattr(fp8_product, "_how", wrong)
+    if fault == "scale":
+        monkeypatch.setattr(fp8_product.quantise, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
+    x, weight, gradient = operands(torch.bfloat16, (64, 64), 64)
+    ours = run("rowwise", x, weight, gradient)
+    monkeypatch.undo()
+    assert far(ours, by_hand("rowwise", x, weight, gradient)) > 0
+
+
+# --- quantisation against ml_dtypes ---------------------------------------------------------------
+
+SCALES = (1.0, 0.5, 448.0, 1e-3, 3.7, 2.0**-20, 2.0**20, 1.2345e-10, 9.87e8)
+
+
+def bits(array):
+    return array.view(np.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid value:RuntimeWarning")
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_bfloat16_and_many_float32_are_quantised_as_ml_dtypes_casts(scale, format):
+    halves = np.arange(2**16, dtype=np.uint16)
+    random = np.random.default_rng(int(scale)).integers(0, 2**32, size(20_000, 10**6), np.uint32)
+    for raw, theirs, ours in (
+        (halves, halves.view(ml_dtypes.bfloat16), torch.from_numpy(halves).view(torch.bfloat16)),
+        (random, random.view(np.float32), torch.from_numpy(random.view(np.float32))),
+    ):
+        expected = quantised(NUMPY, theirs, np.float32(scale), format)
+        found = quantised(VERBS, ours, torch.tensor(scale), format)
+        nan = np.isnan(expected.astype(np.float32))
+        found = found.view(torch.uint8).numpy()
+        assert np.array_equal(found[~nan], bits(expected)[~nan]), raw.dtype
+        assert np.isnan(found.view(DTYPES[format]).astype(np.float32)[nan]).all()
+        # An Inf is clipped here: that it becomes NaN is the scale's part.
+        assert nan.sum() == np.isnan(theirs.astype(np.float32)).sum()
+
+
+@pytest.mark.parametrize("role", ["activation", "weight", "gradient"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scales_have_the_bits_of_numpy(dtype, recipe, role):
+    recipe = RECIPES[recipe]
+    for seed in range(size(20, 1000)):
+        made = torch.Generator().manual_seed(seed)
+        array = torch.randn(8, 16, generator=made) * 10.0 ** float(seed % 9 - 6)
+        array = array.to(dtype)
+        array[seed % 8] = 0 if seed % 3 else array[seed % 8]
+        for axis in (None, 0, 1):
+            ours = scale_of(VERBS, array, recipe, role, axis)
+            theirs = scale_of(NUMPY, array.float().numpy(), recipe, role, axis)
+            assert ours.dtype is torch.float32
+            assert np.array_equal(ours.numpy(), theirs)
+            assert ours.shape == theirs.shape
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("role", ["activation", "weight", "gradient"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("where", [0, 77, 127])
+def test_inf_and_nan_never_become_finite(where, dtype, recipe, role, bad):
+    array = torch.ones(8, 16, dtype=dtype)
+    array.view(-1)[where] = bad
+    for axis in (None, 0, 1):
+        low, scale = Quantisation(RECIPES[recipe], role, axis)(array)
+        assert low.float().view(-1)[where].isnan()
+        assert scale.isnan().any()
+
+
+def test_a_default_dtype_of_float64_changes_nothing():
+    array = torch.randn(8, 16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert scale_of(VERBS, array, RECIPES["rowwise"], "weight", 1).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+X, W = torch.randn(32, 64), torch.randn(48, 64)
+C = torch.randn(48)
+CALLS = {
+    "linear": lambda: F.linear(X, W),
+    "linear, bias": lambda: F.linear(X, W, C),
+    "linear, by name": lambda: F.linear(input=X, weight=W, bias=C),
+    "linear, more dimensions": lambda: F.linear(X.view(2, 16, 64), W),
+    "mm": lambda: torch.mm(X, W.t()),
+    "matmul": lambda: X @ W.t(),
+    "matmul, column-major": lambda: X.t().contiguous().t() @ W.t().contiguous(),
+    "matmul, more dimensions": lambda: X.view(2, 16, 64) @ W.t(),
+    "addmm": lambda: torch.addmm(C, X, W.t()),
+    "addmm, factors": lambda: torch.addmm(C, X, W.t(), beta=2, alpha=0.5),
+    "addmm, nothing added": lambda: torch.addmm(C * torch.nan, X, W.t(), beta=0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_in_8_bits(call):
+    with polymp.recording() as record, autocast("cpu", policy="fp8"):
+        y = CALLS[call]()
+    (entry,) = record.entries
+    assert (entry.recipe, entry.fallback) == ("tensorwise", "")
+    assert y.dtype is torch.bfloat16
+    right = CALLS[call]()
+    assert y.shape == right.shape
+    error = (y.float() - right).norm() / right.norm()
+    assert 1e-3 < error < 0.06, "it is in 8 bits, and right"
+
+
+SPARSE = torch.eye(64).to_sparse()
+FALLBACKS = {
+    "odd rows": (lambda: F.linear(X[:31], W), "m = 31 is not a multiple of 16"),
+    "odd sum": (lambda: F.linear(X[:, :40], W[:, :40]), "k = 40 is not a multiple of 16"),
+    "odd columns": (lambda: F.linear(X, W[:17]), "n = 17 is not a multiple of 16"),
+    "small": (lambda: X[:8, :8] @ W[:8, :8], "m = 8 is not a multiple of 16"),
+    "a vector": (lambda: F.linear(X[0], W), "m = 1 is not a multiple of 16"),
+    "times a vector": (lambda: X @ W[0], "n = 1 is not a multiple of 16"),
+    "nothing": (lambda: X[:0] @ W.t(), "m = 0: there is nothing to multiply"),
+    "a batch": (
+        lambda: X.view(2, 16, 64) @ W.t().expand(2, 64, 48),
+        "it is a batch of 2 products, which no 8-bit kernel takes",
+    ),
+    "float64": (
+        lambda: X.double() @ W.double().t(),
+        "an operand is float64, which is not quantised to 8 bits",
+    ),
+    "integers": (
+        lambda: X.long() @ W.long().t(),
+        "an operand is int64, which is not quantised to 8 bits",
+    ),
+    "complex": (
+        lambda: X.cfloat() @ W.cfloat().t(),
+        "an operand is complex64, which is not quantised to 8 bits",
+    ),
+    "sparse": (lambda: torch.mm(SPARSE, W.t()), "an operand is sparse"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_a_call_that_falls_back_runs_as_under_lean(name):
+    call, reason = FALLBACKS[name]
+    with polymp.recording() as record, autocast("cpu", policy="fp8"):
+        y = call()
+    entry = record.entries[0]
+    assert (entry.row.rule, entry.recipe, entry.fallback) == ("fp8", "", reason)
+    with autocast("cpu", policy="lean"):
+        expected = call()
+    assert y.dtype is expected.dtype
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("op", ["bmm", "einsum", "mv"])
+def test_products_without_an_8_bit_kernel(op):
+    calls = {
+        "bmm": lambda: torch.bmm(X[None], W.t()[None]),
+        "einsum": lambda: torch.einsum("ik,jk->ij", X, W),
+        "mv": lambda: torch.mv(W, X[0]),
+    }
+    own = polymp.policy("lean").override(fp8=["class:matmul"])
+    with polymp.recording() as record, autocast("cpu", policy=own):
+        y = calls[op]()
+    assert record.of(op)[0].fallback == (
+        f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
+    )
+    with autocast("cpu", policy="lean"):
+        assert torch.equal(y, calls[op]())
+
+
+def test_transforms_of_torch_func_fall_back():
+    def loss(w):
+        return F.linear(X, w).float().square().sum()
+
+    with autocast("cpu", policy="fp8"):
+        found = torch.func.grad(loss)(W)
+        rows = torch.vmap(lambda x: F.linear(x, W))(X.view(2, 16, 64))
+    with autocast("cpu", policy="lean"):
+        assert torch.equal(found, torch.func.grad(loss)(W))
+        assert torch.equal(rows, torch.vmap(lambda x: F.linear(x, W))(X.view(2, 16, 64)))
+
+
+def test_a_second_derivative_is_refused():
+    x = X.clone().requires_grad_()
+    with autocast("cpu", policy="fp8"):
+        y = F.linear(x, W)
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_a_region_without_a_dtype_is_bfloat16():
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert autocast("cpu", policy="fp8").fast_dtype is torch.bfloat16
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+
+def test_a_float16_region_is_refused():
+    with pytest.raises(polymp.errors.PolicyError, match="needs a region of dtype bfloat16"):
+        autocast("cpu", torch.float16, policy="fp8")
+
+
+def test_an_activation_is_quantised_once_until_it_is_written():
+    how = Quantisation(RECIPES["tensorwise"], "activation", None)
+    x = torch.randn(32, 64)
+    first = of_activation(x, how)
+    assert of_activation(x, how).array is first.array
+    x.mul_(2)
+    assert of_activation(x, how).scale != first.scale
+    again = of_activation(x, how)
+    x.data = torch.randn(32, 64)
+    assert of_activation(x, how).array is not again.array

@@ -1,0 +1,251 @@
+"""Products in 8 bits in reports, and faults in them: every Inf and NaN is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import polymp
+from polymp.errors import PolicyError
+from polymp.torch import GradScaler, autocast, explain, fp8_policy, locate, scoped
+from tests.support.torch.fp8_models import RECIPES, Llama, Net, policy
+
+# The scaler is there to find Inf and NaN alone.
+pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
+
+BAD = (float("inf"), -float("inf"), float("nan"))
+REASON = "n = 40 is not a multiple of 16"
+
+
+# --- planted Inf and NaN --------------------------------------------------------------------------
+
+
+class Planted(nn.Module):
+    """Three layers; an Inf or NaN comes into the middle one as one of its three operands.
+
+    relu behind the layer makes 0 of -Inf: what the product hides, nothing else would show.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(64, 64) for _ in range(3))
+        self.operand, self.value = "", 0.0
+
+    def plant(self, t: torch.Tensor) -> torch.Tensor:
+        planted = torch.zeros_like(t)
+        planted[3, 5] = self.value
+        return t + planted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        if self.operand == "activation":
+            x = self.plant(x)
+        weight = self.middle.weight
+        if self.operand == "weight":
+            weight = self.plant(weight)
+        x = nn.functional.linear(x, weight, self.middle.bias)
+        if self.operand == "gradient" and x.requires_grad:
+            x.register_hook(self.plant)
+        return self.last(torch.relu(x))
+
+
+def run(operand: str, value: float, recipe: str):
+    """A model with a planted operand, its optimizer, and a step that returns the scaler."""
+    torch.manual_seed(0)
+    model = Planted()
+    model.operand, model.value = operand, value
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(32, 64)
+
+    def step() -> GradScaler:
+        scaler = GradScaler("cpu", init_scale=8.0)
+        with autocast("cpu", torch.bfloat16, policy=policy(recipe)):
+            loss = (model(x).float() ** 2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler
+
+    return model, optimizer, step
+
+
+PLACES = [
+    (operand, value, recipe)
+    for operand in ("activation", "weight", "gradient")
+    for value in BAD
+    for recipe in RECIPES
+]  # 27 places
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("operand", "value", "recipe"), PLACES)
+def test_a_planted_inf_or_nan_is_seen(operand, value, recipe):
+    model, _, step = run(operand, value, recipe)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    # It is no matter of the scale if the loss is NaN, as it is with the other two operands.
+    assert scaler.get_scale() == (4.0 if operand == "gradient" else 8.0)
+    assert locate(step, model=model) is not None
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_an_infinite_parameter_is_seen(value):
+    model, _, step = run("", 0.0, "tensorwise")
+    with torch.no_grad():
+        model.middle.weight[3, 5] = value
+    before = model.last.weight.detach().clone()
+    step()
+    assert torch.equal(model.last.weight, before), "the step was skipped"
+    fault = locate(step, model=model)
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("linear", "input")
+    assert "middle.weight" in str(fault)
+
+
+def test_without_a_fault_none_is_seen():
+    model, _, step = run("", 0.0, "rowwise")
+    before = model.last.weight.detach().clone()
+    assert step().get_scale() == 8.0
+    assert not torch.equal(model.last.weight, before)
+    assert locate(step, model=model) is None
+
+
+def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
+    """The checks above can fail: a scale of 0 makes finite numbers of a -Inf behind a relu."""
+    from polymp.backends.torch.autocast import fp8_operand
+
+    def bare(verbs, array, recipe, role, axis):
+        amax = verbs.amax(array, axis).nan_to_num(posinf=1e30)
+        return recipe.largest(role) / amax.clamp(1e-12)
+
+    monkeypatch.setattr(fp8_operand.quantise, "scale_of", bare)
+    model, _, step = run("weight", -float("inf"), "rowwise")
+    before = model.last.weight.detach().clone()
+    step()
+    assert not torch.equal(model.last.weight, before), "the step was not skipped"
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Two layers that can run in 8 bits, and one that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.q(x)) + self.k(x))
+
+
+def report():
+    model, x = Odd(), torch.randn(32, 64)
+    with explain(model=model) as found:
+        with autocast("cpu", policy="fp8"):
+            y = model(x)
+        y.float().sum().backward()
+    return found
+
+
+def test_explain_has_the_recipe_and_the_reason():
+    found = report()
+    calls = {(c.module, c.direction): c for c in found.of("linear")}
+    for direction in ("forward", "backward"):
+        assert (calls["q", direction].recipe, calls["q", direction].fallback) == ("tensorwise", "")
+        assert (calls["out", direction].recipe, calls["out", direction].fallback) == ("", REASON)
+    assert calls["q", "forward"].run == "float8_e4m3fn"
+    assert calls["q", "backward"].run in ("float8_e4m3fn", "float8_e5m2")
+    assert calls["q", "forward"].kept_fp8 == 32 * 64
+    assert calls["k", "forward"].kept_fp8 == 0, "shared with q"
+    assert calls["out", "forward"].run == "bfloat16"
+    assert calls["out", "forward"].rule == "fp8"
+    assert found.kept_fp8 == 32 * 64
+    assert found.fallbacks == {REASON: 2}
+    totals = found.to_dict()["totals"]
+    assert (totals["kept_fp8"], totals["fallbacks"]) == (32 * 64, {REASON: 2})
+
+
+def test_the_text_of_a_report():
+    text = " ".join(str(report()).split())
+    assert "4 products in 8 bits; 2.00 KiB kept for the backward pass, half as much as" in text
+    assert f"2 as lower: {REASON}" in text
+    assert "fp8, tensorwise" in text
+    assert "fp8, run as lower:" in text
+    plain = explain(Odd(), torch.randn(32, 64), policy="lean", dtype="bf16")
+    assert "8 bits" not in str(plain)
+
+
+def test_a_report_for_a_gpu_has_the_sizes_that_are_too_small():
+    found = explain(Odd(), torch.randn(32, 64), policy="fp8", device="cuda")
+    assert found.of("linear")[0].fallback == (
+        "k = 64, n = 64 is so small that 8 bits are slower than bfloat16"
+    )
+    large = explain(nn.Linear(4096, 4096), torch.empty(32, 4096), policy="fp8", device="cuda")
+    assert large.of("linear")[0].recipe == "tensorwise"
+
+
+# --- the first and the last product ---------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Blocks between two layers, which are named so that their order is not that of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 32)
+        self.blocks = nn.ModuleList(Llama(64, 4, 128) for _ in range(2))
+        self.start = nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_the_first_and_the_last_product_stay_in_bfloat16():
+    model, x = Two(), torch.randn(2, 16, 16)
+    policy = fp8_policy(model, x)
+    assert policy.scopes == ("head", "start")
+    assert all(p.grad is None for p in model.parameters())
+    scoped(model, policy)
+    with explain(model=model) as found, autocast("cpu", torch.bfloat16):
+        model(x)
+    by_module = {call.module: (call.rule, call.recipe) for call in found.of("linear")}
+    assert by_module.pop("start") == by_module.pop("head") == ("lower", "")
+    assert {*by_module.values()} == {("fp8", "tensorwise")}
+    assert len(by_module) == 14
+
+
+def test_without_arguments_the_order_is_that_of_the_modules():
+    assert fp8_policy(Two()).scopes == ("head", "start")
+    rowwise = fp8_policy(Net(), policy=polymp.policy("fp8").override(recipe="rowwise"))
+    assert (rowwise.scopes, rowwise.fp8) == (("a", "k"), "rowwise")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fp8_policy(3), TypeError, "fp8_policy() takes a torch.nn.Module, not 3."),
+        (
+            lambda: fp8_policy(Net(), policy="amp"),
+            PolicyError,
+            "fp8_policy(): policy 'amp' runs no product in 8 bits. Give policy 'fp8', or one with "
+            "rows of rule fp8.",
+        ),
+        (
+            lambda: fp8_policy(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))),
+            PolicyError,
+            "fp8_policy(): Sequential has products in fewer than three modules ('0', '1'). Without "
+            "the first and the last, none is left to run in 8 bits. Write policy='fp8' to run all "
+            "in 8 bits.",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_made(call, error, message):
+    with pytest.raises(error) as raised:
+        call()
+    assert str(raised.value) == message

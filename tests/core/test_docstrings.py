@@ -27,7 +27,6 @@ DOORS = (
     "polymp.torch.torchtitan",
     "polymp.jax",
     "polymp.keras",
-    "polymp.lightning",
     "polymp.accelerate",
     "polymp.transformers",
 )

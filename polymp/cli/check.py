@@ -19,7 +19,7 @@ Data = dict[str, Any]
 
 
 def checked(args: argparse.Namespace) -> Data:
-    """What is wrong with a policy: rows that the backends refuse, paths that match no module."""
+    """Return the faults of a policy: rows that the backends refuse, paths that match no module."""
     asked = [args.backend] if args.backend else list(backends.NAMES)
     data: Data = {"policy": args.policy, "ok": False, "rows": 0, "backends": {}, "errors": []}
     if args.model:

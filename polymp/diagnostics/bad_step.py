@@ -27,7 +27,8 @@ class BadStep(NamedTuple):
         found: what broke: "the loss is NaN".
         fault: the op at which it broke; None if every op of the step has finite results.
         losses: of the steps before it, as far as they were replayed; the latest is the last.
-        undone: the number of steps that were taken back, this one included.
+        undone: the number of steps that were taken back, this one included; 0 if they could not be
+            repeated.
         note: a sentence on what a replay could not show; "" if there is nothing to say.
     """
 
@@ -40,12 +41,14 @@ class BadStep(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The change that helps, in a sentence."""
+        """The change that helps, in a sentence; "" if the steps could not be repeated."""
         fault = self.fault
         if fault is not None and fault.kind == "input":
             return "Look at the data: an argument or a parameter is not finite before any op runs."
         if grown := _grown(self.losses, fault):
             return f"{grown}: lower the learning rate, or clip the gradients."
+        if fault is None and not self.undone:
+            return ""
         if fault is None:
             return "Lower the learning rate, or clip the gradients."
         place = f" in {fault.module}" if fault.module else ""
@@ -66,7 +69,7 @@ class BadStep(NamedTuple):
             )
         if self.note:
             lines.append(f"  {self.note}")
-        return "\n".join([*lines, f"  {self.remedy}"])
+        return "\n".join([*lines, *([f"  {self.remedy}"] if self.remedy else [])])
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:

@@ -117,19 +117,22 @@ def assert_parity(
             first = _Pair(torch_fn, jax_fn, *wide, None, policy, grads, probes).compared().gaps
         except ParityError as error:
             last = f"{low} was not compared. float32_first=False compares in {low} alone."
-            raise _said(error, "float32", "in float32, without a region: ", last) from None
+            said = _said(error, "float32", "in float32, without a region: ", last)
+            raise ParityError(*said) from None
     try:
         found = _Pair(torch_fn, jax_fn, args, kwargs, low, policy, grads, probes).compared()
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
-        raise _said(error, low or "float32", start) from None
+        raise ParityError(*_said(error, low or "float32", start)) from None
     return found._replace(float32=first)
 
 
-def _said(error: ParityError, dtype: str, start: str, last: str = "") -> ParityError:
-    """The same error with the dtype in which it was found."""
+def _said(
+    error: ParityError, dtype: str, start: str, last: str = ""
+) -> tuple[str, str, str, Sequence[Gap], str]:
+    """The arguments of the same error with the dtype in which it was found."""
     text = "\n\n".join([f"{start}{error}", *([last] if last else [])])
-    return ParityError(text, error.op, error.side_by_side, error.gaps, dtype)
+    return text, error.op, error.side_by_side, error.gaps, dtype
 
 
 class _Pair:

@@ -10,6 +10,8 @@ before it is sent: half the bytes, and the same bits. A weight that the policy u
 as that of a normalisation, has to be sent in float32. Gradients are added up in float32.
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +19,8 @@ import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from polymp.backends.torch.autocast import dtype_names, torch_table
+from polymp import code_origin
+from polymp.backends.torch.autocast import dtype_names, regions, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.compat.accelerators import accelerator
 from polymp.rules import policy_files
@@ -86,6 +89,8 @@ def fully_shard(
     same bits as those of the region without FSDP, on one rank. Modules inside that are sharded
     already are left alone, so shard from the inside out, as with torch's.
 
+    The module warns, once, if it runs in a region that uses a parameter in another dtype.
+
     Args:
         module: a block or the model, in float32.
         policy: of the region; None for torch's own table.
@@ -126,6 +131,7 @@ def fully_shard(
     if others:
         fsdp.fully_shard(others, mp_policy=uses.sent(not most), **kwargs)
     fsdp.fully_shard(module, mp_policy=uses.sent(most), **kwargs)
+    module.register_forward_pre_hook(_RegionCheck(uses, _device(module), path, [*low]))
     return module
 
 
@@ -173,6 +179,48 @@ class _Uses:
                 found[m] = self.are_low(type(m), _joined(path, name))
                 full.update(() if found[m] else own)
         return {m: low and full.isdisjoint(m.parameters(recurse=False)) for m, low in found.items()}
+
+
+class _RegionCheck:
+    """A hook that warns if the region in force uses parameters in other dtypes than they are sent.
+
+    Args:
+        uses: what the parameters are sent for.
+        device: theirs.
+        path: of the module in the model.
+        inside: the modules that have parameters.
+    """
+
+    def __init__(self, uses: _Uses, device: str, path: str, inside: Sequence[nn.Module]) -> None:
+        self._uses, self._device, self._path = uses, device, path
+        self._kinds = {type(m) for m in inside}
+        self._warned = False
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self._warned or torch.compiler.is_compiling():
+            return
+        region, uses = regions.in_force(self._device), self._uses
+        policy = region.policy or torch_table.policy(self._device)
+        low = dtype_names.NAMES[uses.dtype]
+        if not region.enabled or (policy, region.dtype) == (uses.policy, low):
+            return
+        other = _Uses(policy, region.dtype, self._path, "fully_shard()", self._device)
+        differ = [
+            kind.__name__
+            for kind in self._kinds
+            if uses.are_low(kind, self._path) != other.are_low(kind, self._path)
+            or (region.dtype != low and uses.are_low(kind, self._path))
+        ]
+        if differ:
+            self._warned = True
+            warnings.warn(
+                f"{type(module).__name__} was sharded for policy {uses.policy.name!r} in {low}, "
+                f"and runs in a region of policy {policy.name!r} in {region.dtype}, which uses the "
+                f"weights of {', '.join(sorted(differ))} in another dtype than FSDP sends. Write "
+                f"polymp.torch.fsdp.fully_shard(module, {policy.name!r}, torch.{region.dtype}), or "
+                f"autocast({self._device!r}, torch.{low}, policy={uses.policy.name!r}).",
+                stacklevel=code_origin.outside(),
+            )
 
 
 def _joined(path: str, name: str) -> str:

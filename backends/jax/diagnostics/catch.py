@@ -77,7 +77,8 @@ def catch(
             bad one, so that training goes on without the batch; the losses are returned as they
             are; three bad steps in a row raise. flax nnx objects among the arguments are put back
             in both cases.
-        jump: also stop when a loss is more than this factor above the mean of its last values.
+        jump: also stop when a loss is more than this factor above the mean of its last values; from
+            the eleventh step on, when there is a mean to compare it with.
 
     Returns:
         The wrapped step, with the same arguments and results; without `step`, a decorator.
@@ -284,6 +285,11 @@ _UNREPEATED = (
     "code changed an argument in place. Give the step all that it reads as arguments."
 )
 
+_CLOSURE = (
+    "locate could not trace the step: it changes a flax nnx object, such as the random stream of "
+    "a Dropout, that is no argument of it. Give it the model and the optimizer as arguments."
+)
+
 
 def _located(
     fn: Callable[..., object], leaves: Leaves, tree: jax.tree_util.PyTreeDef
@@ -291,6 +297,8 @@ def _located(
     args, kwargs = jax.tree.unflatten(tree, leaves)
     try:
         return finder.locate(fn, *args, **kwargs), ""
+    except nnx.trace_errors():
+        return None, _CLOSURE
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
         line = str(error).strip().splitlines()[0]
         return None, f"locate could not trace the step: {line} Wrap the part that is jitted."

@@ -58,7 +58,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         raise TypeError(f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}.")
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
-    program = measured(fn, args, kwargs, samples=False)
+    program = measured(fn, args, kwargs, once=True)
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
         facts, peaks = jax.device_get(program.run(program.traced.arrays))

@@ -38,9 +38,20 @@ def measured(
     fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-    samples: bool = True,
+    once: bool = False,
 ) -> MeasuredCall:
-    """A call, traced, with a twin that is not run yet; see `Twin`."""
+    """A call, traced, with a twin that is not run yet.
+
+    Args:
+        fn: the function.
+        args: of the call.
+        kwargs: likewise.
+        once: True if the twin will run once, for where a value became not finite: it takes no
+            samples, and compiles with `quick_options`.
+
+    Returns:
+        The call.
+    """
     found = traced(fn, args, kwargs)
     calls: list[Call] = []
     of_event: dict[tuple[tuple[int, ...], int], int] = {}
@@ -53,17 +64,17 @@ def measured(
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
-    twin = Twin(found.closed, ends, places, samples=samples)
-    run = jax.jit(twin.run, compiler_options=quick_options(found.arrays))
+    twin = Twin(found.closed, ends, places, samples=not once)
+    run = jax.jit(twin.run, compiler_options=quick_options(found.arrays) if once else None)
     return MeasuredCall(found, calls, of_event, twin, run)
 
 
 def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
-    """Options of XLA with which a twin compiles in less than half of the time on CPUs.
+    """Options of XLA with which a twin that runs once takes less time in all, on CPUs.
 
-    A twin has several times the ops of its program, runs a few times at most, and is asked for
-    magnitudes: that its loops over elements are not optimised matters less. Products are calls of
-    kernels that are compiled already. The options are XLA's, and of CPUs alone.
+    A twin has several times the ops of its program, and nearly all of the first call is compiling.
+    With these its loops over elements are not optimised, and take two to three times as long.
+    Products are calls of kernels that are compiled already. The options are of XLA on CPUs alone.
 
     Args:
         arrays: that it will run on.

@@ -36,6 +36,12 @@ def update(it: object, other: object) -> None:
     nnx.update(it, nnx.state(other))
 
 
+def trace_errors() -> tuple[type[Exception], ...]:
+    """The error of a traced function that changes nnx state which it did not get as an argument."""
+    errors = sys.modules.get("flax.errors")
+    return () if errors is None else (errors.TraceContextError,)
+
+
 def owned(
     fn: Callable[..., object], args: tuple[object, ...]
 ) -> tuple[Callable[..., object], tuple[object, ...]]:

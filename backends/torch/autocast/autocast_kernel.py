@@ -99,7 +99,9 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
             )
         ):
             return replaced.call_boxed(keys, *args, **kwargs)
-        if row is None:  # the op runs as if it had no kernel here; ops inside it have their rules
+        # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
+        # made, every op has one, also where torch, which has none, does as the row says.
+        if row is None or (ruling.agrees and replaced is None):
             return pass_on(keys, args, kwargs)
         with dispatcher.ExcludeKeys(excluded):
             if row.rule is Rule.KEEP:

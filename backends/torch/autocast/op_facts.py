@@ -20,7 +20,7 @@ ACCUMULATES = frozenset(
     """.split()
 )
 
-# Classes of which the same holds: one kernel that computes each element in float32.
+# Classes whose ops do the same: one kernel that computes each element in float32.
 ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
 
 # Ops that cannot have a kernel of ours: nn.Parameter turns the result of `detach` into itself,

@@ -14,6 +14,7 @@ import torch
 from polymp.backends.torch.autocast import (
     dtype_names,
     fp8_ops,
+    layer_norm,
     op_facts,
     recurrent,
     torch_table,
@@ -127,6 +128,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     """
     schema = op._schema.arguments
     in_float32, words = op_facts.in_float32(name), vocabulary()
+    own_kernel = layer_norm.kernel(name, device)
     picks = words.picks(words.of_aten(name))
     # Batch norm writes its running statistics, though its schema does not say so: a cast of them
     # would take the write. Its kernels take a low input beside float32 weights and statistics.
@@ -145,6 +147,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             if decision.rule is Rule.FORBID:
                 forbid(ruling.policy, row, name, asked)
             if in_float32 and decision.out in LOW:
+                if own_kernel is not None:
+                    return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
         if decision.rule is Rule.FP8:
             recipe = RECIPES[ruling.policy.fp8]

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 import torch
 
 from polymp import versions
+from polymp.backends.torch.autocast import layer_norm
 from polymp.backends.torch.autocast.op_facts import UNTOUCHED, has_low, in_float32
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
@@ -106,7 +107,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's compiled kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
-        return in_float32(op)
+        return in_float32(op) and layer_norm.kernel(op, device) is None
     if ours is None or theirs is None:
         return ours is theirs
     if "::" in op or ours.rule is not theirs.rule:

@@ -52,16 +52,14 @@ def is_recorded() -> bool:
     Ops may then be written into a program, where a number computed earlier would be a constant, or
     be differentiated in ways that a node of ours has no rule for. Modes of ours that only look on
     do not count.
-    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` and
-    `peek_interpreter_stack` since 2.0, `forward_ad._current_level` since 1.9,
+    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` since 2.0,
     `_get_tracing_state`, of torch.jit.trace, since 1.0.
     """
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return bool(
         any(not getattr(mode, "looks_on", False) for mode in modes)
         or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or has_tangents()
+        or is_transformed()
     )
 
 
@@ -114,3 +112,13 @@ def in_transform(tensor: torch.Tensor) -> bool:
 def has_tangents() -> bool:
     """Return whether forward-mode derivatives are computed. Since torch 1.9."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func is at work, or forward-mode differentiation.
+
+    A kernel on the autocast key cannot call an autograd.Function in the first, for torch finds no
+    kernel of `custom_function_call`; in the second, it would need a rule of its own.
+    `peek_interpreter_stack` since torch 2.0.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or has_tangents()

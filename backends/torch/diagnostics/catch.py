@@ -87,7 +87,8 @@ def catch(
         on_bad: "raise" raises the error; "report" warns, and training goes on without the bad
             step, whose batch is left out. Its results are returned as they are. Three bad steps in
             a row raise: to leave out batches does not help.
-        jump: also stop when the loss is more than this factor above the mean of the last ones.
+        jump: also stop when the loss is more than this factor above the mean of the last ones; from
+            the eleventh step on, when there is a mean to compare it with.
         of: models, optimizers and others to copy that are not found, in a list.
 
     Returns:

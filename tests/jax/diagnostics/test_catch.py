@@ -255,8 +255,10 @@ def test_a_step_that_reads_its_batch_itself_is_told() -> None:
     batches = iter([1.0, 1.0, math.nan])
     inner = jax.jit(lambda w, x: (w + x, (w * x).sum()))
     step, w = catch(lambda w: inner(w, next(batches, 1.0))), jnp.ones(3)
-    with pytest.raises(BadStepError, match="Repeating the steps did not give that value again"):
+    with pytest.raises(BadStepError, match="Repeating the steps did not give that") as raised:
         [w := checked(step, w)[0] for _ in range(3)]
+    assert raised.value.report.remedy == ""  # it is not known that the learning rate is too large
+    assert str(raised.value).endswith("Give the step all that it reads as arguments.")
 
 
 def test_a_step_that_reads_values_is_stopped_without_an_op() -> None:
@@ -269,6 +271,14 @@ def test_a_step_that_reads_values_is_stopped_without_an_op() -> None:
     with pytest.raises(BadStepError, match="locate could not trace the step") as raised:
         checked(caught, w, -jnp.ones(2))
     assert raised.value.report.found == "the loss is NaN"
+
+
+def test_an_nnx_model_with_dropout_in_a_closure() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    step = catch(lambda x: jnp.log(model(x)).sum() * 0 + x.sum())
+    with pytest.raises(BadStepError, match="Give it the model and the optimizer as arguments"):
+        checked(step, jnp.full((1, 2), jnp.nan))
 
 
 def test_it_is_not_called_in_traced_code() -> None:

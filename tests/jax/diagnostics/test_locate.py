@@ -287,9 +287,7 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
 
     w, x = jax.device_put((jnp.eye(16) / 2, jnp.ones((8, 16))), jax.devices("cpu")[0])
     step = jax.jit(jax.grad(loss))
-    plain, small = (
-        measured_call.measured(step, (w, x), {}, samples=samples) for samples in (True, False)
-    )
+    plain, small = (measured_call.measured(step, (w, x), {}, once=once) for once in (False, True))
     equations = [len(jax.make_jaxpr(p.twin.run)([w, x]).eqns) for p in (plain, small)]
     assert equations[1] < 0.7 * equations[0]
     options = measured_call.quick_options([w, x])

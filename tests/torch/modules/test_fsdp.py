@@ -230,6 +230,25 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_a_region_that_uses_weights_in_another_dtype_warns(alone: None) -> None:
+    model = made()
+    shard(model, "lean")
+
+    def run(low: torch.dtype, policy: Any) -> None:
+        with autocast("cpu", low, policy=policy):
+            model(data())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.bfloat16, "lean")
+        run(torch.bfloat16, "amp")  # uses the weights of linear layers in the same dtype
+    with pytest.warns(UserWarning, match=r"Write polymp.torch.fsdp.fully_shard\(module, .lean., "):
+        run(torch.float16, "lean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.float16, "lean")  # said once
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("policy", [None, "amp", "lean", HEAD_FULL], ids=str)
 def test_sharding_changes_no_bit_of_a_region(alone: None, policy: Any, tied: bool) -> None:

@@ -1,0 +1,199 @@
+"""Norms that add up in float32 anyway: under `lean` their kernels read and write the low dtype.
+
+On CUDA the tensors are fake, and the kernels are those that torch would launch. amp casts before
+layer_norm, rms_norm and group_norm, and so does torch.autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import polymp
+from polymp.torch import autocast
+from tests import STRICT
+from tests.support import processes
+from tests.support.torch.norm_kernels import NORMS, SHAPE, Kernels
+
+LOW = ("bfloat16", "float16")
+FLOAT32 = ("layer_norm", "group_norm")  # in torch's list in every version that is supported
+KERNEL = {"rms_norm": "_fused_rms_norm", "instance_norm": "native_batch_norm"}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    child = processes.python(*STRICT, "-m", "tests.support.torch.norm_kernels")
+    return json.loads(child.stdout)
+
+
+def activation_casts(found: Any) -> list[Any]:
+    """The casts of what is as large as the activation."""
+    return [k for k in found if k[0] == "_to_copy" and k[1][0][1] == list(SHAPE)]
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("norm", NORMS)
+def test_lean_casts_no_activation_before_or_after_a_norm(kernels: Any, norm: str, low: str) -> None:
+    for weights in ("float32", low):
+        found = kernels[f"{norm} {low} lean {weights}"]
+        assert activation_casts(found) == []
+        (ran,) = (k for k in found if k[0] == KERNEL.get(norm, f"native_{norm}"))
+        assert (ran[1][0][0], ran[2][0]) == (low, low)
+        # Only batch_norm's kernel takes float32 weights beside a low input on CUDA.
+        casts = [k for k in found if k[0] == "_to_copy"]
+        assert bool(casts) == (weights == "float32" and norm not in ("batch_norm", "instance_norm"))
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("norm", NORMS)
+def test_torchs_table_runs_the_kernels_of_torch_autocast(kernels: Any, norm: str, low: str) -> None:
+    for weights in ("float32", low):
+        theirs = kernels[f"{norm} {low} torch.autocast {weights}"]
+        assert kernels[f"{norm} {low} torch-cuda {weights}"] == theirs
+        if norm in FLOAT32:  # so that the test above can fail
+            assert len(activation_casts(theirs)) == 1
+            assert activation_casts(kernels[f"{norm} {low} amp {weights}"]) != []
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_record_changes_no_kernel_of_a_norm_on_a_cpu(norm: str) -> None:
+    """The CPU's kernels take float32 weights beside a low input; a record lends every op ours."""
+    x, low = torch.ones(SHAPE, dtype=torch.bfloat16), torch.bfloat16
+    found = []
+    for record in (contextlib.nullcontext(), polymp.recording()):
+        with record, autocast("cpu", low, policy="lean"), Kernels() as kernels:
+            NORMS[norm](x, lambda axis: torch.ones(SHAPE[axis]))
+        found.append(kernels.found)
+    assert found[0] == found[1]
+    assert [k for k in found[0] if k[0] == "_to_copy" and k[1][0][1] != list(SHAPE)] == []
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_gradients_of_weights_are_added_up_in_float32_on_a_cpu(low: str) -> None:
+    """torch's backward kernel of layer_norm adds them up in the dtype of the input there."""
+    dtype, rows = getattr(torch, low), 16384
+    torch.manual_seed(0)
+    x, back = torch.randn(rows, 8).to(dtype), (torch.randn(rows, 8) + 0.5).to(dtype)
+
+    def gradients(x: torch.Tensor, policy: str | None) -> list[torch.Tensor]:
+        weights = [torch.ones(8, dtype=torch.float32, requires_grad=True) for _ in range(2)]
+        if x.dtype is torch.float64:
+            weights = [w.detach().double().requires_grad_() for w in weights]
+        with autocast("cpu", dtype, policy=policy or "lean", enabled=policy is not None):
+            y = torch.nn.functional.layer_norm(x, (8,), *weights)
+        return [g.double() for g in torch.autograd.grad(y, weights, back.to(y.dtype))]
+
+    def off(found: list[torch.Tensor]) -> float:
+        return max(float((g - e).abs().max() / e.abs().max()) for g, e in zip(found, exact))  # noqa: B905
+
+    exact = gradients(x.double(), None)
+    without, lean = off(gradients(x, None)), off(gradients(x, "lean"))
+    print(f"\n{low}: weights' gradients off by {without:.2g} without a region, {lean:.2g} in lean")
+    assert without > 0.01  # else torch has changed, and needs no kernel of ours
+    assert lean < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_on_a_cpu_differentiates_in_every_way(affine: bool) -> None:
+    """Forward mode, vmap, second derivatives, and compiled: as without a region, up to rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8).bfloat16()
+    weights = [torch.randn(8) for _ in range(2)] if affine else []
+
+    def norm(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", torch.bfloat16, policy="lean"):
+            return torch.nn.functional.layer_norm(x, (8,), *weights)
+
+    def exact(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (8,), *weights)
+
+    given, wide = (x, *weights), (x.float(), *weights)
+    tangents = [torch.randn_like(t) for t in given]
+    low = torch.func.jvp(norm, given, tuple(tangents))
+    high = torch.func.jvp(exact, wide, tuple(t.float() for t in tangents))
+    for one, other in zip(low, high, strict=True):
+        assert one.dtype is torch.bfloat16
+        torch.testing.assert_close(one.float(), other, rtol=0.01, atol=0.02)
+    for transform in (
+        lambda f: torch.func.grad(lambda *a: f(*a).float().pow(3).sum()),
+        lambda f: torch.func.grad(lambda *a: torch.func.grad(
+            lambda *b: f(*b).float().pow(3).sum())(*a).float().square().sum()),
+        lambda f: torch.func.vmap(f, in_dims=(0, *(None for _ in weights))),
+    ):  # fmt: skip
+        one, other = transform(norm)(*given), transform(exact)(*wide)
+        torch.testing.assert_close(
+            one.float(), other, rtol=0.1, atol=0.05 * float(other.abs().max())
+        )
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangents[0])
+        assert torch.autograd.forward_ad.unpack_dual(norm(dual, *weights)).tangent is not None
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    for t in given:
+        t.requires_grad_()
+    results = [
+        torch.autograd.grad(f(*given).float().square().sum(), given) for f in (norm, compiled)
+    ]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def _in_torch(norm: str) -> Any:
+    from torch.nn import functional as F
+
+    def call(x: Any, w: Any, scale: Any, shift: Any) -> Any:
+        y = x @ w
+        if norm == "layer_norm":
+            return F.layer_norm(y, y.shape[-1:], scale, shift, 1e-6)
+        if norm == "rms_norm":
+            return F.rms_norm(y, y.shape[-1:], scale, 1e-6)
+        return F.group_norm(y.movedim(-1, 1), 4, scale, shift, 1e-6).movedim(1, -1)
+
+    return call
+
+
+def _in_jax(norm: str) -> Any:
+    from flax import nnx
+
+    def call(x: Any, w: Any, scale: Any, shift: Any) -> Any:
+        rngs, width = nnx.Rngs(0), len(scale)
+        if norm == "group_norm":
+            module = nnx.GroupNorm(width, num_groups=4, rngs=rngs)
+        else:
+            module = {"layer_norm": nnx.LayerNorm, "rms_norm": nnx.RMSNorm}[norm](width, rngs=rngs)
+        module.scale[...] = scale
+        if norm != "rms_norm":
+            module.bias[...] = shift
+        return module(x @ w)
+
+    return call
+
+
+# With float32 weights on a CPU, torch says once that it cannot use its fused kernel of RMSNorm.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "group_norm"])
+def test_values_under_lean_are_within_the_derived_tolerance(norm: str, low: str) -> None:
+    np = pytest.importorskip("numpy")
+    pytest.importorskip("flax")
+    from polymp.testing import assert_parity
+
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 6, 16)), rng.standard_normal((16, 16))
+    given = [x, w, *(1 + 0.1 * rng.standard_normal((2, 16)))]
+    found = assert_parity(_in_torch(norm), _in_jax(norm), given, "lean", low, probes=6)
+    assert found.margin > 1
+    assert set(found.dtypes.values()) == {low}
+    exact = _in_torch(norm)(*(torch.tensor(x) for x in given))
+    with autocast("cpu", getattr(torch, low), policy="lean"):
+        lean = _in_torch(norm)(*(torch.tensor(x, dtype=torch.float32) for x in given))
+    error = float((lean.double() - exact).abs().max() / exact.abs().max())
+    print(f"\n{norm} in {low} under lean: off by {error:.2g}, tolerance "
+          f"{found.gaps[0].tolerance:.2g}")  # fmt: skip
+    assert error <= found.gaps[0].tolerance

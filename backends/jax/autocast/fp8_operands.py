@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters import ad
 
-from polymp.backends.jax.autocast.fp8_quantise import Quantised, is_quantised, scale_axes
+from polymp.backends.jax.autocast.fp8_quantise import (
+    Quantised,
+    dequantised,
+    is_quantised,
+    scale_axes,
+)
 from polymp.fp8.recipes import ACTIVATION, GRADIENT, RECIPES, WEIGHT, Recipe
 
 
@@ -112,6 +117,13 @@ class In8Bits(NamedTuple):
 def main(x: Value) -> jax.Array:
     """The array of an operand that has a derivative, if one has."""
     return x.values if isinstance(x, Quantised) else x.wide if isinstance(x, Shared) else x
+
+
+def as_wide(x: Value) -> jax.Array:
+    """An operand in float32."""
+    if isinstance(x, Quantised):
+        return dequantised(*x, "float32")
+    return main(x).astype("float32")
 
 
 def operands_of(flat: Sequence[Any], how: In8Bits) -> list[Any]:

@@ -90,6 +90,6 @@ def _weight(known: Sequence[Known]) -> int:
 
 
 def _own(frame: Frame) -> set[Atom]:
-    """What a program is given, and has in memory as it is."""
+    """The inputs and constants of a program, which are in memory as they are."""
     constvars, invars = compat.binders(frame.closed)
     return {*constvars, *invars}

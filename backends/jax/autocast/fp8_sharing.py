@@ -41,9 +41,7 @@ class SharedOperands:
         self._several: frozenset[_Form] = plan.made["shared in 8 bits"]
         self._made: dict[_Form, Quantised] = {}
 
-    def operands(
-        self, step: Step, values: Sequence[Any], put: Any
-    ) -> tuple[Sequence[Any], In8Bits]:
+    def operands(self, step: Step, values: Sequence[Any], put: Any) -> tuple[list[Any], In8Bits]:
         """The arrays of a product in 8 bits, and how it runs.
 
         Args:

@@ -138,11 +138,16 @@ def default_precision() -> (
 def device_type() -> tuple[str, tuple[int, int] | None]:
     """The type of the device that programs are for, and of an NVIDIA GPU its compute capability.
 
-    "cpu", "cuda", "rocm" or "tpu". `jax.default_backend` says "gpu" for two of them. The attributes
-    `client` and `compute_capability` of a device are not documented. Since jax 0.4.
+    "cpu", "cuda", "rocm" or "tpu". `jax.default_backend` says "gpu" for two of them, and a default
+    device is a thread's own. The attributes `client` and `compute_capability` of a device are not
+    documented. Since jax 0.4.
     """
-    chosen = jax.config.jax_default_device
-    device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+    chosen: object = _config.default_device.value
+    device = (
+        chosen
+        if isinstance(chosen, jax.Device)
+        else jax.devices(chosen if isinstance(chosen, str) else None)[0]
+    )
     if device.platform != "gpu":
         return device.platform, None
     if "rocm" in device.client.platform_version:

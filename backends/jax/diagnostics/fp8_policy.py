@@ -1,19 +1,21 @@
 """`fp8_policy`: the policy for a function whose first and last products stay in bfloat16."""
 
 from collections.abc import Callable
+from typing import Any
 
-from polymp.backends.jax.autocast.api import PolicyLike, autocast
+from polymp.backends.jax.autocast.api import autocast
 from polymp.backends.jax.diagnostics.explain import explain
 from polymp.diagnostics.call_record import FORWARD
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.fp8_ends import kept_lower
 from polymp.rules.policy import Policy
+from polymp.rules.policy_files import Source
 from polymp.rules.row import Rule
 
 
 def fp8_policy(
-    fn: Callable[..., object], *args: object, policy: PolicyLike = "fp8", **kwargs: object
+    fn: Callable[..., object], *args: object, policy: Source = "fp8", **kwargs: Any
 ) -> Policy:
     """Return a policy with rule fp8 that keeps a model's first and last product in bfloat16.
 

@@ -17,6 +17,7 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
+from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
@@ -277,11 +278,15 @@ class _Evaluation:
 
 def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of the terms of a sum."""
+    of, params = eqn.primitive, eqn.params
+    if "how" in params and of.name in OURS:  # in 8 bits: the product that it stands for
+        values = [as_wide(x) for x in operands_of(values, params["how"])]
+        of, params = params["of"], {**dict(params["params"]), "preferred_element_type": None}
     # Shares of the largest: a square of a float16 number may be beyond its range.
     largest = [jnp.maximum(_magnitude(v).max(), np.finfo(np.float32).tiny) for v in values]
     shares = [_magnitude(v) / most for v, most in zip(values, largest, strict=True)]
     squares = [(x**2).astype(v.dtype) for x, v in zip(shares, values, strict=True)]
-    made = _magnitude(compat.put(eqn.primitive, squares, eqn.params)[0])
+    made = _magnitude(compat.put(of, squares, params)[0])
     return made * prod(most**2 for most in largest)
 
 

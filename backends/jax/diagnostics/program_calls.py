@@ -139,7 +139,7 @@ def _call(
 
 
 def _operands(eqn: Equation) -> Sequence[Atom]:
-    """What an equation reads; of a product in 8 bits, without scales and what is read twice."""
+    """The operands of an equation; of a product in 8 bits, the two that are multiplied."""
     if eqn.primitive.name not in OURS or "how" not in eqn.params:
         return eqn.invars
     return eqn.invars[:2]

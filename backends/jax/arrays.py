@@ -1,12 +1,13 @@
-"""Tests of what counts as an array, and as one of floats, for traces, scalers and reports alike."""
+"""Tests of what counts as an array, and as one of floats; and the largest number in an array."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from polymp import dtypes
 
@@ -78,3 +79,20 @@ def apart(
         return whole
 
     return [x for x, at in zip(leaves, places, strict=True) if at], together
+
+
+def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The largest magnitude along some axes; NaN if there is a NaN.
+
+    Found by the bits of the magnitudes, which as integers have the order of the numbers and NaN at
+    the top: XLA on CPUs loses a NaN in the maximum of a large float32 array (openxla/xla #21461).
+
+    Args:
+        x: float32 or float64.
+        axes: to go along; these are left out of the result.
+
+    Returns:
+        An array of x's dtype.
+    """
+    size = lax.bitcast_convert_type(lax.abs(x), np.dtype(f"int{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(lax.reduce_max(size, tuple(axes)), x.dtype)

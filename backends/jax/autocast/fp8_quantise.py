@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from polymp.backends.jax.arrays import largest_magnitude
 from polymp.backends.jax.autocast.contraction_programs import eager
 from polymp.dtypes import FORMATS
 from polymp.fp8 import quantise
@@ -110,7 +111,7 @@ def dequantised(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
 
 def _amax(x: jax.Array, axis: Axis) -> jax.Array:
     axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
-    largest = lax.reduce_max(lax.abs(_float32(x)), tuple(axes))
+    largest = largest_magnitude(_float32(x), tuple(axes))
     return largest if axis is None else lax.expand_dims(largest, tuple(axes))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import largest_magnitude
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.op_facts import FREE
 from polymp.backends.jax.compat.programs import Equation
@@ -56,8 +57,9 @@ def is_measured(x: Any) -> bool:
 
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
-    peaks = [jnp.max(jnp.abs(x)) for x in arrays]
-    peaks = [x if x.dtype == np.float64 else x.astype(jnp.float32) for x in peaks]
+    sizes = [jnp.abs(x) for x in arrays]
+    sizes = [x if x.dtype == np.float64 else x.astype(jnp.float32) for x in sizes]
+    peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
     return functools.reduce(jnp.maximum, peaks)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from polymp.backends.jax.autocast.fp8_quantise import VERBS, dequantised, quantised, scale_axes
+from polymp.backends.jax.diagnostics.measures import peak
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import RECIPES
 from tests.support import fp8_numpy
@@ -83,6 +84,17 @@ def test_inf_and_nan_spoil_what_shares_their_scale(name, bad):
     assert np.isnan(back[2]).all()
     rows = [np.isnan(back[row]).all() for row in (0, 1, 3)]
     assert rows == [RECIPES[name].scaling == "tensor"] * 3
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_one_bad_number_in_a_large_array_spoils_its_scale(dtype, bad):
+    """XLA on CPUs loses a NaN in the maximum of a large float32 array."""
+    x = jnp.ones((64, 64), dtype).at[3, 5].set(bad)
+    low = jax.jit(lambda x: quantised(x, RECIPES["tensorwise"], "activation", (0, 1)))(x)
+    assert np.isnan(low.scale).all()
+    assert np.isnan(low.values.astype(jnp.float32)).all()
+    assert np.isnan(jax.jit(peak)(x)) if np.isnan(bad) else np.isinf(jax.jit(peak)(x))
 
 
 def test_the_axes_of_a_scale():

@@ -56,6 +56,10 @@ FEATURES = (
             "audit, torch, .*: step / plain step"),
     Feature("`audit`, JAX, a call", "the same step", "seeing",
             "audit, JAX, .*: call / plain step"),
+    Feature("`catch`, PyTorch, a step", "the same step", "seeing",
+            "catch, torch, .*: step / plain step"),
+    Feature("`catch`, JAX, a step", "the same step", "seeing",
+            "catch, JAX, .*: step / plain step"),
 )  # fmt: skip
 
 

@@ -157,3 +157,17 @@ def recorded_by(recorder: Recorder, passes_on: bool = True) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Record nothing inside: an op that was noted as a whole runs there.
+
+    Yields:
+        Nothing.
+    """
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)

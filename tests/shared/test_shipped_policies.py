@@ -176,9 +176,13 @@ def rows_of(policies: Iterable[str], wanted: Callable[[cases.Op, str], bool]) ->
     """The rows of the ops that are wanted under each policy, in both low dtypes."""
     for name in FRAMEWORKS:
         need(name)
+    opened_by = {  # before the record begins, which is of the backends that are imported by then
+        (policy, low): [region(name, low, policy) for name in FRAMEWORKS]
+        for policy in policies
+        for low in lows(policy)
+    }
     with polymp.recording() as report:
-        for policy, low in ((name, low) for name in policies for low in lows(name)):
-            regions = [region(name, low, policy) for name in FRAMEWORKS]
+        for (policy, low), regions in opened_by.items():
             for op in cases.OPS:
                 if wanted(op, policy):
                     case = case_of(op, policy, low)

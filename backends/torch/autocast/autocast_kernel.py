@@ -100,9 +100,13 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
         ):
             return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
-        # made, every op has one, also where torch, which has none, does as the row says.
-        if row is None or (ruling.agrees and replaced is None):
+        # made, every op has one, also where torch, which has none, does as the row says; the record
+        # has such an op as a whole.
+        if row is None:
             return pass_on(keys, args, kwargs)
+        if ruling.agrees and replaced is None:
+            with decision_log.paused():
+                return pass_on(keys, args, kwargs)
         with dispatcher.ExcludeKeys(excluded):
             if row.rule is Rule.KEEP:
                 return call(*args, **kwargs)

@@ -36,6 +36,10 @@ FRAMEWORKS = ("torch", "jax")
 # the others. Set before torch is imported, here and in what a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# In the processes of pytest-xdist this is the width of a terminal; tables in tests have the width
+# that they have in a pipe.
+os.environ.pop("COLUMNS", None)
+
 
 def _has(name: str) -> bool:
     return importlib.util.find_spec(name) is not None

@@ -164,13 +164,16 @@ def _rulings(name: str, device: str) -> Rulings:
 
 
 def _kernel(op: torch._ops.OpOverload, device: str) -> Function | None:
-    """Return autocast's kernel of an op on the device, in the region in force; None without."""
+    """Return autocast's kernel of an op on the device, in the region in force.
+
+    None where torch has none: without a row, or if torch does as the row says on its own.
+    """
     name, key = op.name().removeprefix("aten::"), str(dispatcher.autocast_key(device))
     if not dispatcher.has_kernel(op.name(), key):
         return None
     ruling = _rulings(name, device).of(regions.in_force(device))
     compiled = ruling.agrees and name in torch_table.kernels(device)
-    if not compiled and ruling.row is None:
+    if not compiled and (ruling.row is None or ruling.agrees):
         return None
     return dispatcher.called_at(op, key)
 

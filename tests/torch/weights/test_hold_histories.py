@@ -172,7 +172,7 @@ def of_one_dtype() -> Any:
 def made_in_inference_mode() -> Any:
     def made(weight: held_casts.Weight, t: torch.Tensor, key: Any) -> held_casts.Held:
         low = t.detach().to(key[0])
-        held = held_casts.Held(held_casts._stamp(t), t.detach(), low, 0)
+        held = held_casts.Held(held_casts._stamp(t), t.detach(), low, 0, torch.empty(0))
         weight.casts[key] = held
         return held
 

@@ -1,20 +1,13 @@
 """The libraries that train with torch or jax, and the line that brings polymp into each.
 
-One table: `polymp doctor` lists the rows of what is installed, and an adapter asks its own row
-whether the version is one that it is tested with. Nothing here imports a library.
+One table: `polymp doctor` lists the rows of what is installed, and `adapter_checks` looks in them
+whether an adapter is tested with the version. Nothing here imports a library.
 """
 
-import importlib
-import importlib.util
-import warnings
 from collections.abc import Iterator
-from functools import cache
 from importlib import metadata
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from polymp.code_origin import outside
-from polymp.errors import BackendMissingError, VersionWarning
 from polymp.versions import parts
 
 
@@ -135,42 +128,6 @@ def of(name: str) -> Integration:
         KeyError: the table has none.
     """
     return {row.name: row for row in INTEGRATIONS}[name]
-
-
-def require(name: str) -> Any:
-    """Import the library of an adapter.
-
-    Args:
-        name: of the package.
-
-    Returns:
-        The library's module.
-
-    Raises:
-        BackendMissingError: it is not installed.
-
-    Warns:
-        VersionWarning: the adapter is not tested with the installed version; once.
-    """
-    row = of(name)
-    if importlib.util.find_spec(name) is None:
-        raise BackendMissingError(
-            f"{row.adapter} needs the {name} package: pip install 'polymp[{name}]'."
-        )
-    found: ModuleType = importlib.import_module(name)
-    _warn_untested(row, found.__version__)
-    return found
-
-
-@cache
-def _warn_untested(row: Integration, version: str) -> None:
-    if not row.is_supported(version):
-        warnings.warn(
-            f"{row.adapter} is tested with {row.name}{row.bounds}, and this is {row.name} "
-            f"{version}. Install a tested version: pip install '{row.name}{row.bounds}'.",
-            VersionWarning,
-            stacklevel=outside(),
-        )
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -9,17 +9,15 @@ The Trainer leaves regions and scaling to its `Accelerator`, and so does this mo
 from typing import Any, NamedTuple, TypeVar
 
 from polymp import accelerate
+from polymp.adapter_checks import require
 from polymp.backends.torch.autocast.api import PolicyLike
-from polymp.errors import BackendMissingError
+from polymp.backends.torch.scaler import trainer_steps
 from polymp.torch import GradScaler
-from polymp.torch._trainers import extend, metrics
+from polymp.torch._trainers import extend
 
-try:
-    from transformers import Trainer
-except ImportError as error:
-    raise BackendMissingError(
-        "polymp.transformers needs the transformers package: pip install 'polymp[transformers]'."
-    ) from error
+require("transformers")
+
+from transformers import Trainer  # noqa: E402
 
 __all__ = ["use"]
 
@@ -27,8 +25,7 @@ T = TypeVar("T", bound=Trainer)
 
 _WORDS = accelerate.Words(
     opener="the Trainer",
-    use="polymp.transformers.use",
-    argument="trainer",
+    line="polymp.transformers.use(trainer, policy=...)",
     mode="TrainingArguments({}=True)",
     order=(
         "Call it right after Trainer(...), before trainer.train(), trainer.evaluate() and "
@@ -115,5 +112,5 @@ class _Trainer:
         accelerate.use_as(_WORDS, self.accelerator, self.polymp.policy, self.polymp.scaler)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        logs.update(metrics(self.accelerator.scaler))
+        logs.update(trainer_steps.metrics(self.accelerator.scaler))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -6,7 +6,10 @@ polymp.keras.use(model, dtype="float16")       # the same, with a scaler in the 
 """
 
 from polymp.keras.region import use
-from polymp.keras.scaled_optimizer import ScaledOptimizer
+from polymp.keras.scaled_optimizer import ScaledOptimizer, keras
+
+if keras.backend.backend() == "jax":
+    import polymp.jax as _jax  # noqa: F401  # for `scaler=polymp.jax.GradScaler(...)`
 
 __all__ = ["ScaledOptimizer", "use"]
 

@@ -5,13 +5,13 @@ differentiates and calls. The model gets its own ones back as attributes, inside
 autocast`. Layers open name scopes, so that a policy's rules by module path go by layer names.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from polymp import integrations
+from polymp import adapter_checks
 from polymp.errors import PolympError
-from polymp.keras.scaled_optimizer import ScaledOptimizer, refuse_scaling
-from polymp.rules.row import LOW
+from polymp.keras.checks import check_backend, check_layers, check_optimizer, check_scaler
+from polymp.keras.scaled_optimizer import ScaledOptimizer
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polymp.jax import GradScaler
     from polymp.rules.policy_files import Source
 
-keras = integrations.require("keras")
+keras = adapter_checks.require("keras")
 
 M = TypeVar("M")
 
@@ -65,8 +65,8 @@ def use(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"polymp.keras.use(model) takes a keras.Model, got {model!r}.")
-    _check_backend()
-    _check_layers(model)
+    check_backend()
+    check_layers(model)
     region = _Region(model, policy, dtype)
     optimizer = _optimizer(model, region.dtype, scaler)
     for name in _OWN:
@@ -164,54 +164,11 @@ def _own(model: Any, name: str) -> Callable[..., Any]:
     return before.own[name] if isinstance(before, _Region) else found
 
 
-def _check_backend() -> None:
-    backend = keras.backend.backend()
-    if backend != "jax":
-        raise ValueError(
-            f"polymp.keras.use() is for Keras on JAX, and Keras runs on {backend} here, where its "
-            "layers cast results back to float32 after each product of a region. Keras' own policy "
-            "is the better choice: keras.config.set_dtype_policy('mixed_bfloat16'), before the "
-            "model is made. For Keras on JAX, set KERAS_BACKEND=jax before keras is imported."
-        )
-    if keras.config.is_nnx_enabled():
-        raise ValueError(
-            "polymp.keras.use() cannot change a model in Keras' NNX mode, which calls the methods "
-            "of its class. Turn it off: keras.config.set_nnx_enabled(False), before the model is "
-            "made."
-        )
-
-
-def _check_layers(model: Any) -> None:
-    """Refuse a model with layers that cast by themselves."""
-    for layer in _layers(model):
-        policy = layer.dtype_policy
-        if not {policy.compute_dtype, policy.variable_dtype}.isdisjoint(LOW):
-            raise ValueError(
-                f"polymp.keras.use(): {type(layer).__name__} {layer.name!r} has Keras' dtype "
-                f"policy {policy.name!r} and casts by itself, where no rule of polymp reaches. "
-                "Make the model in float32: keras.config.set_dtype_policy('float32')."
-            )
-
-
-def _layers(layer: Any) -> Iterator[Any]:
-    yield layer
-    for inner in getattr(layer, "layers", ()):
-        yield from _layers(inner)
-
-
-def _optimizer(model: object, dtype: str, scaler: object) -> Any:
+def _optimizer(model: object, dtype: str, scaler: "GradScaler | None") -> Any:
     """The optimizer that the model is to get; None if it has none."""
-    from polymp.jax import GradScaler
-
     own = getattr(model, "optimizer", None)
-    what = f"polymp.keras.use(model, dtype={dtype!r})"
-    if scaler is not None and dtype != "float16":
-        raise ValueError(f"{what}: bfloat16 has float32's range. Leave scaler={scaler!r} out.")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(
-            f"{what}: scaler is a polymp.jax.GradScaler, got {scaler!r}. To set the first scale, "
-            "write scaler=polymp.jax.GradScaler(init_scale=...)."
-        )
+    what, half = f"polymp.keras.use(model, dtype={dtype!r})", dtype == "float16"
+    check_scaler(scaler, what, half)
     if own is None:
         if scaler is not None:
             raise ValueError(
@@ -219,8 +176,8 @@ def _optimizer(model: object, dtype: str, scaler: object) -> Any:
             )
         return None
     scales = isinstance(own, ScaledOptimizer)
-    if scales and dtype == "float16" and scaler is None:
+    if scales and half and scaler is None:
         return own
     inner = own.inner_optimizer if scales else own
-    refuse_scaling(inner, what)
-    return ScaledOptimizer(inner, scaler) if dtype == "float16" else inner
+    check_optimizer(inner, what)
+    return ScaledOptimizer(inner, scaler) if half else inner

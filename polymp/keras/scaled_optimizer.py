@@ -1,16 +1,17 @@
-"""`ScaledOptimizer`: a GradScaler where Keras has its LossScaleOptimizer.
+"""`ScaledOptimizer`: Keras' LossScaleOptimizer with the rule of `polymp.jax.GradScaler`.
 
 Keras asks its optimizer to scale the loss (`scale_loss`) and to apply the gradients
-(`stateless_apply`): both go through the rule of `polymp.jax.GradScaler`, whose state is among the
-variables of the optimizer, so that Keras saves, loads and shards it.
+(`stateless_apply`). The scaler's state is among the variables of the optimizer, so that Keras
+saves, loads and shards it.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polymp import integrations
+from polymp import adapter_checks
+from polymp.keras.checks import check_optimizer, check_scaler
 
-keras = integrations.require("keras")
+keras = adapter_checks.require("keras")
 
 if TYPE_CHECKING:
     import jax
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from polymp.jax import GradScaler
 
 
-_Optimizer: Any = keras.optimizers.Optimizer
+_LossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable(package="polymp")
-class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
+class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
     """An optimizer whose loss is scaled, in place of Keras' LossScaleOptimizer.
 
         model.compile(polymp.keras.ScaledOptimizer(keras.optimizers.Adam()), "mse")
@@ -40,7 +41,8 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         inner_optimizer: the optimizer inside.
 
     Raises:
-        ValueError: the inner optimizer scales the loss itself.
+        TypeError: `scaler` is no `polymp.jax.GradScaler`.
+        ValueError: the inner optimizer scales the loss itself, or the scaler is disabled.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
     ) -> None:
         from polymp.jax import GradScaler
 
-        refuse_scaling(inner_optimizer, "ScaledOptimizer(inner_optimizer)")
-        super().__init__(learning_rate=0.0, name=name)
-        self.inner_optimizer = inner_optimizer
+        call = "ScaledOptimizer(inner_optimizer)"
+        check_optimizer(inner_optimizer, call)
+        check_scaler(scaler, call, half=True)
+        super().__init__(inner_optimizer, name=name)
         self.scalings = 0
         self._first = GradScaler() if scaler is None else scaler
 
@@ -65,13 +68,9 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
             self.add_variable((), constant, value.dtype.name, name=name)
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
-        super().build(variables)
-        self._trained = _Untracked(list(variables))
-
-    @property
-    def variables(self) -> list[Any]:
-        """Those of Keras' base class, the scaler's state, then those of the inner optimizer."""
-        return [*super().variables, *self.inner_optimizer.variables]
+        keras.optimizers.Optimizer.build(self, variables)  # without the base's scale
+        trained = list(variables)
+        self._trained = lambda: trained  # Keras would count a list of them as the optimizer's own
 
     @property
     def scaler(self) -> "GradScaler":
@@ -90,11 +89,15 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         import jax
 
         tree: Any = jax.tree.structure(self._first)
-        end = len(super().variables)
+        end = self._own()
         scaler: GradScaler = jax.tree.unflatten(
             tree, optimizer_variables[end - tree.num_leaves : end]
         )
         return scaler
+
+    def _own(self) -> int:
+        """How many of `variables` are not the inner optimizer's; the state is the last of them."""
+        return len(self.variables) - len(self.inner_optimizer.variables)
 
     def scale_loss(self, loss: "jax.Array") -> "jax.Array":
         """Multiply a loss by the scale.
@@ -130,7 +133,7 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
             found: tuple[Any, Any] = self.inner_optimizer.stateless_apply(inner, grads, trainable)
             return found
 
-        end = len(super().variables)
+        end = self._own()
         scaler, inner = self.scaler_of(optimizer_variables), list(optimizer_variables[end:])
         (trainable, inner), scaler, _ = scaler.step(grads, update, list(trainable_variables), inner)
         state = jax.tree.leaves(scaler)
@@ -145,33 +148,11 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
         """
         if not self.built:
             self.build(list(trainable_variables))
-        variables = self._trained.variables
+        variables = self._trained()
         values = [v.value for v in variables]
         trainable, own = self.stateless_apply([v.value for v in self.variables], grads, values)
         for variable, value in zip((*variables, *self.variables), (*trainable, *own), strict=True):
             variable.assign(value)
-
-    def finalize_variable_values(self, var_list: Sequence[object]) -> None:
-        """Let the inner optimizer set the variables to their averages, at the end of training.
-
-        Args:
-            var_list: the trained variables.
-        """
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: object) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's: steps that were taken."""
-        return self.inner_optimizer.iterations
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as plain data: the scaler's first state and rule, the optimizer."""
@@ -195,36 +176,3 @@ class ScaledOptimizer(_Optimizer):  # type: ignore[misc]
 
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
         return cls(inner, GradScaler().load_state_dict(config["scaler"]), config["name"])
-
-
-class _Untracked:
-    """Holds the variables to train; a list of them would count as the optimizer's own.
-
-    Args:
-        variables: of the model.
-    """
-
-    def __init__(self, variables: list[Any]) -> None:
-        self.variables = variables
-
-
-def refuse_scaling(optimizer: Any, what: str) -> None:
-    """Raise if an optimizer scales the loss itself.
-
-    Args:
-        optimizer: of Keras.
-        what: the call that was given it.
-
-    Raises:
-        ValueError: it does; gradients would be divided by two scales.
-    """
-    if isinstance(optimizer, (keras.optimizers.LossScaleOptimizer, ScaledOptimizer)):
-        raise ValueError(
-            f"{what}: {optimizer.name!r} is a {type(optimizer).__name__}, which scales the loss "
-            "itself. Give the optimizer in it: optimizer.inner_optimizer."
-        )
-    if optimizer.loss_scale_factor is not None:
-        raise ValueError(
-            f"{what}: {optimizer.name!r} scales the loss itself, by loss_scale_factor="
-            f"{optimizer.loss_scale_factor!r}. Make the optimizer without that argument."
-        )

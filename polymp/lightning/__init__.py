@@ -7,17 +7,12 @@ A plugin opens the region around the steps of a `LightningModule`, or around the
 has set up, and has the loss scaler.
 """
 
-from polymp.errors import BackendMissingError
+from polymp.adapter_checks import require
 
-try:
-    from polymp.lightning.fabric import FabricPrecision
-    from polymp.lightning.trainer import Precision
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("lightning"):
-        raise
-    raise BackendMissingError(
-        "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'."
-    ) from error
+require("lightning")
+
+from polymp.lightning.fabric import FabricPrecision  # noqa: E402
+from polymp.lightning.trainer import Precision  # noqa: E402
 
 __all__ = ["FabricPrecision", "Precision"]
 

@@ -1,19 +1,16 @@
 """`FabricPrecision`: the plugin for `lightning.Fabric`."""
 
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any
 
-import lightning.fabric.plugins.precision as fabric
 import torch
 import torch.nn as nn
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision
-from torch.amp.grad_scaler import OptState
 
 from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.scaler import trainer_steps
 from polymp.lightning.region import Region
 from polymp.torch import GradScaler
-from polymp.torch._trainers import metrics, stage, update_pending
 
 
 class FabricPrecision(Region, FSDPPrecision):
@@ -27,8 +24,7 @@ class FabricPrecision(Region, FSDPPrecision):
     they come in. To cast less, write `with polymp.torch.hold_casts(model):` around the loop.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true", in which no region is opened and the
-            policy has no effect.
+        precision: "bf16-mixed", "16-mixed", or "32-true": no region, so no effect of the policy.
         policy: which ops run in which dtype, as in `polymp.torch.autocast`.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         device: the device type; None for that of the parameters of the module set up last, which
@@ -50,10 +46,6 @@ class FabricPrecision(Region, FSDPPrecision):
         Lightning 2.6, `lightning.fabric.plugins.precision.MixedPrecision`.
     """
 
-    convert_input = fabric.Precision.convert_input
-    tensor_init_context = fabric.Precision.tensor_init_context
-    module_init_context = fabric.Precision.module_init_context
-
     def __init__(
         self,
         precision: str = "bf16-mixed",
@@ -62,14 +54,20 @@ class FabricPrecision(Region, FSDPPrecision):
         scaler: GradScaler | None = None,
         device: str | None = None,
     ) -> None:
-        super().__init__("32-true")
-        self.configure(precision, policy, scaler)
+        super().__init__(precision, policy, scaler)
         self._module: Any = lambda: None
         if device is not None:
             self.begin(device)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Remember the module, to look at its device; called by `fabric.setup`."""
+        """Remember the module, to look at its device; called by `fabric.setup`.
+
+        Args:
+            module: of the user.
+
+        Returns:
+            The module.
+        """
         self._module = weakref.ref(module)
         return module
 
@@ -78,42 +76,64 @@ class FabricPrecision(Region, FSDPPrecision):
 
         Call it after the step of the last optimizer.
         """
-        update_pending(self.scaler)
-        return metrics(self.scaler)
+        trainer_steps.update_pending(self.scaler)
+        return trainer_steps.metrics(self.scaler)
 
     def backward(
-        self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kw: Any
+        self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Scale the loss, and run its backward pass."""
-        update_pending(self.scaler)
-        super().backward(tensor, model, *args, **kw)
+        """Scale the loss, and run its backward pass; called by `fabric.backward`.
+
+        Args:
+            tensor: the loss.
+            model: whose loss it is.
+            args: of `torch.Tensor.backward`.
+            kwargs: likewise.
+        """
+        trainer_steps.begin_backward(self.scaler)
+        super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, or skip if a gradient is not finite; the scale changes before the next backward."""
+        """Step, or skip if a gradient is not finite; the scale changes before the next backward.
+
+        Args:
+            optimizer: of torch.
+            kwargs: of its step, such as `closure`.
+
+        Returns:
+            The result of the step.
+        """
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
-        if kwargs.get("closure") is not None:
-            update_pending(self.scaler)  # not in the closure, where this step has begun
-        return self.scaler.step(optimizer, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; {} without one."""
-        update_pending(self.scaler)
-        return super().state_dict()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the region; a context that does nothing for 32-true."""
-        self._find_device()
-        return super().forward_context()
+        return trainer_steps.step(self.scaler, optimizer, kwargs.pop("closure", None), **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scaler's state, of polymp's plugin or of Fabric's; call it after `setup`."""
-        self._find_device()
+        """Load the scaler's state, of polymp's plugin or of Fabric's; call it after `setup`.
+
+        Args:
+            state_dict: from `state_dict` of such a plugin.
+        """
+        if self.device is None:
+            self._find_device()
         super().load_state_dict(state_dict)
 
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the loss scale, before they are clipped.
+
+        Args:
+            optimizer: whose gradients are clipped.
+
+        Raises:
+            RuntimeError: gradients were clipped before the last backward pass.
+        """
+        if self.scaler is not None:
+            trainer_steps.unscale(
+                self.scaler, [optimizer], "Call fabric.clip_gradients(...) after the last "
+                "fabric.backward(...) and before optimizer.step().",
+            )  # fmt: skip
+
     def _find_device(self) -> None:
-        if self.device is not None:
-            return
+        """Take the device of the module that was set up last."""
         parameter = next(iter(getattr(self._module(), "parameters", tuple)()), None)
         if parameter is None:
             raise RuntimeError(
@@ -121,14 +141,3 @@ class FabricPrecision(Region, FSDPPrecision):
                 f"FabricPrecision({self.precision!r}, device='cuda')."
             )
         self.begin(parameter.device.type)
-
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the loss scale, before they are clipped."""
-        if self.scaler is None:
-            return
-        if stage(self.scaler, optimizer) is OptState.UNSCALED:
-            raise RuntimeError(
-                "the gradients of this optimizer were clipped before, and are clipped again. Clip "
-                "once, after the last fabric.backward(...) and before optimizer.step()."
-            )
-        self.scaler.unscale_(optimizer)

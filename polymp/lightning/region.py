@@ -4,11 +4,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.precision import Precision as Plain
 
 from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.scaler import trainer_steps
+from polymp.errors import PolicyError
+from polymp.rules import policy_files
 from polymp.rules.policy import Policy
-from polymp.torch import GradScaler, autocast
-from polymp.torch._trainers import check_scaler, refuse_outer_region, region_policy
+from polymp.torch import GradScaler
+from polymp.torch._trainers import Opener, check_scaler
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
 # Names of Lightning's, and of other libraries', for these modes.
@@ -19,15 +23,22 @@ _ALIASES = {
 }
 
 
-class Region:
-    """The region of a plugin and its loss scaler, which are made once the device is known."""
+class Region(Plain):
+    """The region of a plugin and its loss scaler, which are made once the device is known.
 
-    precision: Any
-    scaler: Any
+    The first base of a plugin. The other base is the one plugin of Lightning that its FSDP strategy
+    accepts, which converts modules and batches to float32. Here they stay as they are.
+    """
 
-    def configure(
+    convert_module = Plain.convert_module
+    convert_input = Plain.convert_input
+    tensor_init_context = Plain.tensor_init_context
+    module_init_context = Plain.module_init_context
+
+    def __init__(
         self, precision: str, policy: PolicyLike | None, scaler: GradScaler | None
     ) -> None:
+        super().__init__("32-true")  # type: ignore[call-arg]
         name = type(self).__name__
         if precision not in _DTYPES:
             meant = _ALIASES.get(precision, "bf16-mixed")
@@ -36,34 +47,64 @@ class Region:
                 f"Write {name}({meant!r}, policy=...). Lightning's other modes work without this "
                 "plugin."
             )
-        self.policy: Policy | None = region_policy(policy, f"plugins=[{name}({precision!r})]")
-        if scaler is not None and precision != "16-mixed":
-            raise ValueError(
-                f"{name}({precision!r}) takes no scaler: loss scaling is for float16. Leave it "
-                f"out, or write {name}('16-mixed', scaler=scaler)."
-            )
-        if scaler is not None:
-            check_scaler(scaler, f"{name}('16-mixed')")
-        self.precision, self.scaler = precision, scaler
+        self.policy = _without_scopes(policy, f"plugins=[{name}({precision!r})]")
+        asked, half = f"{name}({precision!r})", precision == "16-mixed"
+        check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
+        self.precision: Any = precision
+        self.scaler: Any = scaler
         self.device: str | None = None
-        self._autocast: autocast | None = None
+        self._opener: Opener | None = None
 
     def begin(self, device: str) -> None:
-        """Make the region, and the scaler if none was given, once the device is known."""
+        """Make the region, and the scaler if none was given, once the device is known.
+
+        Args:
+            device: its type.
+        """
         if device == self.device:
             return
         self.device, dtype = device, _DTYPES[self.precision]
         if dtype is not None:
-            self._autocast = autocast(device, dtype=dtype, policy=self.policy)
+            name = type(self).__name__
+            line = f"{name}({self.precision!r}, policy=...)"
+            self._opener = Opener(device, dtype, self.policy, name, line)
+            self._autocast = self._opener.region()
         if dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the region; a context that does nothing for 32-true."""
-        region = self._autocast
-        if region is None:
+        if self.device is None:
+            self._find_device()
+        if self._opener is None:
             return nullcontext()
-        name = type(self).__name__
-        line = f"{name}({self.precision!r}, policy=...)"
-        refuse_outer_region(region.device, region.fast_dtype, self.policy, name, line)
-        return region
+        self._opener.check()
+        return self._autocast
+
+    def _find_device(self) -> None:
+        """Call `begin`, or raise: the region or the scaler is needed, and the device not known."""
+        raise NotImplementedError
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The dtypes that FSDP casts to; None with a policy, which decides about every cast."""
+        return super().mixed_precision_config if self.policy is None else None  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; {} without one."""
+        trainer_steps.update_pending(self.scaler)
+        return super().state_dict()
+
+
+def _without_scopes(policy: PolicyLike | None, write: str) -> Policy | None:
+    """Return a policy for a region; raises if it has rules for modules, which no region sees."""
+    if policy is None:
+        return None
+    loaded = policy_files.load(policy)
+    if loaded.scopes:
+        raise PolicyError(
+            f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
+            "paths a region does not see. Write polymp.torch.scoped(model, policy), and then "
+            f"{write}."
+        )
+    return loaded

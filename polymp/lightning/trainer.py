@@ -1,9 +1,6 @@
 """`Precision`: the plugin for `lightning.Trainer`."""
 
-import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import lightning.pytorch.plugins.precision as trainer
@@ -13,10 +10,10 @@ from lightning.pytorch import LightningModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.scaler import closure_step, trainer_steps
 from polymp.lightning.region import Region
 from polymp.torch import GradScaler
 from polymp.torch import hold_casts as held
-from polymp.torch._trainers import figures, update_after, update_pending
 
 # Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
 _THEIRS = ("MixedPrecision", "FSDPPrecision")
@@ -41,8 +38,7 @@ class Precision(Region, trainer.FSDPPrecision):
     Lightning's plugin.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true", in which no region is opened and the
-            policy has no effect.
+        precision: "bf16-mixed", "16-mixed", or "32-true": no region, so no effect of the policy.
         policy: which ops run in which dtype, as in `polymp.torch.autocast`.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         hold_casts: keep the casts of weights until the next optimizer step; pays with
@@ -64,13 +60,7 @@ class Precision(Region, trainer.FSDPPrecision):
         Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.
     """
 
-    # The base is the one plugin that the FSDP strategy accepts. It converts modules and batches to
-    # float32; as with other plugins, they stay as they are.
-    convert_module = trainer.Precision.convert_module
-    convert_input = trainer.Precision.convert_input
-    convert_output = trainer.Precision.convert_output
-    tensor_init_context = trainer.Precision.tensor_init_context
-    module_init_context = trainer.Precision.module_init_context
+    convert_output = trainer.Precision.convert_output  # as other plugins of the Trainer
 
     def __init__(
         self,
@@ -80,15 +70,23 @@ class Precision(Region, trainer.FSDPPrecision):
         scaler: GradScaler | None = None,
         hold_casts: bool = False,
     ) -> None:
-        super().__init__("32-true")
-        self.configure(precision, policy, scaler)
+        super().__init__(precision, policy, scaler)
         self._holds = hold_casts
         self._held: held | None = None
         self._root: nn.Module | None = None
         self._logged: object = None  # the epoch, and the figures that were logged last
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Learn the device, and the model; called by the strategy."""
+        """Learn the device, and the model; called by the strategy.
+
+        Args:
+            model: as the strategy has wrapped it.
+            optimizers: of the model.
+            lr_schedulers: of the optimizers.
+
+        Returns:
+            The three.
+        """
         module = next(m for m in model.modules() if isinstance(m, LightningModule))
         self.begin(module.trainer.strategy.root_device.type)
         self.teardown()
@@ -97,14 +95,12 @@ class Precision(Region, trainer.FSDPPrecision):
             self._held = held(model).__enter__()
         return super().connect(model, optimizers, lr_schedulers)
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the region; a context that does nothing for 32-true."""
-        if self.device is None:
-            raise RuntimeError(
-                "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
-                f"Fabric(plugins=[FabricPrecision({self.precision!r}, policy=...)])."
-            )
-        return super().forward_context()
+    def _find_device(self) -> None:
+        """Raise: no trainer has called `connect`."""
+        raise RuntimeError(
+            "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
+            f"Fabric(plugins=[FabricPrecision({self.precision!r}, policy=...)])."
+        )
 
     def teardown(self) -> None:
         """Let the model and its casts go."""
@@ -115,7 +111,17 @@ class Precision(Region, trainer.FSDPPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step, or skip if a gradient is not finite."""
+        """Step, or skip if a gradient is not finite.
+
+        Args:
+            optimizer: to step.
+            model: of the trainer.
+            closure: evaluates the loss and its gradients.
+            kwargs: of the step.
+
+        Returns:
+            The result of the step, or of a closure that computed no loss.
+        """
         scaler = self.scaler
         if scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -127,71 +133,65 @@ class Precision(Region, trainer.FSDPPrecision):
                 self._after_closure(model, optimizer)
             return loss
 
-        if _needs_closure(type(optimizer)):  # type: ignore[arg-type]
-            update_pending(scaler)  # not in the closure, where this step has begun
-            result = scaler.step(optimizer, evaluate, **kwargs)
-        else:
-            result = evaluate()
-            if result is None and model.automatic_optimization:
-                return None  # training_step returned None
-            result = scaler.step(optimizer, **kwargs)
-        update_after(scaler, model.trainer.optimizers)
+        inside = closure_step.needs_closure(optimizer)
+        if not inside and evaluate() is None and model.automatic_optimization:
+            return None  # training_step returned None
+        result = trainer_steps.step(
+            scaler, optimizer, evaluate if inside else None, model.trainer.optimizers, **kwargs
+        )
         self._log(model)
         return result
 
     def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> Any:  # type: ignore[override]
-        """Scale the loss."""
-        update_pending(self.scaler)
+        """Scale the loss.
+
+        Args:
+            tensor: the loss.
+            module: of the trainer.
+
+        Returns:
+            The scaled loss.
+        """
+        trainer_steps.update_pending(self.scaler)
         return super().pre_backward(tensor, module)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; {} without one."""
-        update_pending(self.scaler)
-        return super().state_dict()
-
     def _log(self, model: LightningModule) -> None:
-        """Log where a logger writes, when a figure has changed, and in each epoch once.
-
-        A log takes a millisecond. The host may not know the figures: fused optimizers skip on the
-        device.
-        """
+        """Log where a logger writes, where a figure has changed, and once an epoch: a log costs 1 ms."""
         loop: Any = model.trainer  # whose type lacks an attribute
-        every, known = loop.log_every_n_steps, (loop.current_epoch, figures(self.scaler))
+        every, scaler = loop.log_every_n_steps, self.scaler
+        known = loop.current_epoch, trainer_steps.known_figures(scaler)
         written = every > 0 and (loop.global_step + 1) % every == 0
         if not loop.barebones and (written or known != self._logged):
             self._logged = known
-            values = {
-                "loss_scale": self.scaler._get_scale_async(),  # a tensor: nothing waits
-                "skipped_steps": self.scaler.skipped_steps.float(),
-            }
-            model.log_dict(values, prog_bar=True)
+            model.log_dict(trainer_steps.figures_on_device(scaler), prog_bar=True)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm of all gradients; under FSDP by that of the whole model's."""
+        """Clip by the norm of all gradients; under FSDP by that of the whole model's.
+
+        Args:
+            optimizer: whose gradients are clipped.
+            clip_val: the largest norm.
+        """
         if isinstance(self._root, FullyShardedDataParallel):
             self._root.clip_grad_norm_(clip_val)
         else:
             trainer.Precision.clip_grad_by_norm(self, optimizer, clip_val)
 
-    @property
-    def mixed_precision_config(self) -> Any:
-        """The dtypes that FSDP casts to; None with a policy."""
-        return super().mixed_precision_config if self.policy is None else None
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the scaler's state under the names of Lightning's own plugins."""
+        """Store the scaler's state under the names of Lightning's own plugins.
+
+        Args:
+            checkpoint: to save.
+        """
         if state := checkpoint.pop(type(self).__qualname__, None):
             checkpoint.update(dict.fromkeys(_THEIRS, state))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the scaler's state, from a run with polymp or with Lightning's own plugins."""
+        """Load the scaler's state, from a run with polymp or with Lightning's own plugins.
+
+        Args:
+            checkpoint: that was loaded.
+        """
         state = next((checkpoint[name] for name in _THEIRS if name in checkpoint), None)
         if state is not None:
             self.load_state_dict(state)
-
-
-@cache
-def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether `step` cannot be called without a closure, as that of LBFGS."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty

@@ -27,6 +27,7 @@ DOORS = (
     "polymp.torch.torchtitan",
     "polymp.jax",
     "polymp.keras",
+    "polymp.lightning",
     "polymp.accelerate",
     "polymp.transformers",
 )

@@ -20,6 +20,7 @@ LAYERS = """
 errors dtypes code_origin plain_text progress
 versions
 integrations
+adapter_checks
 fp8
 rules policies
 scaling
@@ -37,6 +38,7 @@ backends.torch.weights backends.torch.scaler backends.jax.weights backends.jax.s
 backends.torch.diagnostics backends.jax.diagnostics
 backends.torch.speed backends.jax.speed
 _api torch jax
+_accelerator
 accelerate keras lightning
 transformers
 polymp

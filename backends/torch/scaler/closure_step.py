@@ -5,7 +5,9 @@ state are put back to what they were before the step, so that a search does not 
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,17 @@ def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable
     """Return the closure among the arguments of a step, first or by name; None without one."""
     given = kwargs.get("closure", args[0] if args else None)
     return given if callable(given) else None
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer cannot step without a closure, as LBFGS."""
+    return _needs_closure(type(optimizer))
+
+
+@cache
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def step(

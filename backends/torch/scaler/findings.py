@@ -3,7 +3,8 @@
 An iteration has a dictionary for each optimizer, its entry. Other libraries read and write it, so
 it has torch.amp's keys `stage` and `found_inf_per_device`, and once they are known: `loss`,
 float32 [], 0 if no loss was lost; `optimizer`, a weak reference; `inverse`, by which the gradients
-were multiplied; and `skipped`, where the host knows it.
+were multiplied; `skipped`, where the host knows it; and `mixed`, in trainers: whether a backward
+pass added scaled gradients to unscaled ones.
 """
 
 import weakref

@@ -325,18 +325,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "itself, where no rule of polymp reaches. Make the model in float32: "
         "keras.config.set_dtype_policy('float32').",
     ),
-    "two scalers": (
-        lambda: polymp.keras.use(
-            made(
-                optimizer=keras.optimizers.LossScaleOptimizer(
-                    keras.optimizers.SGD(name="sgd"), name="outer"
-                )
-            )
-        ),
-        ValueError,
-        "polymp.keras.use(model, dtype='bfloat16'): 'outer' is a LossScaleOptimizer, which scales "
-        "the loss itself. Give the optimizer in it: optimizer.inner_optimizer.",
-    ),
     "a fixed scale": (
         lambda: polymp.keras.use(
             made(optimizer=keras.optimizers.SGD(loss_scale_factor=8.0, name="sgd")), dtype="float16"
@@ -348,14 +336,14 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a scaler for bfloat16": (
         lambda: polymp.keras.use(made(), scaler=0.0),
         ValueError,
-        "polymp.keras.use(model, dtype='bfloat16'): bfloat16 has float32's range. Leave "
-        "scaler=0.0 out.",
+        "polymp.keras.use(model, dtype='bfloat16') takes no scaler: loss scaling is for float16. "
+        "Leave it out, or write polymp.keras.use(model, dtype='float16', scaler=scaler).",
     ),
     "a number as the scaler": (
         lambda: polymp.keras.use(made(), dtype="float16", scaler=8.0),
         TypeError,
-        "polymp.keras.use(model, dtype='float16'): scaler is a polymp.jax.GradScaler, got 8.0. To "
-        "set the first scale, write scaler=polymp.jax.GradScaler(init_scale=...).",
+        "polymp.keras.use(model, dtype='float16') takes a polymp.jax.GradScaler, got float. Leave "
+        "scaler out, or write scaler=polymp.jax.GradScaler(init_scale=...).",
     ),
     "a scaler without an optimizer": (
         lambda: polymp.keras.use(keras.Sequential(layers()), dtype="float16", scaler=GradScaler()),

@@ -30,7 +30,7 @@ from polymp.errors import PolicyError  # noqa: E402
 from polymp.lightning import FabricPrecision, Precision  # noqa: E402
 from polymp.torch import GradScaler, autocast  # noqa: E402
 from tests.support import processes  # noqa: E402
-from tests.support.torch.lightning_models import Regression, fit  # noqa: E402
+from tests.support.torch.lightning_models import fit  # noqa: E402
 from tests.support.torch.trainer_models import bert  # noqa: E402
 
 pytestmark = [
@@ -50,10 +50,6 @@ def fresh() -> Iterator[None]:
 def reset() -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-
-
-SCOPED = polymp.policy("amp").override(name="mine", scopes={"*.head": {"linear": "fp32"}})
-OFF = GradScaler("cpu", enabled=False)
 
 
 def accelerator(mode: str = "bf16", **settings: Any) -> Any:
@@ -88,29 +84,10 @@ def two_gpus() -> Any:
     return found
 
 
-def fit_in_a_region() -> None:
-    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
-        fit(Precision("bf16-mixed", "amp"), Regression())
-
-
-def model_in_a_region() -> None:
-    used = polymp.accelerate.use(accelerator(), "amp")
-    model = used.prepare(nn.Linear(2, 2))
-    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
-        model(torch.ones(1, 2))
-
-
 def prepared_trainer() -> Any:
     found = trainer(bf16=True)
     found.accelerator.prepare(found.model)
     return found
-
-
-def trainer_model_in_a_region() -> None:
-    used = use_trainer(trainer(bf16=True), "amp")
-    model = used.accelerator.prepare(nn.Linear(2, 2))
-    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
-        model(torch.ones(1, 2))
 
 
 def trainer_plugin_in_fabric() -> None:
@@ -175,44 +152,15 @@ REFUSALS = (
     ),
     Refusal(
         "Fabric clips twice", fabric_clips_twice, RuntimeError,
-        "the gradients of this optimizer were clipped before, and are clipped again. Clip once, "
-        "after the last fabric.backward(...) and before optimizer.step().",
-    ),
-    Refusal(
-        "scopes in a region", lambda: Precision("bf16-mixed", SCOPED), PolicyError,
-        "policy 'mine' has rules for modules (*.head), whose paths a region does not see. Write "
-        "polymp.torch.scoped(model, policy), and then plugins=[Precision('bf16-mixed')].",
-    ),
-    Refusal(
-        "scopes in a region of Fabric", lambda: FabricPrecision("16-mixed", SCOPED), PolicyError,
-        "policy 'mine' has rules for modules (*.head), whose paths a region does not see. Write "
-        "polymp.torch.scoped(model, policy), and then plugins=[FabricPrecision('16-mixed')].",
+        "these gradients were clipped before the last backward pass, which has added scaled ones. "
+        "Clip once, before the step. Call fabric.clip_gradients(...) after the last "
+        "fabric.backward(...) and before optimizer.step().",
     ),
     Refusal(
         "a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
         ValueError,
         "Precision('bf16-mixed') takes no scaler: loss scaling is for float16. Leave it out, or "
         "write Precision('16-mixed', scaler=scaler).",
-    ),
-    Refusal(
-        "another scaler than polymp's",
-        lambda: Precision("16-mixed", scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
-        TypeError,
-        "Precision('16-mixed') takes a polymp.torch.GradScaler, got "
-        "torch.amp.grad_scaler.GradScaler. Leave scaler out, or write "
-        "scaler=polymp.torch.GradScaler(device, ...).",
-    ),
-    Refusal(
-        "float16 without a scaler", lambda: FabricPrecision("16-mixed", scaler=OFF), ValueError,
-        "FabricPrecision('16-mixed') needs a loss scaler, and the one given is disabled, so that "
-        "small gradients would become zero. It was made for 'cpu'; leave scaler out, or write "
-        "scaler=polymp.torch.GradScaler(device) for the device that is used.",
-    ),
-    Refusal(
-        "a fit in a region", fit_in_a_region, PolicyError,
-        "Precision opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 with "
-        "policy 'lean', which would have no effect. Leave the outer region out, and write "
-        "Precision('bf16-mixed', policy=...).",
     ),
     Refusal(
         "Fabric without a device", lambda: FabricPrecision().forward_context(), RuntimeError,
@@ -250,15 +198,8 @@ REFUSALS = (
     ),
     Refusal(
         "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
-        f"{ACCELERATE}: Accelerator(mixed_precision='bf16') takes no scaler: loss scaling is for "
-        "float16. Leave it out, or write Accelerator(mixed_precision='fp16').",
-    ),
-    Refusal(
-        "fp16 without a scaler", lambda: use(accelerator("fp16"), scaler=OFF), ValueError,
-        f"{ACCELERATE} with Accelerator(mixed_precision='fp16') needs a loss scaler, and the one "
-        "given is disabled, so that small gradients would become zero. It was made for 'cpu'; "
-        "leave scaler out, or write scaler=polymp.torch.GradScaler(device) for the device that is "
-        "used.",
+        f"{ACCELERATE} with Accelerator(mixed_precision='bf16') takes no scaler: loss scaling is "
+        "for float16. Leave it out, or write Accelerator(mixed_precision='fp16').",
     ),
     Refusal(
         "fp16 with GradScalerKwargs that disable the scaler",
@@ -269,25 +210,10 @@ REFUSALS = (
     ),
     Refusal(
         "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
-        "these gradients were clipped before the last accelerator.backward(), which has added "
-        "scaled ones. Clip once, before the step. To accumulate gradients, write "
+        "these gradients were clipped before the last backward pass, which has added scaled ones. "
+        "Clip once, before the step. To accumulate gradients, write "
         "Accelerator(gradient_accumulation_steps=...) and with accelerator.accumulate(model): "
         "..., and if accelerator.sync_gradients: accelerator.clip_grad_norm_(...).",
-    ),
-    Refusal(
-        "two scalers",
-        lambda: use(
-            accelerator("fp16", kwargs_handlers=[GradScalerKwargs()]), scaler=GradScaler("cpu")
-        ),
-        ValueError,
-        f"{ACCELERATE}: there are two loss scalers: scaler=... and the Accelerator's "
-        "GradScalerKwargs. Leave one of them out.",
-    ),
-    Refusal(
-        "a model called in a region", model_in_a_region, PolicyError,
-        "accelerate opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 with "
-        "policy 'lean', which would have no effect. Leave the outer region out, and write "
-        "polymp.accelerate.use(accelerator, policy=...).",
     ),
     # transformers.
     Refusal(
@@ -301,12 +227,6 @@ REFUSALS = (
         f"{TRANSFORMERS} comes too late: a model or an optimizer is prepared already. Call it "
         "right after Trainer(...), before trainer.train(), trainer.evaluate() and "
         "trainer.predict().",
-    ),
-    Refusal(
-        "a Trainer's model called in a region", trainer_model_in_a_region, PolicyError,
-        "the Trainer opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 "
-        "with policy 'lean', which would have no effect. Leave the outer region out, and write "
-        "polymp.transformers.use(trainer, policy=...).",
     ),
     Refusal(
         "a Trainer in float32", lambda: use_trainer(trainer(), "lean"), ValueError,
@@ -326,7 +246,7 @@ REFUSALS = (
     Refusal(
         "a Trainer with a scaler for bf16",
         lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
-        f"{TRANSFORMERS}: TrainingArguments(bf16=True) takes no scaler: loss scaling is for "
+        f"{TRANSFORMERS} with TrainingArguments(bf16=True) takes no scaler: loss scaling is for "
         "float16. Leave it out, or write TrainingArguments(fp16=True).",
     ),
 )  # fmt: skip

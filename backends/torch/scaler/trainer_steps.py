@@ -1,0 +1,117 @@
+"""A loss scaler in a trainer, which calls backward, unscale and step, and never `update`.
+
+The scale changes when all optimizers that share a backward pass have stepped: after an update, the
+gradients of the others would be divided by another scale. Where a trainer does not know all its
+optimizers, the scale changes before the next backward pass.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from polymp.backends.torch.scaler.findings import Entry, _refresh_per_optimizer_state
+from polymp.backends.torch.scaler.grad_scaler import GradScaler
+
+
+def begin_backward(scaler: GradScaler | None) -> None:
+    """Update the scale if that is due, and note whose gradients are unscaled already.
+
+    Args:
+        scaler: of the trainer; None without one.
+    """
+    update_pending(scaler)
+    if scaler is not None:
+        for entry in scaler._per_optimizer_states.values():
+            entry["mixed"] = entry["stage"] is OptState.UNSCALED
+
+
+def unscale(scaler: GradScaler, optimizers: Iterable[torch.optim.Optimizer], write: str) -> None:
+    """Unscale the gradients of optimizers, of each once.
+
+    Args:
+        scaler: of the trainer.
+        optimizers: whose gradients are clipped.
+        write: how to clip in the trainer, for the message.
+
+    Raises:
+        RuntimeError: a backward pass has added scaled gradients to unscaled ones.
+    """
+    for optimizer in optimizers:
+        entry = _entry(scaler, optimizer)
+        if entry.get("mixed"):
+            raise RuntimeError(
+                "these gradients were clipped before the last backward pass, which has added "
+                f"scaled ones. Clip once, before the step. {write}"
+            )
+        if entry["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
+
+
+def step(
+    scaler: GradScaler,
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], Any] | None,
+    together: Iterable[torch.optim.Optimizer] = (),
+    **kwargs: Any,
+) -> Any:
+    """Step or skip; then update the scale if all optimizers that step together have stepped.
+
+    Args:
+        scaler: of the trainer.
+        optimizer: to step.
+        closure: that evaluates the loss; None if the gradients are there.
+        together: all optimizers of the trainer, if it knows them.
+        kwargs: of the step.
+
+    Returns:
+        The result of the step; None if it was skipped.
+    """
+    if closure is None:
+        result = scaler.step(optimizer, **kwargs)
+    else:
+        update_pending(scaler)  # not in the closure, where this step has begun
+        result = scaler.step(optimizer, closure, **kwargs)
+    stages = [_entry(scaler, one)["stage"] for one in together]
+    if stages and all(stage is OptState.STEPPED for stage in stages):
+        scaler.update()
+    return result
+
+
+def update_pending(scaler: GradScaler | None) -> None:
+    """Update the scale if an optimizer has stepped since the last update.
+
+    Args:
+        scaler: of the trainer; None without one.
+    """
+    entries = () if scaler is None else scaler._per_optimizer_states.values()
+    if scaler is not None and any(entry["stage"] is OptState.STEPPED for entry in entries):
+        scaler.update()
+
+
+def metrics(scaler: GradScaler | None) -> dict[str, float]:
+    """Return `loss_scale` and `skipped_steps`, for a logger; nothing without a scaler.
+
+    Waits for the device if the host does not know them.
+    """
+    if scaler is None:
+        return {}
+    return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skipped_steps)}
+
+
+def figures_on_device(scaler: GradScaler) -> dict[str, Any]:
+    """Return `metrics` as tensors of the device, for a logger that reads them later: no wait."""
+    skipped = scaler.skipped_steps.float()
+    return {"loss_scale": scaler._get_scale_async(), "skipped_steps": skipped}
+
+
+def known_figures(scaler: GradScaler) -> tuple[float, int] | None:
+    """Return the scale and the number of skipped steps; None where the host does not know them."""
+    known = scaler._state.recall()
+    return None if known is None else (float(known.scale), int(known.skipped))
+
+
+def _entry(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Entry:
+    """The optimizer's entry of this iteration, or what it begins with."""
+    return scaler._per_optimizer_states.get(id(optimizer)) or _refresh_per_optimizer_state()

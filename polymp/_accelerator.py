@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.torch import GradScaler
-from polymp.torch._trainers import Opener, attach
+from polymp.torch._trainers import Opener, attach, open_in
 
 
 class InUse:
@@ -19,6 +19,13 @@ class InUse:
     polymp: Opener
     scaler: GradScaler | None
     _optimizers: Any
+
+    def prepare(self, *args: Any, **kwargs: object) -> Any:
+        if self.is_fsdp2 and self.polymp.policy is not None:  # type: ignore[attr-defined]
+            for model in args:
+                if isinstance(model, nn.Module):
+                    open_in(model, self.polymp)  # with FSDP2 accelerate opens no region
+        return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
         attach(model, self.polymp)

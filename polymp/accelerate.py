@@ -6,7 +6,8 @@ accelerate goes on opening its own region around the forward of each model that 
 calling the scaler. The policy is put on the models, and the scaler takes the place of torch's.
 """
 
-from typing import NamedTuple, TypeVar
+import copy
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -60,6 +61,9 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
     scaler. `step_was_skipped` of optimizers is right for fused ones. In float16, `accelerator.log`
     adds `loss_scale` and `skipped_steps` to what it logs. fp16 works on the CPU as well.
 
+    With a policy, FSDP sends parameters and gradients in float32, and the policy decides about
+    every cast; a `mixed_precision_policy` of your own in the FSDP plugin overrules that.
+
     Args:
         accelerator: with mixed_precision "bf16" or "fp16", and nothing prepared yet. It is changed
             in place.
@@ -95,9 +99,20 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
         kwargs = {} if handler is None else handler.to_kwargs()
         accelerator.scaler = GradScaler(device, **kwargs) if scaler is None else scaler
         accelerator.native_amp = True  # accelerate has no fp16 on the CPU, and would do nothing
+    if accelerator.distributed_type is DistributedType.FSDP and loaded is not None:
+        _let_the_policy_cast(accelerator.state.fsdp_plugin, accelerator.mixed_precision)
     extend(accelerator, InUse)
     accelerator.polymp = opener
     return accelerator
+
+
+def _let_the_policy_cast(plugin: Any, mode: str) -> None:
+    """Have FSDP send parameters and gradients in float32, unless the user chose dtypes for it."""
+    untouched = copy.copy(plugin)
+    untouched.mixed_precision_policy = None
+    untouched.set_mixed_precision(mode)
+    if plugin.mixed_precision_policy == untouched.mixed_precision_policy:
+        plugin.mixed_precision_policy = None
 
 
 def _check(words: Words, accelerator: object, scaler: object) -> None:

@@ -156,7 +156,7 @@ class Precision(Region, trainer.FSDPPrecision):
         return super().pre_backward(tensor, module)
 
     def _log(self, model: LightningModule) -> None:
-        """Log where a logger writes, where a figure has changed, and once an epoch: a log costs 1 ms."""
+        """Log where a logger writes, after a change, and once an epoch: a log takes 1 ms."""
         loop: Any = model.trainer  # whose type lacks an attribute
         every, scaler = loop.log_every_n_steps, self.scaler
         known = loop.current_epoch, trainer_steps.known_figures(scaler)

@@ -13,6 +13,7 @@ import torch.nn as nn
 from polymp import adapter_checks
 from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.autocast.api import autocast
+from polymp.backends.torch.modules import in_region
 from polymp.backends.torch.modules.scoped import scoped
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.errors import PolicyError
@@ -90,12 +91,15 @@ _attached: WeakKeyDictionary[nn.Module, _Attached] = WeakKeyDictionary()
 def attach(model: nn.Module, opener: Opener) -> None:
     """Put a policy on a model whose forward a framework calls in a region.
 
-    It takes the place of what another opener has put there; the same opener changes nothing.
+    It takes the place of what another opener has put there; the same opener changes nothing, nor
+    does any on a model whose calls open a region.
 
     Args:
         model: whose forward is called.
         opener: of the region, with the policy; checks before each forward.
     """
+    if in_region.opens_region(model):
+        return
     before = _attached.get(model)
     if before is not None:
         if before.opener is opener:
@@ -105,6 +109,17 @@ def attach(model: nn.Module, opener: Opener) -> None:
     scopings = () if opener.policy is None else (scoped(model, opener.policy),)
     check: Any = opener
     _attached[model] = _Attached(opener, (*scopings, model.register_forward_pre_hook(check)))
+
+
+def open_in(model: nn.Module, opener: Opener) -> None:
+    """Have the calls of a model open the region, for a framework that opens none.
+
+    Args:
+        model: in place; one whose calls open a region already stays as it is.
+        opener: of the region, with the policy.
+    """
+    if not in_region.opens_region(model):
+        in_region.open_region(model, opener.policy, opener.dtype, opener.device)
 
 
 def extend(instance: Any, mixin: type) -> None:

@@ -44,6 +44,11 @@ class InRegion(subclass.Extension):
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+def opens_region(model: nn.Module) -> bool:
+    """Return whether the calls of a model open a region."""
+    return InRegion.KEY in model.__dict__
+
+
 def open_region(model: nn.Module, policy: Policy | None, dtype: torch.dtype, device: str) -> None:
     """Have every call of a model open a region, in place.
 
@@ -58,7 +63,7 @@ def open_region(model: nn.Module, policy: Policy | None, dtype: torch.dtype, dev
         PolicyError: its calls open a region already.
     """
     what = subclass.check(model, "", "Converter")
-    if InRegion.KEY in model.__dict__:
+    if opens_region(model):
         raise PolicyError(f"{what}: its calls open a region already. Give one converter alone.")
     if policy is not None and policy.scopes:
         scoped(model, policy)

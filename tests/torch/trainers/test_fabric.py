@@ -15,6 +15,7 @@ need("lightning")
 
 import lightning  # noqa: E402
 from lightning.fabric import plugins  # noqa: E402
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 
 from polymp.lightning import FabricPrecision  # noqa: E402
 from polymp.torch import GradScaler, hold_casts  # noqa: E402
@@ -149,3 +150,9 @@ def test_hold_casts_around_the_loop_changes_no_bit() -> None:
     model, optimizer = fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
     with hold_casts(model):
         assert epoch(fabric, model, optimizer) == expected
+
+
+def test_with_a_policy_fsdp_casts_nothing() -> None:
+    assert ours("bf16-mixed", "lean").mixed_precision_config is None
+    config = FSDPPrecision("bf16-mixed").mixed_precision_config
+    assert ours("bf16-mixed").mixed_precision_config == config

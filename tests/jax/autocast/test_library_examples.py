@@ -1,7 +1,8 @@
 """The libraries' published examples, small: with one line more every contraction is low in HLO.
 
 Flax's MNIST, its language model on LM1B, its ResNet on ImageNet with batch statistics, its seq2seq,
-and decoding as in its Gemma; a classifier of Keras. `test_corpus` holds the same programs to a
+and decoding as in its Gemma; a classifier of Keras, the recurrent networks of equinox and haiku,
+a regression of numpyro, and losses of optax. `test_corpus` holds the same programs to a
 bound derived from their roundings. Here a step is lowered to the HLO for GPUs, which needs none:
 that for CPUs, and what XLA makes of small products there, has float32 operands.
 """
@@ -30,6 +31,10 @@ EXAMPLES = {
     "seq2seq": ("linen_seq2seq", 51),
     "gemma": ("nnx_decode", 27),
     "keras": ("keras_classifier", 6),
+    "equinox rnn": ("equinox_gru", 9),
+    "haiku rnn": ("haiku_lstm", 6),
+    "numpyro logistic regression": ("numpyro_logistic_regression", 3),
+    "optax losses": ("optax_losses", 3),
 }
 _OPERAND = r"tensor<[0-9x]*x(\w+)>"
 _CONTRACTION = re.compile(rf"stablehlo\.(dot_general|convolution).*: \({_OPERAND}, {_OPERAND}\) ->")

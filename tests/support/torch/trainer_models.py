@@ -1,4 +1,4 @@
-"""Models of transformers, tiny, and data for them, made on the spot."""
+"""Models of transformers, tiny, and data for them, made on the spot; what trains them on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -58,3 +60,18 @@ def examples(kind: str) -> list[dict[str, torch.Tensor]]:
             if kind != "bert":
                 found[-1]["labels"] = ids
     return found
+
+
+def reset() -> None:
+    """Make accelerate forget the mode of the first Accelerator of the process."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def accelerator(mode: str = "bf16", **settings: Any) -> Any:
+    return Accelerator(mixed_precision=mode, cpu=True, **settings)
+
+
+def trainer(**settings: Any) -> Any:
+    args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[], **settings)
+    return transformers.Trainer(bert(), args)

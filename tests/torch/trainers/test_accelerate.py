@@ -27,6 +27,7 @@ from accelerate.utils import (  # noqa: E402
 import polymp  # noqa: E402
 from polymp.accelerate import use  # noqa: E402
 from polymp.torch import GradScaler, hold_casts  # noqa: E402
+from tests.support.torch.closures import losses_of_closures  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -183,18 +184,8 @@ def test_lbfgs() -> None:
     model, optimizer = accelerator.prepare(
         net, torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
     )
-    losses = []
-    for x, y in batches():
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)  # noqa: B023
-            accelerator.backward(loss)
-            losses.append(loss.item())
-            return loss
-
-        optimizer.step(closure)
-        assert not optimizer.step_was_skipped
+    losses = losses_of_closures(model, optimizer, accelerator.backward, batches())
+    assert not optimizer.step_was_skipped
     assert losses[-1] < losses[0] / 2
 
 

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 
 from polymp.lightning import FabricPrecision  # noqa: E402
 from polymp.torch import GradScaler, hold_casts  # noqa: E402
+from tests.support.torch.closures import losses_of_closures  # noqa: E402
 from tests.support.torch.lightning_models import OPTIMIZERS, batches, make_net  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -91,17 +92,7 @@ def test_lbfgs_trains_in_float16() -> None:
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[ours("16-mixed")])
     net = make_net()
     model, optimizer = fabric.setup(net, OPTIMIZERS["lbfgs"](net.parameters()))
-    losses = []
-    for x, y in batches():
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)  # noqa: B023
-            fabric.backward(loss)
-            losses.append(loss.item())
-            return loss
-
-        optimizer.step(closure)
+    losses = losses_of_closures(model, optimizer, fabric.backward, batches())
     assert len(losses) > 2 * len(batches())
     assert losses[-1] < losses[0] / 2
 

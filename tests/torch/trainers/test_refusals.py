@@ -17,10 +17,9 @@ for _name in ("lightning", "accelerate", "transformers"):
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradScalerKwargs  # noqa: E402
 from lightning import Fabric  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
 import polymp  # noqa: E402
 import polymp.accelerate  # noqa: E402
@@ -31,7 +30,7 @@ from polymp.lightning import FabricPrecision, Precision  # noqa: E402
 from polymp.torch import GradScaler, autocast  # noqa: E402
 from tests.support import processes  # noqa: E402
 from tests.support.torch.lightning_models import fit  # noqa: E402
-from tests.support.torch.trainer_models import bert  # noqa: E402
+from tests.support.torch.trainer_models import accelerator, reset, trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -45,19 +44,6 @@ def fresh() -> Iterator[None]:
     reset()
     yield
     reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def accelerator(mode: str = "bf16", **settings: Any) -> Any:
-    return Accelerator(mixed_precision=mode, cpu=True, **settings)
-
-
-def trainer(**settings: Any) -> Any:
-    return Trainer(bert(), TrainingArguments("unused", use_cpu=True, report_to=[], **settings))
 
 
 def prepared() -> Any:

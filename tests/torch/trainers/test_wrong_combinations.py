@@ -23,11 +23,8 @@ for _name in ("lightning", "accelerate", "transformers"):
     need(_name)
 
 import lightning  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import GradScalerKwargs  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import polymp  # noqa: E402
 import polymp.accelerate  # noqa: E402
@@ -37,7 +34,7 @@ from polymp.errors import PolicyError  # noqa: E402
 from polymp.lightning import FabricPrecision, Precision  # noqa: E402
 from polymp.torch import GradScaler, autocast  # noqa: E402
 from tests.support.torch.lightning_models import Regression, fit  # noqa: E402
-from tests.support.torch.trainer_models import bert  # noqa: E402
+from tests.support.torch.trainer_models import accelerator, reset, trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -48,10 +45,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """accelerate keeps the mode of the first Accelerator for the whole process."""
     yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset()
 
 
 SCOPED = polymp.policy("amp").override(name="mine", scopes={"head": {"linear": "fp32"}})
@@ -74,14 +69,6 @@ class Head(nn.Module):
 
 def called(accelerator: Any, model: nn.Module) -> None:
     accelerator.prepare(model)(torch.ones(1, 2))
-
-
-def accelerator(mode: str, **settings: Any) -> Any:
-    return Accelerator(mixed_precision=mode, cpu=True, **settings)
-
-
-def trainer(**settings: Any) -> Any:
-    return Trainer(bert(), TrainingArguments("unused", use_cpu=True, report_to=[], **settings))
 
 
 def two_of_lightning() -> None:

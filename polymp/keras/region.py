@@ -8,10 +8,11 @@ autocast`. Layers open name scopes, so that a policy's rules by module path go b
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from polymp import adapter_checks
+from polymp import adapter_checks, dtypes
 from polymp.errors import PolympError
 from polymp.keras.checks import check_backend, check_layers, check_optimizer, check_scaler
 from polymp.keras.scaled_optimizer import ScaledOptimizer
+from polymp.rules.row import LOW
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -26,8 +27,8 @@ M = TypeVar("M")
 
 def use(
     model: M,
-    *,
     policy: "Source | None" = None,
+    *,
     dtype: "DTypeLike" = "bfloat16",
     scaler: "GradScaler | None" = None,
 ) -> M:
@@ -66,6 +67,7 @@ def use(
     if not isinstance(model, keras.Model):
         raise TypeError(f"polymp.keras.use(model) takes a keras.Model, got {model!r}.")
     check_backend()
+    dtypes.name(dtype, LOW, "polymp.keras.use(): dtype")
     check_layers(model)
     region = _Region(model, policy, dtype)
     optimizer = _optimizer(model, region.dtype, scaler)

@@ -325,6 +325,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "itself, where no rule of polymp reaches. Make the model in float32: "
         "keras.config.set_dtype_policy('float32').",
     ),
+    "float32": (
+        lambda: polymp.keras.use(made(), dtype="fp32"),
+        ValueError,
+        "polymp.keras.use(): dtype 'fp32' is not accepted here. Write float16 (fp16), bfloat16 "
+        "(bf16), or such a dtype of torch, jax or numpy.",
+    ),
     "a fixed scale": (
         lambda: polymp.keras.use(
             made(optimizer=keras.optimizers.SGD(loss_scale_factor=8.0, name="sgd")), dtype="float16"

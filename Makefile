@@ -5,7 +5,7 @@
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make test-frameworks  the adapters of Lightning, accelerate and transformers, with the oldest of these that are
-#             supported, and with the newest of them on the newest torch
+#             supported, and with the newest of them on the newest torch; there that of Keras, too
 # make verifytypes  how much of the API has types that every checker agrees on; below 95 % fails
 # make docs   the documentation, in site/
 # make dist   the sdist and the wheel, in dist/, checked as a package index would check them
@@ -74,7 +74,7 @@ test-oldest test-newest: test-%: .venv-%/.ready
 
 test-frameworks: .venv-frameworks/.ready .venv-newest/.ready
 	POLYMP_REQUIRE=$(ADAPTED) .venv-frameworks/bin/python $(PYTEST) $(ADAPTERS)
-	POLYMP_REQUIRE=$(ADAPTED) .venv-newest/bin/python $(PYTEST) $(ADAPTERS)
+	POLYMP_REQUIRE=$(ADAPTED),keras .venv-newest/bin/python $(PYTEST) $(ADAPTERS) tests/jax/trainers
 
 lint: $(READY)
 	$(PY) -m ruff check .

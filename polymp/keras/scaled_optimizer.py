@@ -70,7 +70,8 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
             self.inner_optimizer.build(variables)
         keras.optimizers.Optimizer.build(self, variables)  # without the base's scale
         trained = list(variables)
-        self._trained = lambda: trained  # Keras would count a list of them as the optimizer's own
+        # Keras would count a list of them as the optimizer's own.
+        self._trained: Any = lambda: trained
 
     @property
     def scaler(self) -> "GradScaler":

@@ -29,7 +29,7 @@ def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer cannot step without a closure, as LBFGS."""
-    return _needs_closure(type(optimizer))
+    return _needs_closure(type(optimizer))  # type: ignore[arg-type]
 
 
 @cache

@@ -5,7 +5,7 @@ read the same form; with scales by row, the product for the input's gradient rea
 `freeze` notes which forms products read, and stores these alone, as a `WeightInBits`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
@@ -88,17 +88,19 @@ class WeightInBits(torch.Tensor):
     def values(self) -> torch.Tensor:
         """Return the weight in float32, as its first form has it."""
         array, scale = next(iter(self.forms.values()))
-        return array.float() * quantise.inverse(scale)
+        values: torch.Tensor = array.float() * quantise.inverse(scale)
+        return values
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "WeightInBits":
         return WeightInBits({how: InBits(*map(change, form)) for how, form in self.forms.items()})
 
     def _load(self, source: torch.Tensor) -> None:
         """Take the values of another tensor, quantised in the same ways."""
-        same = isinstance(source, WeightInBits) and source.ways == self.ways
+        given = source.forms if isinstance(source, WeightInBits) else {}
         wide = source.values() if isinstance(source, WeightInBits) else source.detach().float()
         for how, mine in self.forms.items():
-            for to, part in zip(mine, source.form(how) if same else how(wide), strict=True):
+            form = given[how] if how in given else how(wide)
+            for to, part in zip(mine, form, strict=True):
                 to.copy_(part)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -128,7 +130,7 @@ class WeightInBits(torch.Tensor):
     def __torch_dispatch__(
         cls,
         func: torch._ops.OpOverload,
-        types: Sequence[type],
+        types: Iterable[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:

@@ -98,8 +98,9 @@ def wrapper(kind: Any, shape: torch.Size, dtype: torch.dtype, device: torch.devi
 
     `_make_wrapper_subclass` since torch 1.11.
     """
-    make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-    return make(kind, shape, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    made: torch.Tensor
+    made = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    return made
 
 
 def unwrapped_first(types: Sequence[type]) -> bool:

@@ -127,7 +127,7 @@ class WeightInBits(torch.Tensor):
         return WeightInBits({how: InBits(*pair) for how, pair in zip(ways, pairs, strict=True)})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: Iterable[type],

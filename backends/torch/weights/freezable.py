@@ -116,8 +116,9 @@ def one_by_one(
     recurrent = nn.RNNBase, nn.RNNCellBase
     layers = [module for module in model.modules() if isinstance(module, recurrent)]
     others = {id(t) for layer in layers for t in layer.parameters()}
-    alone = [(group, *group.each()) for group in groups if not group.why and len(group.each()) == 1]
-    return [(t, group.forms) for group, t in alone if id(t) not in others]
+    free = [group for group in groups if not group.why and len(group.each()) == 1]
+    pairs = [(group.each()[0], group.forms) for group in free]
+    return [(t, forms) for t, forms in pairs if id(t) not in others]
 
 
 def _why(t: torch.Tensor, device: str) -> str:

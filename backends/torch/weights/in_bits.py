@@ -1,5 +1,7 @@
 """`InBitsOriginal`: a weight of a model in whose place one is put that is stored in 8 bits."""
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 
@@ -19,7 +21,7 @@ class InBitsOriginal(Original):
 
     def __init__(self, model: nn.Module, weight: torch.Tensor, forms: Forms) -> None:
         super().__init__([weight])
-        self._places = [
+        self._places: list[tuple[dict[str, Any], str]] = [
             (table, name)
             for module in model.modules()
             for table in (module._parameters, module._buffers)

@@ -2,7 +2,7 @@
 
     layers     Linears as in a Llama, forward and backward, in a bfloat16 region: under torch.amp's
                rules (JAX: `amp`), and under policy `fp8` with every recipe, in turn; processor
-               time. On a CPU, 8 bits are slower: the rows say by how much.
+               time. Beside them float32: a CPU without instructions for bfloat16 is slow in it.
     saved      bytes that a forward pass leaves to the backward pass, parameters aside: of a block
                as in a Llama, and of examples/train_torch.py and train_jax.py.
     compiled   on a GPU alone: the block 4096 wide, a forward and a backward pass under
@@ -42,7 +42,7 @@ from tests.support.jax import fp8_models as in_jax
 from tests.support.jax.hlo import residual_bytes
 from tests.support.torch import fp8_models as in_torch
 
-LOW = "bfloat16"
+LOW, WIDE = "bfloat16", "float32"
 SAVED_BAR = 0.65  # of the recipes that save activations in 8 bits
 SPEED_BAR = 1.05  # beside torchao, on a GPU
 TORCHAO = {name: name.replace("gw_hp", "with_gw_hp") for name in RECIPES}
@@ -88,29 +88,34 @@ def policies() -> dict[str, Any]:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def torch_layer(policy: Any, rows: int, inputs: int, outputs: int) -> Callable[[], Any]:
+def torch_layer(
+    policy: Any, rows: int, inputs: int, outputs: int, dtype: str = LOW
+) -> Callable[[], Any]:
     """Forward and backward of a Linear in torch; its input has a gradient, too."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(inputs, outputs, bias=False)
-    x = torch.randn(rows, inputs).bfloat16().requires_grad_()
-    gradient = torch.randn(rows, outputs).bfloat16()
+    kind = getattr(torch, dtype)
+    x = torch.randn(rows, inputs).to(kind).requires_grad_()
+    gradient = torch.randn(rows, outputs).to(kind)
 
     def step() -> None:
         layer.weight.grad = x.grad = None
-        with polymp.torch.autocast("cpu", torch.bfloat16, policy=policy):
+        with polymp.torch.autocast("cpu", torch.bfloat16, dtype == LOW, policy=policy):
             y = layer(x)
         y.backward(gradient)
 
     return step
 
 
-def jax_layer(policy: Any, rows: int, inputs: int, outputs: int) -> Callable[[], Any]:
+def jax_layer(
+    policy: Any, rows: int, inputs: int, outputs: int, dtype: str = LOW
+) -> Callable[[], Any]:
     """The same in JAX, compiled."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (rows, inputs), (inputs, outputs), (rows, outputs)
     x, w, gradient = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
-    x, gradient = x.astype(LOW), gradient.astype(LOW)
-    layer = polymp.jax.autocast(jnp.matmul, policy=policy)
+    x, gradient = x.astype(dtype), gradient.astype(dtype)
+    layer = polymp.jax.autocast(jnp.matmul, enabled=dtype == LOW, policy=policy)
 
     @jax.jit
     def step(x: Any, w: Any, gradient: Any) -> Any:
@@ -121,17 +126,20 @@ def jax_layer(policy: Any, rows: int, inputs: int, outputs: int) -> Callable[[],
 
 
 def layers(framework: str, size: Size, rounds: int) -> Iterator[Row]:
-    """A row for each layer and recipe, beside bfloat16."""
+    """Rows for each layer: every recipe beside bfloat16, and bfloat16 beside float32."""
     make = {"torch": torch_layer, "JAX": jax_layer}[framework]
     for inputs, outputs in size.layers:
         programs = {
             name: timed(make(policy, size.rows, inputs, outputs), clock=time.process_time)
             for name, policy in policies().items()
         }
-        times = measure(programs, rounds, warm=2)
+        wide = make(None, size.rows, inputs, outputs, WIDE)
+        programs[WIDE] = timed(wide, clock=time.process_time)
+        times = measure(programs, rounds, warm=1)
+        layer = f"{framework}, {size.rows} x {inputs} x {outputs}"
         for name in RECIPES:
-            what = f"{framework}, {size.rows} x {inputs} x {outputs}: {name} / {LOW}"
-            yield row(what, times[LOW], times[name])
+            yield row(f"{layer}: {name} / {LOW}", times[LOW], times[name])
+        yield row(f"{layer}: {LOW} / {WIDE}", times[WIDE], times[LOW])
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -259,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="figures of each program")
+    parser.add_argument("--rounds", type=int, default=7, help="figures of each program")
     parser.add_argument("--small", action="store_true", help="tiny sizes; give --out")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date")
     args = parser.parse_args(argv)

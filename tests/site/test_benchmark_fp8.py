@@ -22,8 +22,8 @@ def test_rows_of_a_try_out(fp8: ModuleType) -> None:
     small = fp8.SMALL._replace(layers=fp8.SMALL.layers[:1])
     for framework in ("torch", "JAX"):
         rows = list(fp8.layers(framework, small, 1))
-        names = [f"{framework}, 32 x 32 x 32: {recipe} / bfloat16" for recipe in recipes]
-        assert [r.what for r in rows] == names
+        pairs = [*((recipe, "bfloat16") for recipe in recipes), ("bfloat16", "float32")]
+        assert [r.what for r in rows] == [f"{framework}, 32 x 32 x 32: {a} / {b}" for a, b in pairs]
         assert all(r.ratio > 0 and r.bar is None for r in rows)
     saved = {r.what: r for r in fp8.saved("torch", small)}
     bars = {what: r.bar for what, r in saved.items()}

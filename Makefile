@@ -31,12 +31,12 @@ PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 # What may differ between versions.
 VERSIONED := tests/site/test_package.py tests/core/rules/test_vocabulary.py \
     $(addprefix tests/torch/, $(addsuffix .py, compat/test_private_names compat/test_differences \
-        $(addprefix autocast/test_, arguments compile compile_around cuda_lists custom_function func \
-            lean_policy ops policy_cost recurrent regions torch_table) \
+        $(addprefix autocast/test_, arguments compile compile_around cuda_lists custom_function fp8_product \
+            func lean_policy ops policy_cost recurrent regions torch_table) \
         $(addprefix weights/test_, bake hold_block hold_casts) \
         $(addprefix scaler/test_, compile histories))) \
     $(addprefix tests/jax/, $(addsuffix .py, compat/test_private_names scaler/test_optimizer_step \
-        $(addprefix autocast/test_, contraction random_programs regions)))
+        $(addprefix autocast/test_, contraction fp8_contraction random_programs regions)))
 
 # What adapts polymp to other packages, each of which a run of its tests must have.
 ADAPTERS := tests/torch/trainers
@@ -103,7 +103,7 @@ dist: $(DIST)
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
 	@missed=0; \
-	for name in torch_overhead policies jax_overhead contraction scaler seeing advice low_weights low_weights_jax torch_speed jax_speed trainers speed_page feature_costs; do \
+	for name in torch_overhead policies jax_overhead contraction scaler seeing advice low_weights low_weights_jax fp8 torch_speed jax_speed trainers speed_page feature_costs; do \
 	    .venv-bench/bin/python benchmarks/$$name.py || missed=1; \
 	done; \
 	exit $$missed

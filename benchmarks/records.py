@@ -37,6 +37,7 @@ PARTS = {
     "gpu-tests": "Tests on a GPU",
     "gpu-questions": "Measured on a GPU only",
     "fp8": "Products of 8-bit operands",
+    "fp8-layers": "Layers in 8 bits",
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 

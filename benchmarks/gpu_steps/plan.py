@@ -123,6 +123,10 @@ def _steps() -> Iterator[Step]:
     yield _ask("jax_questions:long_sums", 45, cuda=False)
     yield _jax_speed("decode", 60)
     yield _jax_speed("scaler 64", 60)
+    yield Step(
+        "fp8 layers, torch", "fp8-layers", "gpu_steps.torch_programs:fp8_layers", 150,
+        "torch speed", ("torch", "jax", "flax", "rich", "tqdm", "matplotlib"), cuda=True,
+    )  # fmt: skip
     yield _torch_speed("train", 120, "inductor")
     yield _torch_speed("train", 120, "reduce-overhead")
     yield _torch_speed("mlp 1", 60, "reduce-overhead")

@@ -67,3 +67,12 @@ def scaler(here: Here) -> dict[str, Any]:
         "machine": machine("torch", device=here.device),
         "tables": {benchmark.torch_title(count): rows},
     }
+
+
+def fp8_layers(here: Here) -> dict[str, Any]:
+    """The block of a Llama in 8 bits, compiled, beside torchao's layers and bfloat16."""
+    import fp8
+
+    size, rounds = (fp8.SMALL, 2) if here.small else (fp8.LARGE, 12)
+    found = fp8.compiled(here.device, size, rounds)
+    return {"machine": machine("torch", "torchao", "triton", device=here.device), **found}

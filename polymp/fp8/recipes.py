@@ -36,7 +36,8 @@ class Recipe:
     Attributes:
         name: as a policy's head has it.
         scaling: "tensor" for one scale for each operand; "row" for one for each row of the first
-            operand and each column of the second.
+            operand and each column of the second, with all results and gradients
+            rounded to bfloat16, which is what kernels for such scales return.
         activation: the 8-bit format of activations.
         weight: of weights.
         gradient: of the gradients of results.

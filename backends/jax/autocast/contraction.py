@@ -121,9 +121,7 @@ def _jvp(
         parts.append(bind(dl, rhs, *rest))
     if type(dr) is not ad.Zero:
         parts.append(bind(lhs, dr, *rest))
-    if not parts:
-        return out, ad.instantiate_zeros(ad.Zero(jax.typeof(out)))
-    return out, parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
+    return out, programs.tangent(out, parts)
 
 
 def _transpose(

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
+from jax.interpreters import ad
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction_forms import Params
@@ -166,6 +167,21 @@ def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
         spec = sharding.spec.update(partitions=tuple(spec[d] for d in order))
         sharding = sharding.update(spec=spec)
     return {"dimension_numbers": ((rc, lc), (rb, lb)), "out_sharding": sharding}
+
+
+def tangent(made: jax.Array, parts: Sequence[jax.Array]) -> object:
+    """The tangent of a product: the sum of those by its operands.
+
+    Args:
+        made: the product.
+        parts: the tangents, one for each operand that moves.
+
+    Returns:
+        The sum; zeros of the type of the product where nothing moves.
+    """
+    if not parts:
+        return ad.instantiate_zeros(ad.Zero(jax.typeof(made)))
+    return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
 
 
 # Makes of an equation of ours the primitive that it stands for, types of its operands, and its

@@ -1,8 +1,7 @@
 """Operands of products in 8 bits: how torch quantises, and what is quantised only once.
 
-A weight is quantised at every use, or held by a `hold_casts` block. The activation that was
-quantised last is kept as long as it lives: the queries, keys and values of attention are products
-of one activation, and save it for backward once.
+The activation that was quantised last is kept as long as it lives: the queries, keys and values of
+attention are products of one activation, and save it for backward once. `fp8_weight` has weights.
 """
 
 import threading
@@ -12,9 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch.autocast import held_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
-from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.compat import modes
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import Axis, Recipe
@@ -76,15 +73,6 @@ class Quantisation:
         scale = quantise.scale_of(VERBS, array, self.recipe, self.role, self.axis)
         format = self.recipe.format_of(self.role)
         return InBits(quantise.quantised(VERBS, array, scale, format).contiguous(), scale)
-
-
-def of_weight(weight: torch.Tensor, how: Quantisation) -> InBits:
-    """Quantise a weight; a held one once, until it is written."""
-    if held.by_id:
-        found = held_casts.find(weight, how)
-        if found is not None:
-            return InBits(found.low, found.scale)
-    return how(weight)
 
 
 class _Latest(threading.local):

@@ -11,6 +11,7 @@ import torch
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.fp8_product import product
+from polymp.backends.torch.autocast.fp8_weight import WeightInBits
 from polymp.backends.torch.compat import modes
 from polymp.fp8 import fallback
 from polymp.fp8.recipes import Recipe
@@ -96,7 +97,7 @@ def why_not(
 def _of_class(operand: torch.Tensor) -> str:
     if modes.in_transform(operand):
         return "it runs inside a transform of torch.func"
-    if hasattr(type(operand), "__tensor_flatten__"):
+    if hasattr(type(operand), "__tensor_flatten__") and not isinstance(operand, WeightInBits):
         return f"an operand is a {type(operand).__name__}, whose numbers are in other tensors"
     if modes.has_tangents():
         return "forward-mode derivatives are computed"

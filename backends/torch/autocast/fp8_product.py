@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from polymp.backends.torch.autocast.fp8_operand import (
-    InBits,
-    Quantisation,
-    of_activation,
-    of_weight,
-)
+from polymp.backends.torch.autocast.fp8_operand import InBits, Quantisation, of_activation
+from polymp.backends.torch.autocast.fp8_weight import of_weight
 from polymp.backends.torch.compat import dispatcher
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import (

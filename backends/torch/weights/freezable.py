@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.autocast.fp8_weight import Forms
 from polymp.backends.torch.compat import distributed, modes, storage
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.pin import Pinned
@@ -102,6 +103,22 @@ def groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
                 group.stays(why if alone else f"shares memory with {name!r}: {why}")
         groups.append(group)
     return groups
+
+
+def one_by_one(
+    model: nn.Module, groups: Iterable[freeze_usage.Group]
+) -> list[tuple[torch.Tensor, Forms]]:
+    """Return the tensors that could be stored in 8 bits, each with the forms of its group.
+
+    Tensors that share memory are stored together, and in 8 bits they would share none. A recurrent
+    layer is one op in inference mode, which no weight in 8 bits can be given to.
+    """
+    recurrent = nn.RNNBase, nn.RNNCellBase
+    layers = [module for module in model.modules() if isinstance(module, recurrent)]
+    others = {id(t) for layer in layers for t in layer.parameters()}
+    free = [group for group in groups if not group.why and len(group.each()) == 1]
+    pairs = [(group.each()[0], group.forms) for group in free]
+    return [(t, forms) for t, forms in pairs if id(t) not in others]
 
 
 def _why(t: torch.Tensor, device: str) -> str:

@@ -12,12 +12,19 @@ from typing import Any, ClassVar
 import torch
 import torch.nn as nn
 
-from polymp.backends.torch.autocast import dtype_names, held_casts, policy_code, region_casts
+from polymp.backends.torch.autocast import (
+    dtype_names,
+    fp8_weight,
+    held_casts,
+    policy_code,
+    region_casts,
+)
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.scoped import Scoped
 from polymp.backends.torch.weights import freezable, freeze_trial, freeze_usage
 from polymp.backends.torch.weights.frozen_module import FrozenFor, FrozenModule, is_same
+from polymp.backends.torch.weights.in_bits import InBitsOriginal
 from polymp.backends.torch.weights.originals import Original, memory, names
 from polymp.errors import PolicyError
 
@@ -37,6 +44,7 @@ class Frozen(subclass.Handle):
 
     Attributes:
         stored: names of the parameters and buffers that are stored low, every name of a tied one.
+        stored_fp8: those of them that are stored in 8 bits, for products in 8 bits.
         kept: names of the other float ones, and why each stayed as it was.
         dtype: name of the low dtype.
         bytes_before: likewise.
@@ -55,8 +63,11 @@ class Frozen(subclass.Handle):
     ) -> None:
         super().__init__(FrozenModule, [model])
         low = {name for g in groups if not g.why for name in g.tensors}
+        in_8_bits = {name for g in groups if not g.why and g.forms for name in g.tensors}
         tensors = {name: t for g in groups for name, t in g.tensors.items()}
-        self.stored: tuple[str, ...] = tuple(name for name in names(model) if name in low)
+        every = tuple(names(model))
+        self.stored: tuple[str, ...] = tuple(name for name in every if name in low)
+        self.stored_fp8: tuple[str, ...] = tuple(name for name in every if name in in_8_bits)
         self.kept: dict[str, str] = {
             name: g.why
             for g in groups
@@ -89,12 +100,16 @@ class Frozen(subclass.Handle):
         super().remove()
 
     def __repr__(self) -> str:
-        counts = f"{len(self.stored)} stored in {self.dtype}, {len(self.kept)} kept"
-        return f"Frozen({self._model}, {counts})"
+        return f"Frozen({self._model}, {self._counts('')}, {len(self.kept)} kept)"
+
+    def _counts(self, tensors: str) -> str:
+        eight = len(self.stored_fp8)
+        counts = f"{len(self.stored) - eight}{tensors} stored in {self.dtype}"
+        return f"{counts}, {eight} in 8 bits" if eight else counts
 
     def __str__(self) -> str:
         before, after = f"{self.bytes_before:,}", f"{self.bytes_after:,}"
-        lines = [f"{self._model}: {len(self.stored)} tensors stored in {self.dtype}."]
+        lines = [f"{self._model}: {self._counts(' tensors')}."]
         lines += [f"Bytes of the model: {before} before, {after} now."]
         kept = "The float32 originals are kept as well, for remove()."
         lines += ["The float32 originals are dropped." if self._dropped else kept]
@@ -125,9 +140,10 @@ def freeze(
     float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
     at every use, is stored in that dtype. The others stay as they are: tensors that are trained,
     read in float32, written, not used or pinned, or whose dtype the Python program reads, because
-    it cannot be seen what depends on it. Tied weights stay tied; tensors that share memory are
-    stored low together or not at all. Then outputs, gradients and the sequence of ops are compared
-    with those of the model before. They must be the same, bit for bit.
+    it cannot be seen what depends on it. A weight that only products in 8 bits read is stored in 8
+    bits with its scale, as a new object in its place. Tied weights stay tied; tensors that share
+    memory are stored low together or not at all. Then outputs, gradients and the sequence of ops
+    are compared with those of the model before. They must be the same, bit for bit.
 
     A frozen model enters its region itself where it is called outside of regions, or in one with
     `enabled=False`. In its own region it runs as it is, so that adapters on a frozen model can be
@@ -145,7 +161,8 @@ def freeze(
     model that has all the modules that use its weights, before it is compiled.
 
     Args:
-        model: any module; it is changed in place, and its parameters stay the same objects.
+        model: any module; it is changed in place, and its parameters stay the same objects, but for
+            those that are stored in 8 bits.
         example_inputs: the arguments of one call, a tuple, or a list of such tuples.
         kwargs: keyword arguments of every call.
         device_type: the device type of the weights; None if all are on one.
@@ -188,7 +205,11 @@ def freeze(
         )
     groups = freezable.groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()
-    with torch.inference_mode(False), _uncompiled():
+    with (
+        torch.inference_mode(False),
+        _uncompiled(),
+        fp8_weight.noting(freezable.one_by_one(model, groups)),
+    ):
         trial = freeze_trial.Trial(model, examples, kwargs or {}, region, groups, grad)
         freezable.refuse_trained(name, groups)
         trial.watch()
@@ -209,7 +230,7 @@ def _stored(model: nn.Module, frozen_for: FrozenFor, trial: freeze_trial.Trial) 
         originals: list[Original] = []
         try:
             for group in chosen:
-                originals.append(Original(group.each()))
+                originals.append(_original(model, group))
                 originals[-1].store(frozen_for.region.fast_dtype)
                 group.saved = []
             subclass.extend(model, FrozenModule, frozen_for)
@@ -222,6 +243,12 @@ def _stored(model: nn.Module, frozen_for: FrozenFor, trial: freeze_trial.Trial) 
         _put_back(model, originals)
         for at, op in aliased.items():
             chosen[at].stays(f"read by {op} through a tensor that is no parameter or buffer")
+
+
+def _original(model: nn.Module, group: freeze_usage.Group) -> Original:
+    if group.forms:
+        return InBitsOriginal(model, group.each()[0], group.forms)
+    return Original(group.each())
 
 
 def _put_back(model: nn.Module, originals: Iterable[Original]) -> None:

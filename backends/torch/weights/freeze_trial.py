@@ -81,7 +81,9 @@ class Trial:
                 "nothing can be compared. Give examples for which it returns one."
             )
         for group in self.groups:
-            if not group.cast:
+            if group.cast and group.forms:
+                group.stays(f"used in 8 bits and in {dtype_names.NAMES[self._region.fast_dtype]}")
+            elif not group.cast and not group.forms:
                 group.stays("not used in the examples")
 
     def verify(self, originals: Sequence[Original]) -> dict[int, str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.autocast import dtype_names, fp8_weight
 from polymp.backends.torch.compat import modes, nn_modules, storage
 from polymp.backends.torch.weights import compare_bits
 
@@ -27,6 +27,7 @@ class Group:
         tensors: likewise.
         why: likewise.
         cast: True once a cast to the low dtype was seen.
+        forms: the weight in 8 bits, in the forms that products have read.
         saved: copies of the tensors, in the order of `tensors`, if a call was about to write them.
     """
 
@@ -34,6 +35,7 @@ class Group:
         self.tensors = tensors
         self.why: str = why
         self.cast = False
+        self.forms: fp8_weight.Forms = {}
         self.saved: list[torch.Tensor] = []
 
     def each(self) -> list[torch.Tensor]:
@@ -54,6 +56,7 @@ class Group:
         for t, saved in zip(self.tensors.values(), self.saved, strict=False):
             if not compare_bits.same_bits(t.detach(), saved):
                 t.data.copy_(saved)
+                self.forms.clear()
 
 
 class Op(NamedTuple):
@@ -122,7 +125,8 @@ class Uses(modes.OpMode):
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> object:
-        if func.namespace == "prim":  # these read a tensor's device or layout
+        # The ops of prim read a tensor's device or layout.
+        if func.namespace == "prim" or fp8_weight.noted.quantising:
             return func(*args, **kwargs)
         where = module_path(self.paths)
         ways = list(_ways(func, args, kwargs))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 
+from polymp.backends.torch.autocast.fp8_weight import WeightInBits
 from polymp.backends.torch.compat import storage
 from polymp.backends.torch.weights import compare_bits
 from polymp.rules.row import LOW
@@ -18,7 +19,10 @@ def names(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def memory(model: nn.Module) -> int:
     """Return the bytes of the memory of parameters and buffers, each piece once."""
-    pieces = {storage.storage_key(t): t for t in names(model).values() if storage.storage_key(t)}
+    tensors: list[torch.Tensor] = []
+    for t in names(model).values():
+        tensors += t.parts() if isinstance(t, WeightInBits) else [t]
+    pieces = {storage.storage_key(t): t for t in tensors if storage.storage_key(t)}
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 

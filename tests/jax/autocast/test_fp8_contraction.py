@@ -66,7 +66,10 @@ def test_result_and_gradients_are_those_of_numpy(name, turned):
         want = x.astype(np.float64).T @ g.astype(np.float64)
     else:
         want = product(x.T, g, recipe, "weight_gradient", ("activation", "gradient"))
-    assert off(of_w, want) <= 1e-6, "a parameter's gradient is not rounded"
+    # With scales by row, as torch: in bfloat16 on its way. Else a parameter's is not rounded.
+    assert off(of_w, want) <= (1.01 * BF16 if recipe.scaling == "row" else 1e-6)
+    rounded = of_w.astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.array_equal(of_w, rounded) is (recipe.scaling == "row")
     assert off(of_w, x.astype(np.float64).T @ g.astype(np.float64)) <= 0.1
 
 
@@ -145,9 +148,9 @@ def test_the_gradient_of_a_vmapped_function_sums_over_the_batch(name):
     )(params, xs)  # fmt: skip
     each = [jax.grad(fn, (0, 1))(params, x) for x in xs]
     assert same(of_xs, jnp.stack([g for _, g in each])) == 0
-    # One product for the batch, with one scale for a tensor: numbers of the same precision.
+    # One product for the batch: with one scale for a tensor, or rounded to bfloat16 once.
     want = jax.tree.map(lambda *leaves: sum(leaves), *[g for g, _ in each])
-    assert off(of_params, want) <= (0.1 if name == "tensorwise" else 1e-5)
+    assert off(of_params, want) <= (0.1 if name == "tensorwise" else 2 * BF16)
 
 
 @pytest.mark.one_in(3)

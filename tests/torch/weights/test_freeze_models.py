@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +17,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import polymp
 from polymp import PolicyError
+from polymp.backends.torch.autocast.fp8_weight import WeightInBits
 from polymp.backends.torch.weights import compare_bits, originals
+from polymp.fp8 import fallback
 from polymp.torch import autocast, checkpoint, freeze
 from tests.support.torch.compiled import Count
+from tests.support.torch.fp8_models import RECIPES
+from tests.support.torch.fp8_models import policy as in_8_bits
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = (None, "amp", "lean", "matmul")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def any_size() -> Iterator[None]:
+    """Products in 8 bits may have any sizes here, so that those of small models have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fallback, "MULTIPLE", 1)
+        yield
 
 
 class LoRA(nn.Module):
@@ -169,20 +182,26 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     return make().requires_grad_(False), inputs
 
 
-WAYS_TO_RUN = [(None, False), (None, True), ("amp", False), ("lean", True), ("matmul", False)]
+def nbytes(t: torch.Tensor) -> int:
+    return sum(part.nbytes for part in (t.parts() if isinstance(t, WeightInBits) else [t]))
+
+
+WAYS_TO_RUN = [
+    (None, False), (None, True), ("amp", False), ("lean", True), ("matmul", False),
+    (in_8_bits("tensorwise"), False), (in_8_bits("rowwise"), False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "train"), WAYS_TO_RUN)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_frozen_model_gives_the_bits_of_autocast(
-    name: str, policy: str | None, train: bool
-) -> None:
+def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train: bool) -> None:
     model, inputs = made(name)
     model.train(train)
     plain = copy.deepcopy(model)
     handle = freeze(model, (inputs,), policy=policy, drop=True)
     low = {id(t): t for n, t in originals.names(model).items() if n in handle.stored}.values()
-    assert handle.bytes_before - handle.bytes_after == 2 * sum(t.numel() for t in low) > 0
+    saved = sum(4 * t.numel() - nbytes(t) for t in low)
+    assert handle.bytes_before - handle.bytes_after == saved > 0
 
     def region() -> Any:
         return autocast("cpu", policy=policy) if policy else torch.autocast("cpu", BF16)
@@ -269,15 +288,17 @@ TRAINED = [
     (None, "torch's"),
     ("lean", ""),
     ("lean", "checkpoint"),
+    *((in_8_bits(recipe), again) for recipe in RECIPES for again in ("", "checkpoint")),
 ]
 
 
 @pytest.mark.parametrize(("policy", "again"), TRAINED)
-def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: str | None, again: str) -> None:
+def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: str) -> None:
     frozen, plain = LM(lora=True, again=AGAIN[again]), LM(lora=True, again=AGAIN[again])
     handle = freeze(frozen, (IDS,), policy=policy)
     assert {"blocks.0.q.base.weight", "head.weight"} <= {*handle.stored}
     assert handle.kept["blocks.1.o.up.weight"] == "requires gradients"
+    assert ("blocks.0.q.base.weight" in handle.stored_fp8) is isinstance(policy, polymp.Policy)
 
     def region() -> Any:
         return autocast("cpu", policy=policy)
@@ -289,7 +310,7 @@ def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: str | None, again: 
     assert compare_bits.same(frozen(IDS), plain_call(plain, policy))
 
 
-def plain_call(model: nn.Module, policy: str | None) -> torch.Tensor:
+def plain_call(model: nn.Module, policy: Any) -> torch.Tensor:
     with autocast("cpu", policy=policy):
         return model(IDS)  # type: ignore[no-any-return]
 
@@ -461,9 +482,12 @@ def outcome(model: nn.Module, region: Any) -> list[Any]:
     return [y.detach(), *grads, *(t for n, t in model.named_buffers() if n.endswith("buffer"))]
 
 
+several = st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_size=1, max_size=5)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_size=1, max_size=5),
+    several,
     st.sampled_from(POLICIES),
     st.sampled_from([BF16, FP16]),
 )
@@ -482,3 +506,17 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
     expected = outcome(other, region)
     assert compare_bits.same(outcome(model, region), expected)
     assert not math.isnan(expected[0].float().sum().item())
+
+
+@settings(max_examples=15, deadline=None)
+@given(several, st.sampled_from(RECIPES))
+def test_random_models_in_8_bits(ways: list[tuple[str, bool]], recipe: str) -> None:
+    model, other = Random(ways), Random(ways)
+    each = {"layer", "low by hand", "shared", "asked", "float", "moving"}
+    if each.intersection(way for way, grad in ways if not grad):
+        handle = freeze(model, (X,), dtype=BF16, policy=in_8_bits(recipe))
+        names = originals.names(model)
+        assert all(isinstance(names[name], WeightInBits) for name in handle.stored_fp8)
+        assert handle.stored_fp8 or ("layer", False) not in ways
+    region = autocast("cpu", BF16, policy=in_8_bits(recipe))
+    assert compare_bits.same(outcome(model, region), outcome(other, region))

@@ -1,10 +1,12 @@
 """Random histories of a model's weights: with held casts as without, bit for bit.
 
 What can happen is in `held_histories`. Planted faults show that the comparison notices them.
+Products in 8 bits may have any sizes here, so that those of the model have them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polymp.backends.torch.autocast import held_casts, region_casts
+from polymp.fp8 import fallback
 from polymp.torch import hold_casts
 from tests.support.sizes import size
+from tests.support.torch.fp8_models import policy
 from tests.support.torch.held_histories import (
     DTYPES,
     MATRICES,
@@ -27,6 +31,16 @@ from tests.support.torch.held_histories import (
     differs_at,
 )
 
+IN_8_BITS = {recipe: policy(recipe) for recipe in ("tensorwise", "rowwise")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def any_size() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fallback, "MULTIPLE", 1)
+        yield
+
+
 inside = st.sampled_from([*USES, *USES, *DTYPES, "off", "aside", "shadow", "mul_", "foreach"])
 regions = st.tuples(
     st.just("region"),
@@ -34,9 +48,9 @@ regions = st.tuples(
     st.sampled_from(list(DTYPES)),
     st.sampled_from(["grad", "grad", "grad", "no_grad", "inference"]),
     st.booleans() | st.just(True),
-    st.sampled_from([None, None, None, "amp", "lean", "matmul"]),
+    st.sampled_from([None, None, None, "amp", "lean", "matmul", *IN_8_BITS.values()]),
     st.lists(inside, min_size=1, max_size=3),
-)
+).filter(lambda event: event[2] == "bfloat16" or event[5] not in IN_8_BITS.values())
 backwards = st.tuples(
     st.just("backward"),
     st.sampled_from(["sum", "each", "reversed"]),
@@ -133,8 +147,21 @@ DIRECTED: dict[str, tuple[str, str, list[Event]]] = {
 }
 
 
-def seen(name: str) -> bool:
-    return not agree(*DIRECTED[name])
+def directed(name: str, recipe: str = "") -> tuple[str, str, list[Event]]:
+    """A history; with a recipe, its products run in 8 bits where the region's dtype allows it."""
+    optimizer, scaler, events = DIRECTED[name]
+    if recipe:
+        events = [
+            (*event[:5], IN_8_BITS[recipe], event[6])
+            if event[0] == "region" and event[2] == "bfloat16"
+            else event
+            for event in events
+        ]
+    return optimizer, scaler, events
+
+
+def seen(name: str, recipe: str = "") -> bool:
+    return not agree(*directed(name, recipe))
 
 
 @pytest.fixture
@@ -143,9 +170,10 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("recipe", ["", *IN_8_BITS])
 @pytest.mark.parametrize("name", DIRECTED)
-def test_directed_histories(name: str) -> None:
-    assert differs_at(*DIRECTED[name]) is None
+def test_directed_histories(name: str, recipe: str) -> None:
+    assert differs_at(*directed(name, recipe)) is None
 
 
 def without(*places: int) -> Any:
@@ -209,3 +237,14 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
     where, name, planted, histories = FAULTS[fault]
     monkeypatch.setattr(where, name, planted())
     assert {history: seen(history) for history in histories} == dict.fromkeys(histories, True)
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("recipe", IN_8_BITS)
+@pytest.mark.parametrize("fault", ["no versions", "no addresses", "no steps", "no invalidate"])
+def test_planted_faults_are_noticed_in_8_bits(
+    fault: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, name, planted, histories = FAULTS[fault]
+    monkeypatch.setattr(where, name, planted())
+    assert all(seen(history, recipe) for history in histories)

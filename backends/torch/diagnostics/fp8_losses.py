@@ -16,7 +16,7 @@ from polymp.backends.torch.autocast.fp8_operand import VERBS
 from polymp.backends.torch.diagnostics.op_call import OpCall
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.fp8_loss import Fp8Loss, Measurement, losses
 from polymp.fp8 import loss
 from polymp.fp8.recipes import (
@@ -118,9 +118,10 @@ class Fp8Losses:
         parts = fp8_ops.parts_of(entry.spelling.removeprefix("aten:"), args, kwargs)
         x, weight = parts.x.detach(), parts.weight.detach()
         site = op_call.op, op_call.place.module, op_call.place.source
-        if op_call.direction == FORWARD:
-            self._measure(site, RESULT, _flat(x), weight)
-        if op_call.direction != BACKWARD and result.requires_grad:
+        if op_call.direction == BACKWARD:
+            return
+        self._measure(site, RESULT, _flat(x), weight)
+        if result.requires_grad:
             wants = parts.x.requires_grad, parts.weight.requires_grad
             versions = x._version, weight._version
             result.register_hook(partial(self._gradient, site, x, weight, wants, versions))

@@ -167,7 +167,7 @@ class _Pair:
         _same_structure(one, other)
         parted = align.first_parted(*calls)
         if parted is not None:
-            raise _error(f"run in other dtypes: {parted.why}", parted)
+            raise _error(f"run {parted.why}", parted)
         if one.dtypes != other.dtypes:
             raise self._other_results(one, other, calls)
         torch_moved = [self._torch.probe(seed) for seed in range(1, self._probes + 1)]

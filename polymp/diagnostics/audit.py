@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polymp.diagnostics import audit_plot, audit_text, suggest_fp8
 from polymp.diagnostics.audit_records import AuditRecord
+from polymp.diagnostics.fp8_loss import LIMIT
 from polymp.diagnostics.suggest import suggest
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.rules.policy_files import Source
@@ -33,7 +34,7 @@ class Audit(AuditRecord):
     """
 
     def suggest(
-        self, base: Source | None = None, *, fp8: bool = False, limit: float = suggest_fp8.LIMIT
+        self, base: Source | None = None, *, fp8: bool = False, limit: float = LIMIT
     ) -> Suggestion:
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
 

@@ -1,9 +1,11 @@
-"""What products would lose in 8 bits, as a table below that of an audit."""
+"""The losses of products, were they in 8 bits: a table below that of an audit."""
+
+from collections.abc import Hashable
 
 from polymp import plain_text
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.equal_layers import folded, label
-from polymp.diagnostics.fp8_loss import Fp8Loss, together
+from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss, together
 from polymp.diagnostics.report_text import OUTSIDE
 from polymp.fp8 import loss
 from polymp.fp8.recipes import (
@@ -60,8 +62,9 @@ def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -
     ]  # fmt: skip
 
 
-def _alike(one: Fp8Loss) -> object:
-    return one.op, one.source, tuple(one.operands), tuple(one.results), one.worst.times > 2
+def _alike(one: Fp8Loss) -> Hashable:
+    worst = one.worst.of if one.worst.times > LIMIT else ""
+    return one.op, one.source, tuple(one.operands), tuple(one.results), worst
 
 
 def _cells(one: Fp8Loss) -> tuple[str, ...]:
@@ -76,10 +79,11 @@ def _cells(one: Fp8Loss) -> tuple[str, ...]:
 
 
 def _both(error: float, zero: float) -> str:
-    if not zero:
-        return _percent(error)
-    return f"{_percent(error)}/{_percent(zero) if zero >= 0.001 else '<.1'}"
+    return f"{_percent(error)}/{_percent(zero)}" if zero else _percent(error)
 
 
 def _percent(part: float) -> str:
-    return f"{100 * part:.2g}" if part < 0.1 else f"{100 * part:.0f}"
+    percent = 100 * part
+    if 0 < percent < 0.1:
+        return "<.1"
+    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"

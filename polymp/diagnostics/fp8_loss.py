@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from polymp.fp8 import loss
 from polymp.fp8.recipes import RECIPES, Recipe
 
+# How many times the error of rounding alone an error may be, unless a user says otherwise.
+LIMIT = 2.0
+
 
 class Measurement(NamedTuple):
     """One product at one call.
@@ -30,7 +33,7 @@ class Measurement(NamedTuple):
 
 
 class OperandLoss(NamedTuple):
-    """What an operand would lose; numbers are those of the call that would lose most.
+    """The loss of an operand; numbers are those of the call that would lose most.
 
     Attributes:
         format: the 8-bit format.
@@ -63,7 +66,7 @@ class Worst(NamedTuple):
 
 
 class Fp8Loss(NamedTuple):
-    """What the products of one call site would lose in 8 bits.
+    """The loss of the products of one call site, were they in 8 bits.
 
     Attributes:
         op: its name in the vocabulary.

@@ -18,9 +18,6 @@ from polymp.fp8.recipes import ACTIVATION, GRADIENT, INPUT_GRADIENT, RESULT, WEI
 from polymp.rules import policy_files
 from polymp.rules.row import Rule
 
-# How many times the error of rounding alone an error may be.
-LIMIT = 2.0
-
 # In sentences and tables.
 NAMES = {
     ACTIVATION: "activation",

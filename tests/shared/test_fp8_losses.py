@@ -1,4 +1,4 @@
-"""What products would lose in 8 bits, measured while they run in bfloat16, in both frameworks."""
+"""The losses of products in 8 bits, measured while they run in bfloat16, in both frameworks."""
 
 from collections.abc import Callable
 from functools import cache, partial

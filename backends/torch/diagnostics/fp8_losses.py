@@ -63,7 +63,7 @@ class Fp8Tracer(ValueTracer):
 
 
 class Fp8Losses:
-    """What the products of a run would lose in 8 bits.
+    """Measurements of what the products of a run would lose in 8 bits.
 
     Args:
         recipe: that is tried.

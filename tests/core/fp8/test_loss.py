@@ -1,4 +1,4 @@
-"""What a product would lose in 8 bits, against its definition row by row in float64."""
+"""The loss of a product in 8 bits, against its definition row by row in float64."""
 
 import math
 

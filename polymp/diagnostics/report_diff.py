@@ -237,8 +237,8 @@ _KINDS = (
 
 def _sums(report: CallList) -> dict[str, int]:
     flops, saved = report.flops.items(), report.saved.items()
-    sums = (len(report), None, report.casts, report.cast_bytes, None, report.kept)
-    sums += (report.kept_fp8 or None,)
+    kept = report.kept, report.kept_fp8 or None
+    sums = (len(report), None, report.casts, report.cast_bytes, None, *kept)
     return {
         **{kind: n for kind, n in zip(_KINDS, sums, strict=True) if n is not None},
         **{f"FLOPs in {dtype}": n for dtype, n in flops},

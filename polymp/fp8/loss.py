@@ -11,7 +11,7 @@ operands is in it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import dtypes
@@ -55,8 +55,7 @@ class Operand(NamedTuple):
 def product_loss(
     verbs: Verbs,
     recipe: Recipe,
-    one: Operand,
-    other: Operand,
+    operands: Sequence[Operand],
     product: Callable[[Any, Any], Any],
 ) -> tuple[Any, ...]:
     """Measure the loss of a product and of its operands.
@@ -64,8 +63,7 @@ def product_loss(
     Args:
         verbs: of the framework.
         recipe: by which it would run.
-        one: the first operand.
-        other: the second operand.
+        operands: the two.
         product: multiplies two float32 arrays of the operands' shapes.
 
     Returns:
@@ -73,7 +71,7 @@ def product_loss(
         the result. Those that an Inf or NaN is part of are NaN.
     """
     exact, rounded, numbers = [], [], list[Any]()
-    for operand in (one, other):
+    for operand in operands:
         array = verbs.float32(operand.array)
         scale = quantise.scale_of(verbs, operand.array, recipe, operand.role, operand.scaled)
         low = quantise.quantised(verbs, operand.array, scale, recipe.format_of(operand.role))

@@ -159,7 +159,7 @@ def test_the_first_layer_has_the_numbers_of_the_definition(made, recipe):
         loss.Operand(array, role, name.scale_axis(RESULT, role, 1), (1,))
         for array, role in ((given["x"], "activation"), (given["a"], "weight"))
     ]
-    expected = loss.product_loss(VERBS, name, *operands, lambda a, b: a @ b.T)
+    expected = loss.product_loss(VERBS, name, operands, lambda a, b: a @ b.T)
     one = found.fp8_losses[0]
     assert one.results[RESULT] == pytest.approx(float(expected[4]), rel=1e-5)
     assert one.operands["activation"].error >= float(expected[1]) * (1 - 1e-5)

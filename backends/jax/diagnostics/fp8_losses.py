@@ -53,7 +53,7 @@ def loss_of(eqn: Equation, args: Sequence[jax.Array]) -> jax.Array:
         preferred_element_type=np.dtype("float32"),
         out_sharding=params["out_sharding"],
     )
-    return jnp.stack(loss.product_loss(VERBS, how.rules, operands[0], operands[1], product))
+    return jnp.stack(loss.product_loss(VERBS, how.rules, operands, product))
 
 
 def measurements(

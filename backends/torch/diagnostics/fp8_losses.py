@@ -151,7 +151,7 @@ class Fp8Losses:
                 loss.Operand(array, role, self._recipe.scale_axis(product, role, axis), (axis,))
                 for array, role, axis in zip((one, other), loss.ROLES[product], axes, strict=True)
             ]
-            numbers = loss.product_loss(VERBS, self._recipe, *operands, _product(*axes))
+            numbers = loss.product_loss(VERBS, self._recipe, operands, _product(*axes))
             self._measured.append((site, product, torch.stack(numbers)))
 
     def losses(self) -> list[Fp8Loss]:

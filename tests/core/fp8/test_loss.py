@@ -18,7 +18,7 @@ def measured(recipe, one, other):
         loss.Operand(x, role, name.scale_axis(RESULT, role, 1), (1,))
         for x, role in zip((one, other), loss.ROLES[RESULT], strict=True)
     ]
-    numbers = loss.product_loss(VERBS, name, *operands, lambda a, b: a @ b.T)
+    numbers = loss.product_loss(VERBS, name, operands, lambda a, b: a @ b.T)
     return [float(number) for number in numbers]
 
 

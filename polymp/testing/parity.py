@@ -55,7 +55,7 @@ def assert_parity(
     different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
     that both have in the same place, in other dtypes, is a difference if the policy has a row for
     it; without a row, if JAX runs it in a narrower dtype. A cast to a low dtype that only one
-    program has is a difference, too.
+    program has is a difference, too, and so is another recipe of a product in 8 bits.
 
     Values: an array may be off by
 

@@ -115,14 +115,19 @@ class Fp8Losses:
             kwargs: likewise.
             result: of it.
         """
-        parts = fp8_ops.parts_of(entry.spelling.removeprefix("aten:"), args, kwargs)
-        x, weight = parts.x.detach(), parts.weight.detach()
-        site = op_call.op, op_call.place.module, op_call.place.source
         if op_call.direction == BACKWARD:
             return
-        self._measure(site, RESULT, _flat(x), weight)
+        with Own(self._off), torch.no_grad():
+            parts = fp8_ops.parts_of(entry.spelling.removeprefix("aten:"), args, kwargs)
+            x, weight = parts.x.detach(), parts.weight.detach()
+        site = op_call.op, op_call.place.module, op_call.place.source
+        self._measure(site, RESULT, x, weight)
         if result.requires_grad:
-            wants = parts.x.requires_grad, parts.weight.requires_grad
+            turned = parts.weight._base  # of an operand of `mm`, which is turned here
+            wants_weight = parts.weight.requires_grad or (
+                turned is not None and turned.requires_grad
+            )
+            wants = parts.x.requires_grad, wants_weight
             versions = x._version, weight._version
             result.register_hook(partial(self._gradient, site, x, weight, wants, versions))
 
@@ -136,11 +141,10 @@ class Fp8Losses:
         gradient: torch.Tensor,
     ) -> None:
         """Measure the products of a backward pass, unless an operand was written since."""
-        low = _flat(gradient)
         if wants[0] and weight._version == versions[1]:
-            self._measure(site, INPUT_GRADIENT, low, weight)
+            self._measure(site, INPUT_GRADIENT, gradient, weight)
         if wants[1] and x._version == versions[0] and not self._recipe.weight_gradient_high:
-            self._measure(site, WEIGHT_GRADIENT, low, _flat(x))
+            self._measure(site, WEIGHT_GRADIENT, gradient, x)
 
     def _measure(
         self, site: tuple[str, str, str], product: str, one: torch.Tensor, other: torch.Tensor
@@ -148,7 +152,12 @@ class Fp8Losses:
         axes = _SUMMED[product]
         with Own(self._off), torch.no_grad():
             operands = [
-                loss.Operand(array, role, self._recipe.scale_axis(product, role, axis), (axis,))
+                loss.Operand(
+                    array.reshape(-1, array.shape[-1]),
+                    role,
+                    self._recipe.scale_axis(product, role, axis),
+                    (axis,),
+                )
                 for array, role, axis in zip((one, other), loss.ROLES[product], axes, strict=True)
             ]
             numbers = loss.product_loss(VERBS, self._recipe, operands, _product(*axes))
@@ -163,10 +172,6 @@ class Fp8Losses:
                 for site, product, numbers in self._measured
             ),
         )
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _product(one: int, other: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

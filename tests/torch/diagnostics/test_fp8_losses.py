@@ -96,6 +96,29 @@ def test_every_product_of_an_input_is_measured():
     assert of(Net()).keys() == {"a", "b", "q", "k"}
 
 
+class Products(nn.Module):
+    """The same product by the four ops that have one in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(-1, 64)
+        one, other = nn.functional.linear(x, self.w.t()), torch.mm(x, self.w)
+        return one + other + x @ self.w + torch.addmm(x, x, self.w, alpha=2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_each_op_loses_the_same(recipe):
+    torch.manual_seed(0)
+    found = audited(Products(), recipe=recipe).fp8_losses
+    assert [one.op for one in found] == ["linear", "mm", "matmul", "addmm"]
+    for one in found:
+        assert one.results.keys() == {"result", "weight_gradient"}
+        assert one.results["result"] == pytest.approx(found[0].results["result"], rel=1e-5)
+
+
 def test_without_a_backward_pass_there_are_forward_losses():
     model = layers()
     with torch.no_grad(), polymp.torch.audit(model, fp8="tensorwise") as found:

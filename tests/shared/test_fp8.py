@@ -176,11 +176,13 @@ def test_parity_notices_a_planted_fault(fn, message):
     assert ("rowwise" in error.value.side_by_side) == (fn is other_recipe)
 
 
-def test_parity_notices_operands_that_are_not_scaled(monkeypatch):
-    """A fault inside of the products themselves: a scale that is never undone in JAX."""
-    from polymp.backends.jax.autocast import fp8_contraction
+def test_parity_notices_operands_that_are_quantised_otherwise(monkeypatch):
+    """A fault inside of the products themselves: in JAX, operands are too small by 5 %."""
+    from polymp.backends.jax.autocast import fp8_quantise
 
-    monkeypatch.setattr(fp8_contraction, "inverse", lambda scale: 1.05 / scale)
+    verbs = fp8_quantise.VERBS
+    smaller = verbs._replace(cast=lambda x, format: verbs.cast(0.95 * x, format))
+    monkeypatch.setattr(fp8_quantise, "VERBS", smaller)
     arrays = numbers((64, 64), (80, 64), (32, 80))  # sizes that nothing was compiled for
     with pytest.raises(ParityError) as error:
         assert_parity(torch_layers, jax_layers, arrays, policy="fp8", float32_first=False)

@@ -8,8 +8,9 @@
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from polymp.diagnostics import audit_plot, audit_text
+from polymp.diagnostics import audit_plot, audit_text, suggest_fp8
 from polymp.diagnostics.audit_records import AuditRecord
+from polymp.diagnostics.fp8_loss import LIMIT
 from polymp.diagnostics.suggest import suggest
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.rules.policy_files import Source
@@ -28,29 +29,47 @@ class Audit(AuditRecord):
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
+        fp8: name of the recipe whose losses were measured, "" for none.
+        fp8_losses: what each call site of a product would lose in 8 bits by that recipe.
     """
 
-    def suggest(self, base: Source = "amp") -> Suggestion:
+    def suggest(
+        self, base: Source | None = None, *, fp8: bool = False, limit: float = LIMIT
+    ) -> Suggestion:
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
 
             mine = audit.suggest("amp").apply("amp")
 
         Ops after the first Inf cannot be judged: if a step still breaks, audit it again.
 
+        With `fp8=True`, suggest which products stay in bfloat16 before the others run in 8 bits.
+        The audit needs the losses of a recipe, as of `audit(model, fp8="tensorwise")`. A product
+        stays if one of its errors, of an operand or of a result, is more than `limit` times that of
+        rounding alone: 2.4 % for a float8_e4m3fn operand, 4.7 % for one of float8_e5m2, and the
+        root of the sum of their squares for a result. The printed text is a whole policy file.
+
+            audit.suggest(fp8=True).apply("fp8")
+
         Args:
-            base: the policy that the steps ran by. An op that ran by a float32 row of it gets no
-                other.
+            base: the policy that the steps ran by, "amp" if left out. An op that ran by a float32
+                row of it gets no other. With `fp8=True`, the policy that products are taken out
+                of, "fp8" if left out.
+            fp8: True for products that stay in bfloat16 under a policy with rule fp8.
+            limit: with `fp8=True`, how many times the error of rounding alone an error may be.
 
         Returns:
             The suggestion, which is false if nothing has to change.
 
         Raises:
-            PolicyError: no such policy.
-            ValueError: nothing was measured.
+            PolicyError: no such policy; or with `fp8=True`, one without rule fp8.
+            ValueError: nothing was measured; with `fp8=True`, no losses were, or `limit` is not a
+                number above 0.
         """
+        if fp8:
+            return suggest_fp8.suggest_fp8(self, "fp8" if base is None else base, limit)
         if not self.results:
             raise ValueError("nothing was measured: run a step in the audit's block first.")
-        return suggest(self, base)
+        return suggest(self, "amp" if base is None else base)
 
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the audit as the text that `print(audit)` shows.
@@ -118,4 +137,6 @@ class Audit(AuditRecord):
             "results": [m.to_dict() for m in self.results],
             "gradients": [m.to_dict() for m in self.gradients],
             "lost_updates": [each._asdict() for each in self.lost_updates],
+            "fp8": self.fp8,
+            "fp8_losses": [one.to_dict() for one in self.fp8_losses],
         }

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from polymp import plain_text
 from polymp.diagnostics.equal_layers import ModuleRows, folded
+from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
@@ -207,6 +208,8 @@ class AuditRecord:
         self.fault: Fault | None = None
         self.steps: int = 0
         self.scale: float = 1.0
+        self.fp8: str = ""
+        self.fp8_losses: Sequence[Fp8Loss] = ()
 
     @property
     def backward(self) -> list[Measured]:

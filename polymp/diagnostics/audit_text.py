@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from polymp import plain_text
+from polymp.diagnostics import audit_fp8_text
 from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.equal_layers import ModuleRows, label
@@ -76,6 +77,8 @@ def audit_table(
         lines += ["", *plain_text.folded(legend, width)]
         lines += plain_text.folded(folding([*results, *owners]), width)
         lines += ["", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
+    if audit.fp8:
+        lines += ["", *audit_fp8_text.fp8_table(audit, width, fold)]
     return "\n".join(lines)
 
 

@@ -12,7 +12,8 @@ from polymp.diagnostics.equal_layers import ModuleRows, folded
 from polymp.diagnostics.report_text import SECTIONS, cost
 
 DTYPES = ("inputs", "run", "outputs")
-_COMPARED = (*DTYPES, "rule", "casts", "cast_bytes", "times")
+RULES = ("rule", "recipe", "fallback")
+_COMPARED = (*DTYPES, *RULES, "casts", "cast_bytes", "times")
 
 
 class Difference(NamedTuple):
@@ -24,8 +25,8 @@ class Difference(NamedTuple):
         op: its name.
         one: the call of the first report; None if only the other has it.
         other: the call of the other report; None if only the first has it.
-        changed: what differs: of "inputs", "run", "outputs", "rule", "casts", "cast_bytes",
-            "times"; () if only one has it.
+        changed: what differs: of "inputs", "run", "outputs", "rule", "recipe", "fallback",
+            "casts", "cast_bytes", "times"; () if only one has it.
     """
 
     module: str

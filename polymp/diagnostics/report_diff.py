@@ -13,6 +13,7 @@ from polymp import plain_text
 from polymp.diagnostics import module_paths, page
 from polymp.diagnostics.call_differences import (
     DTYPES,
+    RULES,
     Difference,
     by_module,
     difference_cost,
@@ -142,7 +143,8 @@ class ReportDiff:
             return f"only in {self.names[1]}"
         if row.other is None:
             return f"only in {self.names[0]}"
-        kinds = {**dict.fromkeys(DTYPES, "dtypes"), "cast_bytes": "casts"}
+        kinds = {**dict.fromkeys(DTYPES, "dtypes"), **dict.fromkeys(RULES, "rule")}
+        kinds["cast_bytes"] = "casts"
         return ", ".join(dict.fromkeys(kinds.get(name, name) for name in row.changed))
 
     def _headline(self) -> str:
@@ -217,7 +219,7 @@ def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
     parts = []
     if alone or {*DTYPES} & {*changed}:
         parts.append(plain_text.dtypes(call.inputs, call.run, call.outputs))
-    if alone or "rule" in changed:
+    if alone or {*RULES} & {*changed}:
         parts.append(ruled(call) or "no region")
     if {"casts", "cast_bytes"} & {*changed} or (alone and call.casts):
         casts = f"{plain_text.plural(call.casts, 'cast')} of {plain_text.size(call.cast_bytes)}"
@@ -227,12 +229,16 @@ def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
     return "; ".join([*parts, *filter(None, [call.source])])
 
 
-_KINDS = ("call sites", "FLOPs", "casts", "bytes cast", "saved", "bytes of float32 kept")
+_KINDS = (
+    "call sites", "FLOPs", "casts", "bytes cast", "saved", "bytes of float32 kept",
+    "bytes of 8 bits kept",
+)  # fmt: skip
 
 
 def _sums(report: CallList) -> dict[str, int]:
     flops, saved = report.flops.items(), report.saved.items()
-    sums = (len(report), None, report.casts, report.cast_bytes, None, report.kept)
+    kept = report.kept, report.kept_fp8 or None
+    sums = (len(report), None, report.casts, report.cast_bytes, None, *kept)
     return {
         **{kind: n for kind, n in zip(_KINDS, sums, strict=True) if n is not None},
         **{f"FLOPs in {dtype}": n for dtype, n in flops},

@@ -6,7 +6,7 @@ from polymp import plain_text
 from polymp.diagnostics.call_record import Call, CallList, by_module
 from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
-from polymp.diagnostics.report_text import cost, folding, headline, ruled, widening
+from polymp.diagnostics.report_text import cost, folding, headline, in_8_bits, ruled, widening
 
 _HEADS = (
     Head("#", True, "the order in which modules, and calls in them, were first reached"),
@@ -36,7 +36,7 @@ def page(report: CallList, fold: bool = True) -> Page:
         title=report.title or "report",
         about=headline(report).partition(": ")[2],
         figures=_figures(report, modules),
-        notes=list(filter(None, [widening(report), note])),
+        notes=list(filter(None, [in_8_bits(report), widening(report), note])),
         heads=_HEADS,
         sorted=("bytes", False) if report.cast_bytes else None,
         selects=("direction", "ran in", "rule"),

@@ -178,7 +178,7 @@ def by(row: Row, op: str, known: str = "") -> str:
     return ", ".join(filter(None, (of, scope, source if source != known else "")))
 
 
-def _in_8_bits(report: CallList) -> str:
+def in_8_bits(report: CallList) -> str:
     """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
     ran = sum(call.times for call in report if call.recipe)
     parts = [f"{plain_text.plural(ran, 'product')} in 8 bits"] if ran else []
@@ -204,7 +204,7 @@ def totals(report: CallList, width: int | None = None) -> list[str]:
         ("casts", moved if report.casts else "none"),
         ("saved", ", ".join(saved) or "none"),
         ("kept", f"{plain_text.size(report.kept)} of float32 for the backward pass"),
-        ("fp8", _in_8_bits(report)),
+        ("fp8", in_8_bits(report)),
         ("widened", widening(report).removeprefix("widened ")),
     ]
     rows = [(name, text) for name, text in pairs if text]

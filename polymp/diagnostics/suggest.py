@@ -176,7 +176,7 @@ def _raised(
     rules: dict[str, str] = {}
     inside: dict[str, dict[str, str]] = {}
     reasons: list[str] = []
-    rows = [(one, _selector(one), _scope(one.module)) for one in (*found, *readers)]
+    rows = [(one, _selector(one), scope_of(one.module)) for one in (*found, *readers)]
     for one, of, scope in rows:
         pattern, alike = _alike(scope), set()
         if pattern != scope:
@@ -221,8 +221,8 @@ def _selector(one: Measured | Fault) -> str:
 _CASTS = ("_to_copy", "to", "convert_element_type", "copy", "clone")
 
 
-def _scope(module: str) -> str:
-    """A pattern that is a module's path; "" where none can be, and rows hold everywhere."""
+def scope_of(module: str) -> str:
+    """Return a pattern that is a module's path; "" where none can be."""
     pattern = re.sub(r"([*?[])", r"[\1]", module)
     try:
         scopes.check(pattern, "suggest()")

@@ -1,5 +1,6 @@
 """A suggestion of what to change: rows of a policy, another dtype, a loss scale."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ class Suggestion:
         dtype: "bfloat16" where no row makes float16 work, else None.
         init_scale: the loss scale to start with, None if that in use will do.
         reasons: sentences; there may be some where nothing has to change.
+        head: of a policy's file, with which the printed text is a whole one: `extends` and `fp8`.
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -24,6 +26,7 @@ class Suggestion:
     dtype: str | None = None
     init_scale: float | None = None
     reasons: tuple[str, ...] = ()
+    head: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.rules or self.scopes or self.dtype or self.init_scale)
@@ -44,20 +47,23 @@ class Suggestion:
             PolicyError: no such policy.
         """
         loaded = policy_files.load(policy)
-        if not self.rules and not self.scopes:
+        recipe = self.head.get("fp8", "")
+        if not self.rules and not self.scopes and recipe in ("", loaded.fp8):
             return loaded
-        return loaded.override(rules=self.rules, scopes=self.scopes)
+        return loaded.override(rules=self.rules, scopes=self.scopes, recipe=recipe)
 
     def __str__(self) -> str:
-        """Rows to be pasted into a policy's file; all else is comments there."""
+        """Rows to be pasted into a policy's file; all else is comments there, or its head."""
         lines = [f"# {' '.join(reason.split())}" for reason in self.reasons]
         if not self:
-            return "\n".join([*lines, "# Nothing to change."])
+            lines.append("# Nothing to change.")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in self.head.items()]
         if self.dtype:
             lines.append(f"# Compute in {self.dtype}.")
         if self.init_scale:
             lines.append(f"# Start with a loss scale of {self.init_scale:g}.")
         if self.rules or self.scopes:
             rows = policy_files.load({"rules": self.rules, "scopes": self.scopes})
-            lines += policy_files.to_toml(rows).splitlines()[2:]  # behind its name and its halves
+            text = policy_files.to_toml(rows).splitlines()
+            lines += text[text.index("") :]  # behind its head
         return "\n".join(lines)

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 from polymp.rules.answers import Decision
+from polymp.rules.policy import Policy
 from polymp.rules.row import Row
 
 T = TypeVar("T")
@@ -88,10 +89,13 @@ class Recorder:
 
     Attributes:
         record: the entries so far.
+        tried: a policy with rule fp8 that does not hold: what its products would lose in 8 bits is
+            measured; None to try none.
     """
 
     def __init__(self) -> None:
         self.record: Decisions = Decisions()
+        self.tried: Policy | None = None
         self.outer: Recorder | None = None  # which notes the same
 
     def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:

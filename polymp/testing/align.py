@@ -24,6 +24,8 @@ from polymp.rules.vocabulary import vocabulary
 # The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
 
+_ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
+
 
 class Parted(NamedTuple):
     """Two calls that differ; None for a side that has no such call.
@@ -54,12 +56,12 @@ def name_of(call: Call) -> str:
 
 
 def seen(call: Call) -> tuple[str, ...]:
-    """Its name and its dtypes."""
+    """Its name, its dtypes, and the recipe of a product in 8 bits."""
     if name_of(call) == "cast":
         return "cast", *call.inputs, *call.outputs
     if call.row is not None and call.row.rule is Rule.FP32_KEEP:
         return name_of(call), str(call.row.rule)  # torch's kernel does so inside
-    return name_of(call), call.run
+    return name_of(call), call.run, call.recipe
 
 
 def compared(calls: Iterable[Call]) -> list[Call]:
@@ -79,11 +81,11 @@ def _silent(call: Call) -> bool:
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     """The first calls of two runs that are one op in other dtypes; None if there are none.
 
-    Calls are aligned by name and run dtype; under the rule fp32_keep, by name and rule. Calls of
-    one name that are left over between aligned ones on both sides ran in other dtypes, if either
-    side has a row for them. An op without a row, with nothing else left over there, may be wider in
-    JAX, which leaves out a rounding where only float32 reads the result. A cast to a low dtype that
-    only one program makes is a difference, too.
+    Calls are aligned by name, run dtype and recipe; under the rule fp32_keep, by name and rule.
+    Calls of one name that are left over between aligned ones on both sides ran in other dtypes, or
+    by other recipes, if either side has a row for them. An op without a row, with nothing else left
+    over there, may be wider in JAX, which leaves out a rounding where only float32 reads the
+    result. A cast to a low dtype that only one program makes is a difference, too.
     """
     left, right = compared(one), compared(other)
     ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
@@ -102,16 +104,22 @@ def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
         name = name_of(call)
         if name == "cast" and "cast" not in names[1]:
             if _narrows(call):
-                return Parted(call, None, "only one side casts to a low dtype here")
+                return Parted(call, None, _ONE_CASTS)
         elif name in names[1]:
             other = right[names[1].index(name)]
             ruled = call.row is not None or other.row is not None
             if ruled or (names[0] == names[1] and not _spared(call, other)):
-                return Parted(call, other, "in other dtypes")
+                return Parted(call, other, _how(call, other))
     for call in right:
         if name_of(call) == "cast" and "cast" not in names[0] and _narrows(call):
-            return Parted(None, call, "only one side casts to a low dtype here")
+            return Parted(None, call, _ONE_CASTS)
     return None
+
+
+def _how(call: Call, other: Call) -> str:
+    """The difference of two calls of one op in words."""
+    recipes = call.recipe and other.recipe and call.recipe != other.recipe
+    return "by other recipes" if recipes else "in other dtypes"
 
 
 def _spared(call: Call, other: Call) -> bool:
@@ -141,7 +149,7 @@ def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None
             continue
         here, there = (left[i] if i < to_i else None), (right[j] if j < to_j else None)
         if here is not None and there is not None and name_of(here) == name_of(there):
-            return Parted(here, there, "in other dtypes")
+            return Parted(here, there, _how(here, there))
         return Parted(here, there, "not the same ops")
     return None
 
@@ -174,7 +182,8 @@ def side_by_side(
         if call is None:
             return ("no such call", "", "", "", "")
         dtypes = plain_text.dtypes(call.inputs, call.run, call.outputs)
-        rule = str(call.row) if call.row is not None else call.rule or "no region"
+        row = str(call.row) if call.row is not None else call.rule or "no region"
+        rule = ", ".join(filter(None, (row, call.recipe, call.fallback)))
         return call.op, call.module or "(top level)", dtypes, rule, call.source
 
     heads = ("op", "module", "dtypes", "row or rule", "source")

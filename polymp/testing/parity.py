@@ -55,7 +55,7 @@ def assert_parity(
     different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
     that both have in the same place, in other dtypes, is a difference if the policy has a row for
     it; without a row, if JAX runs it in a narrower dtype. A cast to a low dtype that only one
-    program has is a difference, too.
+    program has is a difference, too, and so is another recipe of a product in 8 bits.
 
     Values: an array may be off by
 
@@ -167,7 +167,7 @@ class _Pair:
         _same_structure(one, other)
         parted = align.first_parted(*calls)
         if parted is not None:
-            raise _error(f"run in other dtypes: {parted.why}", parted)
+            raise _error(f"run {parted.why}", parted)
         if one.dtypes != other.dtypes:
             raise self._other_results(one, other, calls)
         torch_moved = [self._torch.probe(seed) for seed in range(1, self._probes + 1)]

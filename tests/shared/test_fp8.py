@@ -133,3 +133,54 @@ def test_parity_tells_a_product_in_8_bits_from_one_in_bfloat16():
         )
     print(error.value)
     assert error.value.op in ("linear", "matmul")
+
+
+def other_recipe(x, w, v):
+    """The first product by another recipe; its dtypes are the same."""
+    import jax.numpy as jnp
+
+    import polymp.jax
+
+    with polymp.jax.autocast(policy=policy("rowwise")):
+        h = x @ w.T
+    return jnp.tanh(h) @ v.T
+
+
+def other_number(x, w, v):
+    import jax.numpy as jnp
+
+    return jnp.tanh(x @ w.T) @ v.at[0, 0].multiply(1.5).T
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (
+            other_recipe,
+            "the two functions run by other recipes",
+        ),
+        (other_number, "in float32, without a region: the two functions compute other values"),
+    ],
+)
+def test_parity_notices_a_planted_fault(fn, message):
+    first = fn is not other_recipe
+    with pytest.raises(ParityError) as error:
+        assert_parity(torch_layers, fn, numbers(*SIZES), policy="fp8", float32_first=first)
+    print(error.value)
+    assert str(error.value).startswith(message)
+    assert error.value.op in ("linear", "mm")
+    assert ("rowwise" in error.value.side_by_side) == (fn is other_recipe)
+
+
+def test_parity_notices_operands_that_are_quantised_otherwise(monkeypatch):
+    """A fault inside of the products themselves: in JAX, operands are too small by 5 %."""
+    from polymp.backends.jax.autocast import fp8_quantise
+
+    verbs = fp8_quantise.VERBS
+    smaller = verbs._replace(cast=lambda x, format: verbs.cast(0.95 * x, format))
+    monkeypatch.setattr(fp8_quantise, "VERBS", smaller)
+    arrays = numbers((64, 64), (80, 64), (32, 80))  # sizes that nothing was compiled for
+    with pytest.raises(ParityError) as error:
+        assert_parity(torch_layers, jax_layers, arrays, policy="fp8", float32_first=False)
+    print(error.value)
+    assert "compute other values" in str(error.value)

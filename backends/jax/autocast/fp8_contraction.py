@@ -93,7 +93,8 @@ def _jvp(
     operands, own = operands_of(primals, how), dict(params)
     saved = list(operands)
     for at, x in enumerate(operands):
-        if type(tangents[1 - at]) is not ad.Zero and not isinstance(x, Quantised):
+        moves = type(tangents[1 - at]) is not ad.Zero
+        if moves and not isinstance(x, Quantised) and not how.trial:
             saved[at] = _saved(x, at, own, how, run)
             if isinstance(x, Shared):
                 continue
@@ -161,7 +162,7 @@ def _transpose(
 
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
         (lhs, left), (rhs, right) = ((x, of_ct) if x is ct else (other, part) for x in values)
-        own = In8Bits(how.recipe, left, right)
+        own = how._replace(lhs=left, rhs=right)
         return _bind(lhs, rhs, params, own, run, aval.dtype.name)
 
     grads[moving] = programs.with_products(program, (ct, wide), product, aval.dtype.name)
@@ -212,7 +213,7 @@ def _batch(
         parts.append(part if at is None else part._replace(own=_with_batch(part.own, at)))
         places.append(at)
         operands.append(value)
-    how = In8Bits(how.recipe, *parts)
+    how = how._replace(lhs=parts[0], rhs=parts[1])
     wide = list(map(main, operands))
     avals = map(programs.low_type(run), wide)
     program = programs.batched(of, params, run, tuple(places), *avals)

@@ -55,11 +55,14 @@ class In8Bits(NamedTuple):
         recipe: the name of the one in force.
         lhs: the first operand's part.
         rhs: the second operand's part.
+        trial: True for a product that runs in the low dtype, as without rule fp8, and says what its
+            operands would be in 8 bits, so that an audit can measure what they would lose.
     """
 
     recipe: str
     lhs: Operand
     rhs: Operand
+    trial: bool = False
 
     @property
     def rules(self) -> Recipe:
@@ -150,4 +153,4 @@ def flattened(lhs: Value, rhs: Value, how: In8Bits) -> tuple[list[jax.Array], In
         elif isinstance(x, Shared):
             rest += x.low
         parts.append(part._replace(shared=isinstance(x, Shared)))
-    return [main(lhs), main(rhs), *rest], In8Bits(how.recipe, *parts)
+    return [main(lhs), main(rhs), *rest], how._replace(lhs=parts[0], rhs=parts[1])

@@ -10,6 +10,7 @@ product for the weight's gradient, or the weight in the backward pass, in a way 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from jax.extend.core import Literal
@@ -21,7 +22,9 @@ from polymp.backends.jax.autocast.values import Known, Origin
 from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.fp8 import fallback
 from polymp.fp8.recipes import ACTIVATION, RECIPES, WEIGHT
+from polymp.rules import decision_log
 from polymp.rules.region import Region
+from polymp.rules.row import Rule
 
 _ONE = "JAX's {} has no form in 8 bits"
 _UNKNOWN = "its sizes are not known before it runs"
@@ -81,6 +84,33 @@ def in_8_bits(
         for i, atom in enumerate(eqn.invars)
     ]
     return In8Bits(recipe.name, parts[0], parts[1])
+
+
+def in_trial(
+    frame: Frame, eqn: Equation, known: Sequence[Known], op: str, spelled: str, region: Region
+) -> In8Bits | None:
+    """How a product that runs low would run in 8 bits by the policy that a recorder tries.
+
+    Args:
+        frame: of the program that it is part of.
+        eqn: the product.
+        known: of its operands.
+        op: its name in the vocabulary.
+        spelled: the primitive, as the vocabulary spells it.
+        region: that it is in.
+
+    Returns:
+        The recipe and the operands' parts; None if none is tried, or it would not run in 8 bits.
+    """
+    recorder = decision_log.current()
+    policy = None if recorder is None else recorder.tried
+    if policy is None or region.dtype != fallback.REGION_DTYPE:
+        return None
+    row = policy.winner(op, region.dtype, f"jax:{spelled}")
+    if row is None or row.rule is not Rule.FP8:
+        return None
+    how = in_8_bits(frame, eqn, known, op, replace(region, policy=policy))
+    return None if isinstance(how, str) else how._replace(trial=True)
 
 
 def _weight(known: Sequence[Known]) -> int:

@@ -40,6 +40,8 @@ def product(
         The result.
     """
     operands, own = operands_of(flat, how), dict(params)
+    if how.trial:
+        return contract(of, *operands, params=own, run=run, out=out)
     (lc, rc), (lb, rb) = own["dimension_numbers"]
     pairs = list(zip(operands, (lc, rc), strict=True))
     if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed in pairs):

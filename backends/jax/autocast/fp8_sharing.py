@@ -72,7 +72,7 @@ class SharedOperands:
 def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
     """The operands of a step that are saved in 8 bits, by their places."""
     how = step.in_8_bits
-    if how is None:
+    if how is None or how.trial:
         return
     for at, operand in enumerate(step.operands):
         part, other = how.both[at], how.both[1 - at]

@@ -17,7 +17,7 @@ import numpy as np
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts, promotion
 from polymp.backends.jax.autocast.fp8_operands import In8Bits
-from polymp.backends.jax.autocast.fp8_products import in_8_bits
+from polymp.backends.jax.autocast.fp8_products import in_8_bits, in_trial
 from polymp.backends.jax.autocast.frame import Frame, Planned
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.pass_switches import Pass
@@ -172,8 +172,13 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         return frame.step(eqn, reads, [out], Kind.BIND, params, returns), [Known(final)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
-    how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
-    if isinstance(how, In8Bits):  # its operands are quantised from the dtypes that they come in
+    if decision.rule is Rule.FP8:
+        how = how_in_8_bits()
+    else:
+        how = in_trial(frame, eqn, known, op_of(spelled), spelled, region) or ""
+    if (
+        isinstance(how, In8Bits) and not how.trial
+    ):  # its operands are quantised from the dtypes that they come in
         reads = [None] * len(known)
     made = out if out == run else "float32"
     returns = (final,) if final != made else None

@@ -21,8 +21,15 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.diagnostics.events import Event
+from polymp.backends.jax.diagnostics.fp8_losses import measurements
 from polymp.backends.jax.diagnostics.locate import blamed, fault
-from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, inputs, measured, names
+from polymp.backends.jax.diagnostics.measured_call import (
+    MeasuredCall,
+    call_of,
+    inputs,
+    measured,
+    names,
+)
 from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
@@ -33,7 +40,10 @@ from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.fp8_loss import Fp8Loss, Measurement, losses
 from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
+from polymp.fp8.recipes import RECIPES, recipe_of
+from polymp.rules import policy_files
 
 # A call, the facts of its run, and the scale of its gradients.
 _Measurement = tuple[MeasuredCall, object, "jax.Array | float"]
@@ -47,11 +57,14 @@ class Audited:
 
     Args:
         fn: the function.
+        fp8: name of the recipe that is tried, "" for none.
     """
 
-    def __init__(self, fn: Callable[..., object]) -> None:
+    def __init__(self, fn: Callable[..., object], fp8: str = "") -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
+        self._fp8 = fp8
+        self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[_Measurement] = []
         self._written: list[tuple[int, Sampled]] = []  # with the number of the call
@@ -79,7 +92,7 @@ class Audited:
         types = tuple(jax.typeof(x) if is_array(x) else _kind(x) for x in leaves)
         key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
         if key not in self._programs:
-            self._programs[key] = measured(self.fn, args, kwargs)
+            self._programs[key] = measured(self.fn, args, kwargs, tried=self._tried)
             arrays = self._programs[key].traced.arrays
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
@@ -105,7 +118,9 @@ class Audited:
     def audit(self) -> Audit:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
-            self._read = len(self._measured), _read(self._measured, self._written)
+            found = _read(self._measured, self._written)
+            found.fp8, found.fp8_losses = self._fp8, _fp8_losses(self._measured, self._fp8)
+            self._read = len(self._measured), found
         return self._read[1]
 
     def __enter__(self) -> NoReturn:
@@ -126,7 +141,7 @@ class Audited:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
 
-def audit(fn: Callable[..., object]) -> Audited:
+def audit(fn: Callable[..., object], *, fp8: str | None = None) -> Audited:
     """Wrap a function so that its numbers are measured at every call.
 
         audited = polymp.jax.audit(train_step)          # jitted or not; with its jax.grad inside
@@ -145,19 +160,24 @@ def audit(fn: Callable[..., object]) -> Audited:
     Gradients are found where the program takes them: they are what its backward pass hands to the
     rest of it. A `GradScaler` among the arguments says by which scale to divide them.
 
+    With `fp8=`, the twin also measures what the products of bfloat16 regions would lose in 8 bits:
+    those that the policy `fp8` would run so. Each of them is computed twice more, in float32.
+
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
             jax.grad may be inside of, and not around.
+        fp8: name of the recipe to try: "tensorwise", "rowwise" or "rowwise_gw_hp"; None for none.
 
     Returns:
         The function, with the audit as its attribute `audit`.
 
     Raises:
         TypeError: `fn` is not callable.
+        PolicyError: there is no such recipe.
     """
     if not callable(fn):
         raise TypeError(f"audit(fn) needs a function, got {reprlib.repr(fn)}.")
-    return Audited(fn)
+    return Audited(fn, "" if fp8 is None else recipe_of(fp8, "audit()").name)
 
 
 class _Same(NamedTuple):
@@ -221,6 +241,16 @@ def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled
         samples.append((sample, jax.device_get(facts)[0], events, program.traced.results))
     audit.lost_updates = lost(samples)
     return audit
+
+
+def _fp8_losses(measured: Sequence[_Measurement], recipe: str) -> Sequence[Fp8Loss]:
+    if not recipe:
+        return ()
+    found: list[Measurement] = []
+    for program, facts, _ in measured:
+        read = jax.device_get(facts)[0]
+        found += measurements(program.twin.events, read, functools.partial(call_of, program))
+    return losses(RECIPES[recipe], found)
 
 
 def _together(many: Sequence[Measured]) -> Measured:

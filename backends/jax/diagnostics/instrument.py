@@ -22,7 +22,7 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.diagnostics import measures
+from polymp.backends.jax.diagnostics import fp8_losses, measures
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.diagnostics.events import (
     NOWHERE,
@@ -146,8 +146,9 @@ class Twin:
             back = (n for n in through.events if events[n].site.scope.direction == BACKWARD)
             self.handed.update(back)
         some = any(is_measured(x) for x in args)
+        tried = fp8_losses.is_tried(eqn)
         tells = some and not made and not _is_layout(eqn)
-        if site is None or not some or not (group is not None or alone or tells or apart):
+        if site is None or not some or not (group is not None or alone or tells or apart or tried):
             return [Tracked(x, through) for x in outs], []
         number = len(self.events)
         event = Event(
@@ -163,6 +164,7 @@ class Twin:
             measures.sample(made[0]) if group is not None and self.samples else none,
             measures.operands(eqn, args) if number == self.ask else jnp.zeros((0, 5)),
             none,
+            fp8_losses.loss_of(eqn, args) if tried else nothing,
         )  # fmt: skip
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]

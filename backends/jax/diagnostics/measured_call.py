@@ -14,6 +14,7 @@ from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
 from polymp.diagnostics.call_record import BACKWARD, Call
+from polymp.rules.policy import Policy
 
 
 class MeasuredCall(NamedTuple):
@@ -39,6 +40,7 @@ def measured(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     once: bool = False,
+    tried: Policy | None = None,
 ) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet.
 
@@ -48,11 +50,13 @@ def measured(
         kwargs: likewise.
         once: True if the twin will run once, for where a value became not finite: it takes no
             samples, and compiles with `quick_options`.
+        tried: a policy with rule fp8 that does not hold: the twin measures what its products would
+            lose.
 
     Returns:
         The call.
     """
-    found = traced(fn, args, kwargs)
+    found = traced(fn, args, kwargs, tried)
     calls: list[Call] = []
     of_event: dict[tuple[tuple[int, ...], int], int] = {}
     ends: dict[tuple[tuple[int, ...], int], int] = {}

@@ -40,6 +40,7 @@ class Facts(NamedTuple):
         operands: float32 [k, 5], what it was given, where that is asked for; else empty.
         when: int32 [w], the round of each `while` around it in which its result was first not
             finite.
+        fp8: float32 [5], what a product would lose in 8 bits; empty for others.
     """
 
     peak: jax.Array
@@ -47,6 +48,7 @@ class Facts(NamedTuple):
     sample: jax.Array
     operands: jax.Array
     when: jax.Array
+    fp8: jax.Array
 
 
 def is_measured(x: Any) -> bool:
@@ -152,6 +154,7 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
         now.sample,
         jnp.where(good[..., None], now.operands, before.operands),
         jnp.where(good, now.when.at[..., 0].set(number), before.when),
+        jnp.fmax(before.fp8, now.fp8),
     )
 
 
@@ -163,4 +166,5 @@ def absent(shape: Facts) -> Facts:
         jnp.full(shape.sample.shape, ABSENT, jnp.int32),
         jnp.zeros(shape.operands.shape),
         jnp.zeros(shape.when.shape, jnp.int32),
+        jnp.zeros(shape.fp8.shape),
     )

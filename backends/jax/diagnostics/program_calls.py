@@ -156,10 +156,16 @@ def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
 
 def _taken(eqn: Equation) -> tuple[Sequence[str], Sequence[bool]]:
     """The dtypes in which a contraction takes its operands, and which come in them as well."""
-    how: In8Bits | None = eqn.params.get("how")
+    how = _how(eqn)
     if how is None:
         return [eqn.params["run"]] * 2, [False] * 2
     return [how.rules.format_of(part.role) for part in how.both], [part.shared for part in how.both]
+
+
+def _how(eqn: Equation) -> In8Bits | None:
+    """How a contraction runs in 8 bits; None if it does not."""
+    how: In8Bits | None = eqn.params.get("how")
+    return None if how is None or how.trial else how
 
 
 def _module(sites: Sequence[Site]) -> str:
@@ -176,7 +182,7 @@ def _dtypes(variables: Sequence[Atom]) -> tuple[str, ...]:
 
 def _run(eqn: Equation) -> tuple[str, ...]:
     if eqn.primitive.name in OURS:
-        how: In8Bits | None = eqn.params.get("how")
+        how = _how(eqn)
         return (eqn.params["run"] if how is None else how.format,)
     return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
 

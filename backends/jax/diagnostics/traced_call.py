@@ -20,6 +20,7 @@ from polymp.backends.jax.autocast.plan import Step
 from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
 from polymp.rules import decision_log
+from polymp.rules.policy import Policy
 
 
 class Followed(NamedTuple):
@@ -47,8 +48,9 @@ class Followed(NamedTuple):
 class Record(decision_log.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
-    def __init__(self, line: progress.Line | None = None) -> None:
+    def __init__(self, line: progress.Line | None = None, tried: Policy | None = None) -> None:
         super().__init__()
+        self.tried = tried
         self._line = line or progress.Line()
         self.calls: dict[str, Followed] = {}
         self.policy: str = ""
@@ -68,7 +70,8 @@ class Record(decision_log.Recorder):
         else:
             spelled = spelling(what.eqn)
             op = op_named(spelled)
-        recipe = "" if what.in_8_bits is None else what.in_8_bits.recipe
+        how = what.in_8_bits
+        recipe = "" if how is None or how.trial else how.recipe
         followed = Followed(entry, low, op, f"jax:{spelled}", {}, recipe, what.fallback)
         self.calls[name] = followed
         return name
@@ -119,9 +122,23 @@ def called(
 
 
 def traced(
-    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    tried: Policy | None = None,
 ) -> Traced:
-    """The program of a call, and what was decided in it."""
+    """The program of a call, and what was decided in it.
+
+    Args:
+        fn: the function.
+        args: of the call.
+        kwargs: likewise.
+        tried: a policy with rule fp8 that does not hold: the products that it would run in 8 bits
+            say what their operands are.
+
+    Returns:
+        The program.
+    """
     function, args, kwargs = called(fn, args, kwargs)
     paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
     arrays, together = apart((args, kwargs), is_typed)
@@ -137,7 +154,7 @@ def traced(
         return [x for _, x in found]
 
     with progress.line("tracing", unit="op") as line, regions.EXPLAINED(next(_numbers)):
-        record = Record(line)
+        record = Record(line, tried)
         with decision_log.recorded_by(record):
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 

@@ -19,7 +19,7 @@ from polymp.rules.region import Region
 from polymp.rules.vocabulary import vocabulary
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """The parts of a call: `added * beta + x @ weight.T * alpha`.
 
     Attributes:
@@ -37,20 +37,20 @@ class _Parts(NamedTuple):
     alpha: float = 1
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> _Parts:
-    return _Parts(x, weight, bias)
+def _linear(x: Any, weight: Any, bias: Any = None) -> Parts:
+    return Parts(x, weight, bias)
 
 
-def _mm(a: Any, b: Any) -> _Parts:
-    return _Parts(a, b.t())
+def _mm(a: Any, b: Any) -> Parts:
+    return Parts(a, b.t())
 
 
-def _addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> _Parts:
-    return _Parts(a, b.t(), c, beta, alpha)
+def _addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Parts:
+    return Parts(a, b.t(), c, beta, alpha)
 
 
 # By overload: the parts of a call, given its arguments.
-PARTS: Mapping[str, Callable[..., _Parts]] = {
+PARTS: Mapping[str, Callable[..., Parts]] = {
     "linear": _linear,
     "mm": _mm,
     "matmul": _mm,
@@ -142,10 +142,15 @@ def _capability_of(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(None if index < 0 else index)
 
 
+def parts_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
+    """Return the parts of a call for which `why_not` has no reason."""
+    given, others = _given(name, args, kwargs)
+    return PARTS[name](*given, **others)
+
+
 def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a call in 8 bits for which `why_not` has no reason; its result is bfloat16."""
-    given, others = _given(name, args, kwargs)
-    parts = PARTS[name](*given, **others)
+    parts = parts_of(name, args, kwargs)
     made = product(parts.x, parts.weight, recipe)
     if parts.alpha != 1:
         made = made * parts.alpha

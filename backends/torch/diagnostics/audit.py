@@ -15,6 +15,7 @@ from typing import Any
 import torch.nn as nn
 
 from polymp import progress
+from polymp.backends.torch.diagnostics.fp8_losses import Fp8Tracer
 from polymp.backends.torch.diagnostics.measure import Bins
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import Site, ValueTracer
@@ -22,11 +23,14 @@ from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, joined
+from polymp.fp8.recipes import recipe_of
 from polymp.weights import lost_updates
 
 
 @contextmanager
-def audit(model: nn.Module | None = None, scaler: object = None) -> Iterator[Audit]:
+def audit(
+    model: nn.Module | None = None, scaler: object = None, *, fp8: str | None = None
+) -> Iterator[Audit]:
     """Measure the values of a few real steps: of every op's result, and of every gradient.
 
         with polymp.torch.audit(model, scaler) as a:
@@ -46,18 +50,24 @@ def audit(model: nn.Module | None = None, scaler: object = None) -> Iterator[Aud
     Of parameters in a low dtype the audit says which updates were rounded away: `low_weights` keeps
     them.
 
+    With `fp8=`, the audit also measures what the products of bfloat16 regions would lose in 8 bits:
+    those that the policy `fp8` would run so. Each of them is computed twice more, in float32, and
+    the activations are kept until the backward pass.
+
     Args:
         model: its modules and parameters are called by their names; without it modules are called
             by their paths in the outermost one that runs, and parameters have no gradients in the
             audit.
         scaler: the loss scaler in use, polymp's or torch.amp's: gradients are reported without its
             scale.
+        fp8: name of the recipe to try: "tensorwise", "rowwise" or "rowwise_gw_hp"; None for none.
 
     Yields:
         The audit, which is filled when the block ends, with an error, too.
 
     Raises:
         TypeError: `model` is no module, or `scaler` no loss scaler.
+        PolicyError: there is no such recipe.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"audit(model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
@@ -67,6 +77,9 @@ def audit(model: nn.Module | None = None, scaler: object = None) -> Iterator[Aud
         )
     found = Audit()
     tracer = ValueTracer(model, scaler)
+    if fp8 is not None:
+        found.fp8 = recipe_of(fp8, "audit()").name
+        tracer = Fp8Tracer(found.fp8, model, scaler)
     try:
         with tracer:
             yield found
@@ -91,6 +104,8 @@ def _fill(audit: Audit, tracer: ValueTracer) -> None:
         for record in sample.records(counts)
     )
     audit.fault = tracer.fault()
+    if isinstance(tracer, Fp8Tracer):
+        audit.fp8_losses = tracer.fp8.losses()
 
 
 def _results(

@@ -178,6 +178,27 @@ def test_the_text_of_a_report():
     assert "8 bits" not in str(plain)
 
 
+def test_the_page_of_a_report():
+    page = report().to_html()
+    assert "4 products in 8 bits; 2.00 KiB kept for the backward pass" in page
+    assert page.count(f"run as lower: {REASON}") == 2
+    assert "fp8, tensorwise" in page
+
+
+def test_two_recipes_differ_and_so_do_bfloat16_and_8_bits():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 40)), torch.randn(32, 64)
+    one, other = (explain(model, x, policy=policy(name)) for name in RECIPES[:2])
+    diff = one.diff(other)
+    assert [row.changed[0] for row in diff] == ["recipe"]
+    assert diff.same, "in the dtypes"
+    assert "fp8, tensorwise" in str(diff)
+    assert "fp8, rowwise" in str(diff)
+    lean = explain(model, x, policy="lean", dtype="bf16").diff(other)
+    assert ("rule", "fallback") in [row.changed for row in lean]
+    assert lean.totals()["bytes of 8 bits kept"] == (0, other.kept_fp8)
+    assert other.kept_fp8 == 32 * 64
+
+
 def test_a_report_for_a_gpu_has_the_sizes_that_are_too_small():
     found = explain(Odd(), torch.randn(32, 64), policy="fp8", device="cuda")
     assert found.of("linear")[0].fallback == (

@@ -1,0 +1,147 @@
+"""The losses of a run's products, were they in 8 bits: a record for each call site.
+
+    measurements of the backends -> Fp8Loss, a record for each call site -> worst
+
+`polymp.fp8.loss` defines what is measured. Nothing here knows a framework.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from polymp.fp8 import loss
+from polymp.fp8.recipes import RECIPES, Recipe
+
+# How many times the error of rounding alone an error may be, unless a user says otherwise.
+LIMIT = 2.0
+
+
+class Measurement(NamedTuple):
+    """One product at one call.
+
+    Attributes:
+        site: name of the op, path of its module, file and line.
+        product: "result", "input_gradient" or "weight_gradient".
+        roles: of its two operands.
+        numbers: five, as `polymp.fp8.loss.product_loss` has them.
+    """
+
+    site: tuple[str, str, str]
+    product: str
+    roles: tuple[str, str]
+    numbers: Sequence[float]
+
+
+class OperandLoss(NamedTuple):
+    """The loss of an operand; numbers are those of the call that would lose most.
+
+    Attributes:
+        format: the 8-bit format.
+        zero: share of values that would become zero.
+        error: the norm of the difference over the norm, mean over the rows that are summed over.
+    """
+
+    format: str
+    zero: float
+    error: float
+
+
+class Worst(NamedTuple):
+    """The error of a call site that is largest beside that of rounding alone.
+
+    Attributes:
+        of: what has it: an operand's role or a product.
+        error: the error.
+        expected: that of rounding alone.
+    """
+
+    of: str
+    error: float
+    expected: float
+
+    @property
+    def times(self) -> float:
+        """How many times larger the error is than that of rounding alone."""
+        return self.error / self.expected
+
+
+class Fp8Loss(NamedTuple):
+    """The loss of the products of one call site, were they in 8 bits.
+
+    Attributes:
+        op: its name in the vocabulary.
+        module: path of the module it was called in.
+        source: file and line of the user's code.
+        recipe: name of the recipe.
+        operands: by role, "activation", "weight" and "gradient"; no gradient without a backward
+            pass. An operand of two products has the larger of its two errors.
+        results: by product, "result", "input_gradient" and "weight_gradient", the norm of the
+            difference over the norm; the product alone, without a bias.
+    """
+
+    op: str
+    module: str
+    source: str
+    recipe: str
+    operands: Mapping[str, OperandLoss]
+    results: Mapping[str, float]
+
+    @property
+    def worst(self) -> Worst:
+        """The error that is largest beside that of rounding alone."""
+        return max(self._errors(), key=lambda found: found.times)
+
+    def _errors(self) -> Iterator[Worst]:
+        for role, operand in self.operands.items():
+            yield Worst(role, operand.error, loss.rounding_error(operand.format))
+        for product, error in self.results.items():
+            expected = loss.product_rounding_error(RECIPES[self.recipe], product)
+            yield Worst(product, error, expected)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        operands = {role: operand._asdict() for role, operand in self.operands.items()}
+        return self._asdict() | {"operands": operands, "results": dict(self.results)}
+
+
+def losses(recipe: Recipe, measured: Iterable[Measurement]) -> list[Fp8Loss]:
+    """Return what each call site would lose: in all its calls, that of the one that loses most.
+
+    Args:
+        recipe: by which the products would run.
+        measured: in the order in which the sites were reached. Numbers that are not finite are
+            left out: an Inf or NaN is no loss of 8 bits.
+
+    Returns:
+        The losses, in that order.
+    """
+    sites: dict[tuple[str, str, str], Fp8Loss] = {}
+    for site, product, roles, numbers in measured:
+        found = sites.setdefault(site, Fp8Loss(*site, recipe.name, {}, {}))
+        operands, results = dict(found.operands), dict(found.results)
+        for role, zero, error in zip(roles, numbers[0:4:2], numbers[1:4:2], strict=True):
+            known = operands.get(role, OperandLoss(recipe.format_of(role), 0.0, 0.0))
+            operands[role] = known._replace(
+                zero=_larger(known.zero, zero), error=_larger(known.error, error)
+            )
+        results[product] = _larger(results.get(product, 0.0), numbers[4])
+        sites[site] = found._replace(operands=operands, results=results)
+    return list(sites.values())
+
+
+def together(many: Sequence[Fp8Loss]) -> Fp8Loss:
+    """The first of some losses of equal modules, with the largest numbers of all of them."""
+    operands = {
+        role: OperandLoss(
+            first.format,
+            max(one.operands[role].zero for one in many),
+            max(one.operands[role].error for one in many),
+        )
+        for role, first in many[0].operands.items()
+    }
+    results = {product: max(one.results[product] for one in many) for product in many[0].results}
+    return many[0]._replace(operands=operands, results=results)
+
+
+def _larger(known: float, number: float) -> float:
+    return max(known, float(number)) if math.isfinite(number) else known

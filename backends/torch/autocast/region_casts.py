@@ -194,6 +194,9 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
 def writing(into: Any) -> None:
     """Drop all casts if a tensor, or one of a list, that is about to be written is a parameter."""
     one = isinstance(into, torch.Tensor)
+    if held.fresh:
+        for t in (into,) if one else into:
+            held_casts.written(t)
     if _is_parameter(into) if one else any(map(_is_parameter, into)):
         drop()
 
@@ -250,6 +253,25 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         made = make(t, dtype)
     mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
+
+
+def holds(args: Iterable[Any]) -> bool:
+    """Return whether a cast of an argument is ours to make: it is held, or a cast of a parameter.
+
+    Each cast of a parameter in a region is one node in the graph, kept here or in torch's map.
+    """
+    given = list(args)
+    return any(map(_is_ours, given)) and not kept_by_torch(given)
+
+
+def _is_ours(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_is_ours, arg))
+    if not isinstance(arg, torch.Tensor):
+        return False
+    if id(arg) in held.by_id or (arg._is_view() and id(arg._base) in held.by_id):
+        return True
+    return arg.is_leaf and arg.requires_grad and torch.is_grad_enabled()
 
 
 def kept_by_torch(args: Iterable[Any]) -> bool:

@@ -21,8 +21,9 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import policy_code, region_casts
+from polymp.backends.torch.autocast import held_casts, policy_code, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
+from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.policy_code import NONE, Code, codes
 from polymp.backends.torch.compat import dynamo
 from polymp.rules.region import Region, Stack
@@ -76,6 +77,8 @@ def enter(ticket: str) -> None:
     set_autocast_cache_enabled(cache and region_casts.keep(device, dtype, enabled, depth))
     if len(codes.policies) > 1:
         policy_code.write(inside)
+    if held.by_id and enabled:
+        held_casts.entered(device, dtype)
 
 
 @dynamo.no_frame
@@ -94,6 +97,7 @@ def leave(ticket: str) -> None:
     depth = autocast_decrement_nesting()
     if not frames:
         region_casts.end()
+        held.fresh = False
     _, enabled, dtype, cache, code = frame
     if frames and cache:
         # Back in a region of another dtype, the casts to this one go. It is not the outermost.

@@ -128,6 +128,32 @@ def by_hand(job: Job) -> Run:
     return Run(job.model, step=step, casts_inputs=True)
 
 
+def by_hand_wide(job: Job) -> Run:
+    """As by hand, but every backward pass adds its gradients to float32 ones, as autocast does."""
+    assert job.optimizer is not None
+    lowered(job.model)
+    params = job.trainable()
+    masters = {p: p.detach().float().requires_grad_() for p in params if p.dtype is LOW}
+    optimizer = job.optimizer(masters.get(p, p) for p in params)
+
+    def add(param: Tensor) -> None:
+        assert param.grad is not None
+        grad, master = param.grad.float(), masters[param]
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        param.grad = None
+
+    for param in masters:
+        param.register_post_accumulate_grad_hook(add)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(list(masters), list(masters.values()))
+
+    return Run(job.model, step=step, casts_inputs=True)
+
+
 def regions(autocast: Any, job: Job, dtype: torch.dtype) -> Callable[[], Any]:
     return lambda: autocast(job.device, dtype=dtype)
 
@@ -251,6 +277,7 @@ def apex(job: Job) -> Run:
 WAYS: dict[str, Callable[[Job], Run]] = {
     "fp32": fp32,
     "by hand": by_hand,
+    "by hand, float32 gradients": by_hand_wide,
     "torch.autocast": torch_autocast,
     "polymp": polymp_autocast,
     "held": polymp_held,

@@ -40,8 +40,9 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     block was entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2
     gathers and buffers that DDP sends, because these writes cannot be noticed; DTensors and other
     tensor subclasses; tensors made in inference mode; weights of recurrent layers on CUDA, which
-    are cast into one buffer; ops that torch.compile, CUDA graphs and torch.func record; with
-    gradients, parameters below 65,536 elements, whose cast costs less than holding it, and in
+    are cast into one buffer; ops that CUDA graphs, torch.export and torch.func record; compiled
+    code, but for weights of linear layers and convolutions without gradients, in a region without a
+    policy that is entered outside of it; with gradients, parameters below 65,536 elements, whose cast costs less than holding it, and in
     regions of torch.autocast those whose casts torch keeps itself.
 
     Enter a block outside of regions, or before a region uses a weight. Later the gradients are

@@ -75,6 +75,7 @@ class _Map:
 
 _map = _Map()
 _mine = _Mine()
+_owner, _dtypes = _map.owner, _map.dtypes  # read at every entry of a region
 
 
 def drop() -> None:
@@ -107,13 +108,12 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     thread = _mine.thread
     thread.open = True
     mine = thread.reference
-    if _map.owner.setdefault("thread", mine) is not mine and not _take_over(mine):
+    if _owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
-    dtypes = _map.dtypes
-    if casting and dtypes.get(device) is not dtype:
+    if casting and _dtypes.get(device) is not dtype:
         if depth > 1:  # else there is none yet
             drop()
-        dtypes[device] = dtype
+        _dtypes[device] = dtype
     return True
 
 
@@ -141,11 +141,11 @@ def end() -> None:
     thread.open = False
     if thread.casts:
         thread.casts.clear()
-    if _map.owner.get("thread") is thread.reference:
+    if _owner.get("thread") is thread.reference:
         _map.epoch += 1
         clear_autocast_cache()
-        _map.dtypes.clear()
-        del _map.owner["thread"]
+        _dtypes.clear()
+        del _owner["thread"]
 
 
 @cache

@@ -42,8 +42,9 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     tensor subclasses; tensors made in inference mode; weights of recurrent layers on CUDA, which
     are cast into one buffer; ops that CUDA graphs, torch.export and torch.func record; compiled
     code, but for weights of linear layers and convolutions without gradients, in a region without a
-    policy that is entered outside of it; with gradients, parameters below 65,536 elements, whose cast costs less than holding it, and in
-    regions of torch.autocast those whose casts torch keeps itself.
+    policy that is entered outside of it; with gradients, parameters below 65,536 elements, whose
+    cast costs less than holding it, and in regions of torch.autocast those whose casts torch keeps
+    itself.
 
     Enter a block outside of regions, or before a region uses a weight. Later the gradients are
     still right, but added up in another order.

@@ -77,7 +77,7 @@ PLANS = {
             5,
             (1, 2) if batch == 1 else (1,),
         )
-        for batch in (1, 8, 32)
+        for batch in (1, 8, 32, 64)
     },
     "train": Plan(
         "Language model: a train step of {sequences} x {context} tokens",
@@ -102,7 +102,8 @@ PLANS = {
             ("accumulate short", "short", (1,)),
         )
     },
-    "decode": Plan("Language model: {decoded} tokens decoded one by one", KEPT),
+    "decode": Plan("Language model: {decoded} tokens decoded one by one, a region for each", KEPT),
+    "generate": Plan("Language model: {decoded} tokens decoded one by one, in one region", KEPT),
     "convnet train": Plan("Convnet: a train step of {images} x 3 x 32 x 32", ("held",)),
     "convnet": Plan("Convnet: one picture, inference", KEPT, inner=5),
     **{

@@ -133,25 +133,24 @@ def by_hand_wide(job: Job) -> Run:
     assert job.optimizer is not None
     lowered(job.model)
     params = job.trainable()
-    masters = {p: p.detach().float().requires_grad_() for p in params if p.dtype is LOW}
-    optimizer = job.optimizer(masters.get(p, p) for p in params)
+    low = [p for p in params if p.dtype is LOW]
+    masters = [p.detach().float().requires_grad_() for p in low]
+    optimizer = job.optimizer([*masters, *(p for p in params if p.dtype is not LOW)])
 
-    def add(param: Tensor) -> None:
-        assert param.grad is not None
-        grad, master = param.grad.float(), masters[param]
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
-        param.grad = None
-
-    for param in masters:
-        param.register_post_accumulate_grad_hook(add)
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        for param, master in zip(low, masters, strict=True):
+            assert param.grad is not None
+            grad, param.grad = param.grad.float(), None
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(list(masters), list(masters.values()))
+            torch._foreach_copy_(low, masters)
 
-    return Run(job.model, step=step, casts_inputs=True)
+    return Run(job.model, backward=backward, step=step, casts_inputs=True)
 
 
 def regions(autocast: Any, job: Job, dtype: torch.dtype) -> Callable[[], Any]:

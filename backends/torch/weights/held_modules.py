@@ -9,7 +9,7 @@ as inputs of the graph. They are brought up to date when a region is entered out
 and `held.fresh`, by which the graph is guarded, says that nothing was written since.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -95,16 +95,29 @@ class HeldLinear(_HeldLayer):
         return F.linear(input, *lows)
 
 
-class HeldConv(_HeldLayer):
-    """The class of a convolution in a block."""
+def _held_conv(function: Callable[..., torch.Tensor]) -> type[_HeldLayer]:
+    class HeldConv(_HeldLayer):
+        """The class of a convolution in a block; it pads with zeros."""
 
-    def _conv_forward(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Convolve with the held casts. Since torch 1.6."""
-        lows = self._lows()
-        weight, bias = (weight, bias) if lows is None else lows
-        return super()._conv_forward(input, weight, bias)  # type: ignore[misc,no-any-return]
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
+            """Compute the layer with the held casts."""
+            lows = self._lows()
+            if lows is None:
+                return super().forward(input)  # type: ignore[misc,no-any-return]
+            given: Any = self
+            geometry = given.stride, given.padding, given.dilation, given.groups
+            return function(input, *lows, *geometry)
+
+    return HeldConv
+
+
+# The layers that are known to read their weights in one op alone, and their classes in a block.
+LAYERS: dict[type[nn.Module], type[_HeldLayer]] = {
+    nn.Linear: HeldLinear,
+    nn.Conv1d: _held_conv(F.conv1d),
+    nn.Conv2d: _held_conv(F.conv2d),
+    nn.Conv3d: _held_conv(F.conv3d),
+}
 
 
 def _eager(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None) -> Lows | None:
@@ -220,21 +233,18 @@ def _extension(module: nn.Module) -> type[_HeldLayer] | None:
     weight = module._parameters.get("weight")
     if weight is None or "bias" not in module._parameters:
         return None
-    kind: Any = type(module)
-    if isinstance(module, nn.Linear) and kind.forward in (nn.Linear.forward, HeldLinear.forward):
-        return HeldLinear
-    for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        own = (conv._conv_forward, HeldConv._conv_forward)
-        if isinstance(module, conv) and kind._conv_forward in own and kind.forward is conv.forward:
-            return HeldConv
+    forward: Any = type(module).forward
+    for layer, extension in LAYERS.items():
+        if isinstance(module, layer) and forward in (layer.forward, extension.forward):
+            return extension if getattr(module, "padding_mode", "zeros") == "zeros" else None
     return None
 
 
 def _op(module: nn.Module) -> str:
-    if isinstance(module, nn.Linear):
-        return "linear"
-    dims = 1 if isinstance(module, nn.Conv1d) else 2 if isinstance(module, nn.Conv2d) else 3
-    return f"conv{dims}d" + (".padding" if isinstance(module.padding, str) else "")
+    layer = next(layer for layer in LAYERS if isinstance(module, layer))
+    return layer.__name__.lower() + (
+        ".padding" if hasattr(module, "padding") and isinstance(module.padding, str) else ""
+    )
 
 
 def take(models: Iterable[nn.Module]) -> list[nn.Module]:

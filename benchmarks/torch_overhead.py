@@ -49,16 +49,34 @@ print(statistics.median(times) * 1e6)
 """
 
 
-def apart(what: str, program: str, device: str, rounds: int) -> Row:
-    """Measure a program under torch.amp and under polymp, each in a process of its own."""
-    times: dict[str, list[float]] = {"torch.amp": [], "polymp.torch": []}
+# What any kernel in Python costs: torch.amp, with one that does nothing but pass the call on.
+PASSES_ON = """
+import torch
+from polymp.backends.torch.compat import dispatcher
+key, op = dispatcher.autocast_key("{device}"), torch.ops.aten.add_.Tensor
+pass_on = dispatcher.passing_on(op, key)
+def kernel(keys, *args, **kwargs):
+    return pass_on(keys, args, kwargs)
+library = torch.library.Library("aten", "IMPL")
+dispatcher.put(library, "add_.Tensor", kernel, key)
+"""
+
+IMPORTS = """
+import time
+start = time.process_time()
+import {package}
+print((time.process_time() - start) * 1e6)
+"""
+
+
+def apart(what: str, theirs: str, ours: str, rounds: int) -> Row:
+    """Measure two programs that print microseconds, each run in a process of its own."""
+    times: list[tuple[str, list[float]]] = [(theirs, []), (ours, [])]
     for _ in range(rounds):
-        for package, found in times.items():
-            code = program.format(package=package, device=device)
+        for code, found in times:
             run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
             found.append(float(run.stdout))
-    theirs, ours = times.values()
-    return row(what, theirs, ours, unit="us")
+    return row(what, times[0][1], times[1][1], unit="us")
 
 
 def entering(make: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
@@ -109,13 +127,19 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
 
         return program
 
+    names = ("torch.amp", "polymp.torch")
+    writes = [WRITES.format(package=package, device=device) for package in names]
+    imports = [IMPORTS.format(package=package) for package in names]
     found = [
         paired("region: enter and leave", entering(lambda: theirs_kept), entering(lambda: kept),
                many, times, 1.5),
         paired("region: make, enter and leave", entering(lambda: theirs.autocast(device)),
                entering(lambda: ours.autocast(device)), many, times, 1.5),
         paired("100 small mm in a region", ops(theirs_kept), ops(kept), many // 2, 20, None),
-        apart("100 small add_ in a region", WRITES, device, max(1, rounds // 6)),
+        apart("100 small add_ in a region", *writes, max(1, rounds // 6)),
+        apart("the same, torch.amp with a Python kernel that only passes on", writes[0],
+              PASSES_ON.format(device=device) + writes[0], max(1, rounds // 12)),
+        apart("import", *imports, max(1, rounds // 12)),
     ]  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")

@@ -33,6 +33,7 @@ from ways_torch import COMPILED, GRAPHED
 from workloads_torch import LARGE, SMALL, Size
 
 BASE, HAND = "torch.autocast", "by hand"
+WIDE = "by hand, float32 gradients"  # the floor of accumulation with the gradients of autocast
 USUAL = ("fp32", HAND, BASE, "polymp")
 KEPT = ("held", "frozen")
 HALVES = ("torch.autocast, float16, GradScaler", "polymp, float16, GradScaler")
@@ -76,7 +77,7 @@ PLANS = {
             5,
             (1, 2) if batch == 1 else (1,),
         )
-        for batch in (1, 8, 32)
+        for batch in (1, 8, 32, 64)
     },
     "train": Plan(
         "Language model: a train step of {sequences} x {context} tokens",
@@ -93,7 +94,7 @@ PLANS = {
     **{
         name: Plan(
             f"Language model: {{batch}} microbatches of 1 x {{{tokens}}} tokens and a step",
-            ("held", *WRAPPERS),
+            ("held", WIDE, *WRAPPERS),
             threads=threads,
         )
         for name, tokens, threads in (
@@ -101,7 +102,8 @@ PLANS = {
             ("accumulate short", "short", (1,)),
         )
     },
-    "decode": Plan("Language model: {decoded} tokens decoded one by one", KEPT),
+    "decode": Plan("Language model: {decoded} tokens decoded one by one, a region for each", KEPT),
+    "generate": Plan("Language model: {decoded} tokens decoded one by one, in one region", KEPT),
     "convnet train": Plan("Convnet: a train step of {images} x 3 x 32 x 32", ("held",)),
     "convnet": Plan("Convnet: one picture, inference", KEPT, inner=5),
     **{
@@ -120,6 +122,7 @@ BARS = {
     **{f"mlp 1: {way} / {HAND}": 1.10 for way in KEPT},
     **{f"{name}: held / {BASE}": 0.90 for name in ("accumulate", "accumulate short")},
     **{f"{name}: frozen / {BASE}": 0.70 for name in ("lora", "lora short")},
+    **{f"{name}: held / {WIDE}": 1.10 for name in ("accumulate", "accumulate short")},
     f"train: polymp / {BASE}": 1.02,
     f"peak memory, mlp 1: frozen / {BASE}": 0.55,
     f"peak memory, decode: frozen / {BASE}": 0.55,
@@ -341,9 +344,10 @@ def compared(what: str, found: dict[str, list[float]], unit: str = "ms") -> list
             if way in found and base + suffix in found and way != base + suffix:
                 name = f"{what}: {way} / {base}{suffix}"
                 rows.append(row(name, found[base + suffix], found[way], BARS.get(name), unit))
-    theirs, ours = HALVES
-    if theirs in found and ours in found:
-        rows.append(row(f"{what}: {ours} / {theirs}", found[theirs], found[ours], None, unit))
+    for ours, theirs in (reversed(HALVES), ("held", WIDE)):
+        if theirs in found and ours in found:
+            name = f"{what}: {ours} / {theirs}"
+            rows.append(row(name, found[theirs], found[ours], BARS.get(name), unit))
     return rows
 
 

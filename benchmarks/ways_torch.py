@@ -128,6 +128,31 @@ def by_hand(job: Job) -> Run:
     return Run(job.model, step=step, casts_inputs=True)
 
 
+def by_hand_wide(job: Job) -> Run:
+    """As by hand, but every backward pass adds its gradients to float32 ones, as autocast does."""
+    assert job.optimizer is not None
+    lowered(job.model)
+    params = job.trainable()
+    low = [p for p in params if p.dtype is LOW]
+    masters = [p.detach().float().requires_grad_() for p in low]
+    optimizer = job.optimizer([*masters, *(p for p in params if p.dtype is not LOW)])
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        for param, master in zip(low, masters, strict=True):
+            assert param.grad is not None
+            grad, param.grad = param.grad.float(), None
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(low, masters)
+
+    return Run(job.model, backward=backward, step=step, casts_inputs=True)
+
+
 def regions(autocast: Any, job: Job, dtype: torch.dtype) -> Callable[[], Any]:
     return lambda: autocast(job.device, dtype=dtype)
 
@@ -251,6 +276,7 @@ def apex(job: Job) -> Run:
 WAYS: dict[str, Callable[[Job], Run]] = {
     "fp32": fp32,
     "by hand": by_hand,
+    "by hand, float32 gradients": by_hand_wide,
     "torch.autocast": torch_autocast,
     "polymp": polymp_autocast,
     "held": polymp_held,

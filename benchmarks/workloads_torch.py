@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -251,8 +251,11 @@ def lora(way: str, size: Size, device: str, length: int) -> Program:
     return training(way, Loss(model).to(device), [(tokens,)])
 
 
-def decoding(way: str, size: Size, device: str) -> Program:
-    """Greedy, token by token, with a cache of keys and values in the way's dtype."""
+def decoding(way: str, size: Size, device: str, one_region: bool = False) -> Program:
+    """Greedy, token by token, with a cache of keys and values in the way's dtype.
+
+    With `one_region` it is around all tokens, as users of `generate` have it; else each has one.
+    """
     model = Decoder(transformer(size)).to(device).eval()
     shape = (2 * size.layers, 1, size.heads, size.prompt, size.width // size.heads)
     numbers = torch.randn(shape).to(device)
@@ -264,9 +267,12 @@ def decoding(way: str, size: Size, device: str) -> Program:
 
     def once() -> Tensor:
         token, cache = first, start
-        with torch.no_grad():
+        around, each = made.region, nullcontext
+        if not one_region:
+            around, each = each, around
+        with torch.no_grad(), around():
             for _ in range(size.decoded):
-                with made.region():
+                with each():
                     scores, *rest = made.call(token, *cache)
                 token, cache = scores.argmax(-1), tuple(rest)
         return scores  # type: ignore[no-any-return]
@@ -284,7 +290,7 @@ def convnet(way: str, size: Size, device: str, train: bool) -> Program:
 
 Make = Callable[[str, Size, str], Program]
 WORKLOADS: dict[str, Make] = {
-    **{f"mlp {batch}": partial(mlp, batch=batch) for batch in (1, 8, 32)},
+    **{f"mlp {batch}": partial(mlp, batch=batch) for batch in (1, 8, 32, 64)},
     "train": lambda way, size, device: lm(way, size, device, size.sequences, 1, size.context),
     "train deep": lambda way, size, device: lm(
         way, deep(size), device, size.batch, 1, size.context
@@ -296,6 +302,7 @@ WORKLOADS: dict[str, Make] = {
         way, size, device, size.batch, size.batch, size.short
     ),
     "decode": decoding,
+    "generate": partial(decoding, one_region=True),
     "convnet train": partial(convnet, train=True),
     "convnet": partial(convnet, train=False),
     "lora": lambda way, size, device: lora(way, size, device, size.context),

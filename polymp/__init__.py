@@ -5,15 +5,19 @@ This module imports neither framework. The users' entry points are `polymp.torch
 of the user's own follow policies, `polymp.explain` says which op ran in which dtype, and why.
 """
 
+import typing
+
 from polymp import dtypes
 from polymp._api import explain, recording, register_op
-from polymp.diagnostics.report import Report
 from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
 from polymp.rules.decision_log import Decisions
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
 from polymp.rules.region import Region
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+
+if typing.TYPE_CHECKING:
+    from polymp.diagnostics.report import Report
 
 __version__ = "0.1.0"
 
@@ -27,3 +31,12 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names, and those of `polymp.torch`, `.jax` and `.testing` that are imported."""
     return [*__all__, *(door for door in ("jax", "testing", "torch") if door in globals())]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name != "Report":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from polymp.diagnostics.report import Report
+
+    globals()[name] = Report  # the next use does not come here
+    return Report

@@ -8,17 +8,19 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polymp import backends, dtypes
-from polymp.diagnostics.report import Report
 from polymp.rules import decision_log
 from polymp.rules.decision_log import Decisions
 from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
+if TYPE_CHECKING:
+    from polymp.diagnostics.report import Report
 
-def explain(fn: Any = None, *args: object, **kwargs: Any) -> Report:
+
+def explain(fn: Any = None, *args: object, **kwargs: Any) -> "Report":
     """Call a function and report the dtype that each of its ops runs in, and why.
 
         report = polymp.explain(model, x, dtype="bfloat16")

@@ -16,8 +16,8 @@ from tests.support.benchmarks import benchmark
 
 OURS = ("polymp", "held", "frozen")
 WORKLOADS = (
-    "mlp 1", "mlp 8", "mlp 32", "train", "train deep", "accumulate", "accumulate short", "decode",
-    "convnet train", "convnet", "lora", "lora short",
+    "mlp 1", "mlp 8", "mlp 32", "mlp 64", "train", "train deep", "accumulate", "accumulate short",
+    "decode", "generate", "convnet train", "convnet", "lora", "lora short",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_by_hand_is_low_and_near(workloads: ModuleType, workload: str) -> None:
 
 
 @pytest.mark.parametrize("workload", ["train", "accumulate", "convnet train", "lora"])
-@pytest.mark.parametrize("way", ["fp32", "by hand", "torch.autocast"])
+@pytest.mark.parametrize("way", ["fp32", "by hand", "by hand, float32 gradients", "torch.autocast"])
 def test_training_trains(workloads: ModuleType, workload: str, way: str) -> None:
     program = workloads.make(workload, way, workloads.SMALL, "cpu")
     first, *_, last = (program.once().item() for _ in range(6))

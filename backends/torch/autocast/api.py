@@ -19,8 +19,10 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
+from polymp.backends.torch.autocast.regions import enter, leave
 from polymp.backends.torch.autocast.wrap_function import wrapped
-from polymp.backends.torch.compat import accelerators, dynamo, modes
+from polymp.backends.torch.compat import accelerators, dynamo
+from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -120,9 +122,9 @@ class autocast:  # the name is torch's
             self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
         else:
-            if modes.are_functions_watched():
+            if are_functions_watched():
                 compiled_region.tell_export(self._ticket)
-            regions.enter(self._ticket)
+            enter(self._ticket)
         return self
 
     @dynamo.no_frame
@@ -131,8 +133,8 @@ class autocast:  # the name is torch's
             traced, self._traced = self._traced
             traced.__exit__()
         else:
-            regions.leave(self._ticket)
-            if modes.are_functions_watched():
+            leave(self._ticket)
+            if are_functions_watched():
                 compiled_region.tell_export(None)
         return False
 

@@ -86,19 +86,11 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        holds = held.by_id and row is not None and row.rule is Rule.LOWER
-        if (
-            ruling.agrees
-            and replaced is not None
-            and (
-                compiled_only
-                or (
-                    _compiled.used
-                    and not (holds and not region_casts.kept_by_torch((*args, *kwargs.values())))
-                )
-            )
-        ):
-            return replaced.call_boxed(keys, *args, **kwargs)
+        if ruling.agrees and replaced is not None:
+            lowers = row is not None and row.rule is Rule.LOWER
+            ours = held.by_id and lowers and region_casts.holds((*args, *kwargs.values()))
+            if compiled_only or (_compiled.used and not ours):
+                return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record
         # has such an op as a whole.

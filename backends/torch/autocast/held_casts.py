@@ -105,11 +105,18 @@ class HeldWeights:
     Attributes:
         by_id: by the identity of the tensor; empty unless a block is open.
         lock: held while weights come or go.
+        refresh: brings the casts that compiled code reads up to date, for a device and a dtype;
+            None if it reads none.
+        fresh: whether they are; compiled graphs are guarded by it.
+        deferred: of blocks whose kernels are not there yet: each puts them there if it has to.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Weight] = {}
         self.lock: threading.Lock = threading.Lock()
+        self.refresh: Callable[[str, torch.dtype], None] | None = None
+        self.fresh: bool = False
+        self.deferred: list[Callable[[], None]] = []
 
 
 held: HeldWeights = HeldWeights()
@@ -138,10 +145,26 @@ def release(weights: Iterable[Weight], check: bool) -> None:
                 weight.casts.clear()
 
 
+def entered(device: str, dtype: torch.dtype) -> None:
+    """Do what blocks need at the start of an enabled region."""
+    if held.refresh is not None:
+        held.refresh(device, dtype)
+    if held.deferred and torch.is_grad_enabled():
+        for lend in tuple(held.deferred):
+            lend()
+
+
+def written(into: torch.Tensor) -> None:
+    """Note that a tensor is about to be written: compiled code may not read its cast."""
+    if id(into) in held.by_id or (into._is_view() and id(into._base) in held.by_id):
+        held.fresh = False
+
+
 def stepped(optimizer: torch.optim.Optimizer) -> None:
     """Drop the casts of all that an optimizer has written."""
     if not held.by_id:
         return
+    held.fresh = False
     memory: dict[int, list[Weight]] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -323,6 +346,7 @@ def bytes_of(weights: Iterable[Weight]) -> int:
 
 def drop(tensors: Iterable[torch.Tensor]) -> None:
     """Drop the casts of tensors; they are made again when they are asked for."""
+    held.fresh = False
     for tensor in tensors:
         weight = held.by_id.get(id(tensor))
         if weight is not None and weight.tensor is tensor:

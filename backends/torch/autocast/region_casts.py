@@ -75,6 +75,7 @@ class _Map:
 
 _map = _Map()
 _mine = _Mine()
+_owner, _dtypes = _map.owner, _map.dtypes  # read at every entry of a region
 
 
 def drop() -> None:
@@ -107,13 +108,12 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     thread = _mine.thread
     thread.open = True
     mine = thread.reference
-    if _map.owner.setdefault("thread", mine) is not mine and not _take_over(mine):
+    if _owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
-    dtypes = _map.dtypes
-    if casting and dtypes.get(device) is not dtype:
+    if casting and _dtypes.get(device) is not dtype:
         if depth > 1:  # else there is none yet
             drop()
-        dtypes[device] = dtype
+        _dtypes[device] = dtype
     return True
 
 
@@ -141,11 +141,11 @@ def end() -> None:
     thread.open = False
     if thread.casts:
         thread.casts.clear()
-    if _map.owner.get("thread") is thread.reference:
+    if _owner.get("thread") is thread.reference:
         _map.epoch += 1
         clear_autocast_cache()
-        _map.dtypes.clear()
-        del _map.owner["thread"]
+        _dtypes.clear()
+        del _owner["thread"]
 
 
 @cache
@@ -194,6 +194,9 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
 def writing(into: Any) -> None:
     """Drop all casts if a tensor, or one of a list, that is about to be written is a parameter."""
     one = isinstance(into, torch.Tensor)
+    if held.fresh:
+        for t in (into,) if one else into:
+            held_casts.written(t)
     if _is_parameter(into) if one else any(map(_is_parameter, into)):
         drop()
 
@@ -250,6 +253,25 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         made = make(t, dtype)
     mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
+
+
+def holds(args: Iterable[Any]) -> bool:
+    """Return whether a cast of an argument is ours to make: it is held, or a cast of a parameter.
+
+    Each cast of a parameter in a region is one node in the graph, kept here or in torch's map.
+    """
+    given = list(args)
+    return any(map(_is_ours, given)) and not kept_by_torch(given)
+
+
+def _is_ours(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_is_ours, arg))
+    if not isinstance(arg, torch.Tensor):
+        return False
+    if id(arg) in held.by_id or (arg._is_view() and id(arg._base) in held.by_id):
+        return True
+    return arg.is_leaf and arg.requires_grad and torch.is_grad_enabled()
 
 
 def kept_by_torch(args: Iterable[Any]) -> bool:

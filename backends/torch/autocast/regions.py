@@ -21,9 +21,11 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import policy_code, region_casts
+from polymp.backends.torch.autocast import held_casts, policy_code, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
+from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.policy_code import NONE, Code, codes
+from polymp.backends.torch.autocast.region_casts import end, keep
 from polymp.backends.torch.compat import dynamo
 from polymp.rules.region import Region, Stack
 
@@ -59,9 +61,9 @@ def enter(ticket: str) -> None:
     Raises:
         PolicyError: policies cannot be in force with it; nothing has changed then.
     """
-    region, device, enabled, dtype, cache = prepared.by_ticket[ticket]
+    region, device, enabled, dtype, cache = _by_ticket[ticket]
     code = inside = NONE
-    if len(codes.policies) > 1:
+    if len(_policies) > 1:
         code = policy_code.in_force()
         inside = policy_code.inside(region, code)
     stack.frames.append(
@@ -69,13 +71,18 @@ def enter(ticket: str) -> None:
          is_autocast_cache_enabled(), code)
     )  # fmt: skip
     if enabled:
-        note(device, dtype)
+        if dtype is torch.float16:
+            note(device, dtype)
+        else:
+            entries.latest[device] = dtype
     depth = autocast_increment_nesting()  # torch's own regions count
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
-    set_autocast_cache_enabled(cache and region_casts.keep(device, dtype, enabled, depth))
-    if len(codes.policies) > 1:
+    set_autocast_cache_enabled(cache and keep(device, dtype, enabled, depth))
+    if len(_policies) > 1:
         policy_code.write(inside)
+    if _held and enabled:
+        held_casts.entered(device, dtype)
 
 
 @dynamo.no_frame
@@ -88,20 +95,21 @@ def leave(ticket: str) -> None:
     Raises:
         RuntimeError: it is not open in this thread.
     """
-    region, device, *_ = prepared.by_ticket[ticket]
+    region, device, _, _, _ = _by_ticket[ticket]
     frames = stack.frames
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     depth = autocast_decrement_nesting()
     if not frames:
-        region_casts.end()
+        end()
+        held.fresh = False
     _, enabled, dtype, cache, code = frame
     if frames and cache:
         # Back in a region of another dtype, the casts to this one go. It is not the outermost.
-        region_casts.keep(device, dtype, enabled, depth + 1)
+        keep(device, dtype, enabled, depth + 1)
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
-    if len(codes.policies) > 1:
+    if len(_policies) > 1:
         policy_code.write(code)
 
 
@@ -139,6 +147,9 @@ class Prepared:
 
 
 prepared: Prepared = Prepared()
+
+# What entering and leaving read: a name of this module costs less than an attribute.
+_by_ticket, _policies, _held = prepared.by_ticket, codes.policies, held.by_id
 
 
 def ticket(region: Region) -> str:

@@ -1,5 +1,6 @@
 """`hold_casts`: a block in which a model's weights are cast once, not once in every region."""
 
+import contextlib
 import sys
 import threading
 from contextlib import ContextDecorator
@@ -10,6 +11,7 @@ import torch.nn as nn
 
 from polymp.backends.torch.autocast import held_casts, lent_kernels, region_casts
 from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.weights import held_modules
 
 
 class hold_casts(ContextDecorator):  # a context manager, named as torch's are
@@ -38,9 +40,11 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     block was entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2
     gathers and buffers that DDP sends, because these writes cannot be noticed; DTensors and other
     tensor subclasses; tensors made in inference mode; weights of recurrent layers on CUDA, which
-    are cast into one buffer; ops that torch.compile, CUDA graphs and torch.func record; with
-    gradients, parameters below 65,536 elements, whose cast costs less than holding it, and in
-    regions of torch.autocast those whose casts torch keeps itself.
+    are cast into one buffer; ops that CUDA graphs, torch.export and torch.func record; compiled
+    code, but for weights of linear layers and convolutions without gradients, in a region without a
+    policy that is entered outside of it; with gradients, parameters below 65,536 elements, whose
+    cast costs less than holding it, and in regions of torch.autocast those whose casts torch keeps
+    itself.
 
     Enter a block outside of regions, or before a region uses a weight. Later the gradients are
     still right, but added up in another order.
@@ -78,7 +82,8 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._lock = threading.RLock()
         self._entered = 0
         self._held: list[held_casts.Weight] = []
-        self._devices: frozenset[str] = frozenset()
+        self._layers: list[nn.Module] = []
+        self._lent: frozenset[str] = frozenset()  # devices
         self._hooks: list[Any] = []
         self._counted = [0, 0]  # casts made and served, without those that the weights count now
 
@@ -120,13 +125,14 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         """
         with self._lock:
             if self._entered:
-                before, devices = self._held, self._devices
+                before, layers, lent = self._held, self._layers, self._lent
                 held_casts.drop(weight.tensor for weight in before)
                 region_casts.drop()  # of the regions that are open
                 self._count(before, 1)
                 self._take()
                 held_casts.release(before, self.check)
-                lent_kernels.take_back(devices)
+                held_modules.let_go(layers)
+                lent_kernels.take_back(lent)
 
     def _take(self) -> None:
         named: dict[int, tuple[str, torch.Tensor]] = {}
@@ -136,16 +142,43 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                 for name, tensor in tensors:
                     if tensor.is_floating_point() and id(tensor) not in unseen:
                         named.setdefault(id(tensor), (name, tensor))
-        self._devices = frozenset(tensor.device.type for _, tensor in named.values())
-        lent_kernels.lend(self._devices)
+        self._lent = frozenset()
+        for device in {tensor.device.type for _, tensor in named.values()}:
+            region_casts.watch(device)
         self._held = held_casts.hold(named.values(), self.check)
+        self._layers = held_modules.take(self.models)
         self._count(self._held, -1)
+        if held_modules.bare(self.models, self._held):
+            self._lend()
+        elif self._lend_if_trained not in held_casts.held.deferred:
+            held_casts.held.deferred.append(self._lend_if_trained)
+
+    def _lend(self) -> None:
+        """Put kernels of ours on the ops, for casts that no layer hands over."""
+        devices = frozenset(weight.tensor.device.type for weight in self._held)
+        lent_kernels.lend(devices)
+        self._lent = devices
+
+    def _lend_if_trained(self) -> None:
+        """Do so if a cast that is held is differentiated: each region needs a node of its own."""
+        small = held_casts.SMALL
+        with self._lock:
+            trained = (w.tensor.requires_grad and w.tensor.numel() >= small for w in self._held)
+            if self._entered and not self._lent and any(trained):
+                self._lend()
+                self._forget_deferred()
+
+    def _forget_deferred(self) -> None:
+        with contextlib.suppress(ValueError):
+            held_casts.held.deferred.remove(self._lend_if_trained)
 
     def _let_go(self) -> None:
+        self._forget_deferred()
         self._count(self._held, 1)
         held_casts.release(self._held, self.check)
-        self._held = []
-        lent_kernels.take_back(self._devices)
+        held_modules.let_go(self._layers)
+        lent_kernels.take_back(self._lent)
+        self._held, self._layers, self._lent = [], [], frozenset()
 
     @property
     def bytes(self) -> int:

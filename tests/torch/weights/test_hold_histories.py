@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from polymp.backends.torch.autocast import held_casts, region_casts
 from polymp.fp8 import fallback
+from polymp.backends.torch.weights import held_modules
 from polymp.torch import hold_casts
 from tests.support.sizes import size
 from tests.support.torch.fp8_models import policy
@@ -73,10 +74,20 @@ changes = st.one_of(
 histories = st.lists(st.one_of(regions, regions, backwards, changes, changes), max_size=14)
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of ours wait for the first region with gradients; until then layers hold alone."""
+    monkeypatch.setattr(held_modules, "bare", lambda *_: False)
+
+
 @pytest.mark.sized
 @pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
-@pytest.mark.parametrize("small", [0, 60], ids=["nodes", "small"])
-def test_histories(monkeypatch: pytest.MonkeyPatch, small: int, together: bool) -> None:
+@pytest.mark.parametrize("small", [0, 60, 2**16], ids=["nodes", "small", "layers"])
+def test_histories(
+    monkeypatch: pytest.MonkeyPatch, request: Any, small: int, together: bool
+) -> None:
+    if small > 60:
+        request.getfixturevalue("late")
     monkeypatch.setattr(held_casts, "SMALL", small)
     monkeypatch.setattr(held_casts, "TOGETHER", {"cpu"} if together else set())
 
@@ -143,6 +154,23 @@ DIRECTED: dict[str, tuple[str, str, list[Event]]] = {
     "invalidated": (LOOP, "none", [region("mm", "adapters"), ("invalidate",), region("mm")]),
     "loaded": (FOREACH, "none", [region(*TRAINED), ("load", True), region(*TRAINED), SUM, STEP]),
     "torch's region": (LOOP, "none", [region("thrice", kind="torch")] * 3 + [SUM]),
+    "layers": (
+        LOOP,
+        "none",
+        [
+            region("tied", "conv", mode="no_grad"),
+            ("write", "mul_", "a.weight"),
+            region("tied", "adapters", mode="no_grad"),
+            ("write", "copy_", "base.weight"),
+            region("adapters", "float16", mode="inference"),
+            ("swap", "tensors", "base.weight"),
+            region("adapters", dtype="float16"),
+            region("tied", "conv"),
+            SUM,
+            STEP,
+            region("tied", mode="no_grad"),
+        ],
+    ),
     "inference first": (LOOP, "none", [region("mm", mode="inference"), region("mm"), SUM, STEP]),
 }
 
@@ -174,6 +202,12 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", DIRECTED)
 def test_directed_histories(name: str, recipe: str) -> None:
     assert differs_at(*directed(name, recipe)) is None
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("name", DIRECTED)
+def test_directed_histories_of_layers_alone(name: str) -> None:
+    assert differs_at(*DIRECTED[name]) is None
 
 
 def without(*places: int) -> Any:
@@ -227,6 +261,13 @@ FAULTS: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
     "one dtype": (held_casts, "find", of_one_dtype, ("two dtypes",)),
     "inference": (held_casts, "_made_again", made_in_inference_mode, ("inference first",)),
     "no invalidate": (hold_casts, "invalidate", lambda: lambda _: None, ("invalidated",)),
+    "layers: whatever was served": (
+        held_modules,
+        "_served",
+        lambda: lambda known, t, dtype: known and known[1].low,
+        ("layers",),
+    ),
+    "layers: gradients": (held_modules, "is_grad_enabled", lambda: lambda: False, ("layers",)),
     "torch's map": (region_casts, "kept_by_torch", lambda: lambda _: False, ("torch's region",)),
 }
 

@@ -105,7 +105,7 @@ def _jvp(
     for at, moved in enumerate(tangents[:2]):
         if type(moved) is ad.Zero:
             continue
-        if how.rules.scaling == ROW:
+        if how.rules.scaling == ROW and not how.trial:
             moved = _through_bfloat16(moved)
         lhs, rhs = (moved, saved[1]) if at == 0 else (saved[0], moved)
         if how.rules.weight_gradient_high and how.both[at].role == WEIGHT:

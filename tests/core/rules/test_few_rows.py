@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 import polymp
+from polymp.cli import main
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.few_rows import why_float32
@@ -46,3 +47,14 @@ def test_what_is_no_number_of_rows_is_refused(value):
         f"policy 'few': few_rows = {value!r} is not a number of rows. Write few_rows = 32, or 0 to "
         "run products of any size by their rows."
     )
+
+
+def test_a_comparison_of_policies_lists_the_products(capsys, tmp_path):
+    few = polymp.policy({"name": "few", "extends": "amp", "few_rows": 32})
+    file = tmp_path / "few.toml"
+    file.write_text(policy_files.to_toml(few))
+    main(["diff", "amp", str(file)])
+    out = capsys.readouterr().out
+    assert "addmm" in out
+    assert "lower (few_rows = 32)" in out
+    assert "conv" not in out

@@ -58,7 +58,7 @@ class Key(NamedTuple):
 
 
 def key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key | None:
-    """What to keep the plan of a call under.
+    """Make the key that the plan of a call is kept under.
 
     Args:
         fn: that is called; with modules among the arguments, no jitted function.

@@ -115,13 +115,7 @@ class Uses(modes.OpMode):
         self._elsewhere = {storage.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if func.namespace == "prim":  # these read a tensor's device or layout
             return func(*args, **kwargs)
         where = module_path(self.paths)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch.compat import dtensor, dynamo, optimizers
+from polymp.backends.torch.compat import dtensor, dynamo, inductor, optimizers
 from polymp.backends.torch.weights import low_parameters, low_step, low_traced
 from polymp.backends.torch.weights.low_parameters import BESIDE, OURS, STEPS, LowWeights
 from polymp.weights import random_bits, store
@@ -67,7 +67,7 @@ def step(
             if p in weights.places:
                 low_parameters.prepare(weights, optimizer.state, p)
         if "step" not in compiled:
-            compiled["step"] = torch.compile(_step_of(kind, weights))
+            compiled["step"] = torch.compile(_step_of(kind, weights), options=inductor.OPTIONS)
         _run(optimizer, weights, with_grad, compiled["step"])
     return loss
 
@@ -102,7 +102,7 @@ def _run(
         [p.detach() for p in every],
         [p.grad for p in every],
         own,
-        [state[p].get(BESIDE) if p in weights.places else None for p in every],
+        [low_traced.viewed(state[p].get(BESIDE)) if p in weights.places else None for p in every],
         [state[p].get(STEPS) if p in weights.places else None for p in every],
         [weights.places.get(p) for p in every],
         [len(group) for group in with_grad],
@@ -134,7 +134,7 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
         for p, grad, beside, place in zip(params, grads, besides, places, strict=True):
             full = p
             if place is not None:
-                full = low_traced.load(mode, p.to(torch.float32), low_traced.opened(beside))
+                full = low_traced.load(mode, p.to(torch.float32), low_traced.opened(mode, beside))
             full.grad = grad.to(torch.float32) if place is not None else grad
             fulls.append(full)
         twin = twin_class.__new__(twin_class)

@@ -18,7 +18,7 @@ import torch
 from polymp.backends.torch.compat import dtensor, dynamo, inductor, optimizers
 from polymp.backends.torch.weights import low_parameters, low_step, low_traced
 from polymp.backends.torch.weights.low_parameters import BESIDE, OURS, STEPS, LowWeights
-from polymp.weights import random_bits, store
+from polymp.weights import random_bits
 
 Step = Callable[..., None]
 
@@ -116,9 +116,8 @@ def _run(
 
 def _step_of(kind: Any, weights: LowWeights) -> Step:
     """Return the function to compile for optimizers of a class."""
-    mode, dtype, seed = weights.mode, weights.dtype, weights.seed
+    mode, seed = weights.mode, weights.seed
     twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
-    verbs = low_traced.verbs(weights.mode)
 
     def step(
         params: list[torch.Tensor],
@@ -155,7 +154,7 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
             if count is not None:
                 index = torch.arange(p.numel(), dtype=torch.int32, device=p.device).view(p.shape)
                 random = random_bits.random16(random_bits.key(seed, count, place), index)
-            low, rest = store.store(verbs, mode, dtype, full, random)
+            low, rest = low_traced.keep(mode, full, random)
             p.copy_(low)
             if beside is not None:
                 low_traced.put(beside, rest)

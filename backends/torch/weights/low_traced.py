@@ -20,14 +20,13 @@ _UPPER = -0x10000
 
 
 def _narrow(full: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Round float32 to the nearest bfloat16 number, ties to even, as float32."""
+    """Round float32 to the nearest bfloat16 number, ties to even, as float32; NaN to anything."""
     assert dtype == "bfloat16"
     bits = full.view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
-    return torch.where(full == full, rounded, bits).view(torch.float32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER).view(torch.float32)
 
 
-_VERBS: Verbs = Verbs(
+VERBS: Verbs = Verbs(
     bits=lambda x: x.view(torch.int32),
     float32=lambda x: x.view(torch.float32),
     bits16=lambda x: x.view(torch.int32) >> 16,
@@ -41,15 +40,23 @@ _VERBS: Verbs = Verbs(
 )
 
 
-def verbs(mode: Mode) -> Verbs:
-    """Return the verbs of a mode.
+def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any]:
+    """Return float32 weights as they are stored: the low weights, and what stands beside them.
 
-    Beside a float32 copy nothing reads the rounded weight again, so the compiler's own cast to
-    bfloat16 is safe there, and it is the shortest way.
+    Where the low weight is the usual cast, the compiler makes it, of NaN too.
+
+    Args:
+        mode: the mode.
+        full: float32.
+        random: for `stochastic`, int32 of the same shape.
+
+    Returns:
+        float32, float32 with bfloat16 values, or bfloat16; and what `put` takes.
     """
     if mode.name == "master":
-        return _VERBS._replace(narrow=lambda x, dtype: x.to(torch.bfloat16))
-    return _VERBS
+        return full, full
+    low, rest = store.store(VERBS, mode, "bfloat16", full, random)
+    return full if mode.name == "kahan" else low, rest
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
@@ -68,7 +75,7 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
         Of the same shape.
     """
     if mode.name == "split":
-        full = store.load(_VERBS, mode, low, rest)
+        full = (low.view(torch.int32) + rest).view(torch.float32)  # NaN with any payload
         return torch.where(full == full, full, low)
     # Half of the last place of a weight is at most its 2**-8th part.
     if mode.name == "master":

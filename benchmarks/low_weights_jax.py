@@ -2,11 +2,13 @@
 
     cost    Adam on 25 million parameters in 25 matrices, jitted and donated, on float32 weights and
             in every mode, in turn. "update": the optimizer alone. "step": with the gradient of a
-            loss in a bfloat16 region, of one product for each matrix.
+            loss in a bfloat16 region, of one product for each matrix. "floor": the step with the
+            same arrays, in which weights are cast and added, without the rounding of the mode.
     bytes   of the jitted step's arguments, for each parameter.
     loss    examples/train_jax.py, 1,000 steps: float32 weights in a bfloat16 region, bfloat16
-            weights alone ("naive"), and every mode, over the same seeds; the curves are means of 50
-            steps, and the picture of docs/low-weights.md is drawn from them.
+            weights alone ("naive"), and every mode, over the same seeds, in a process for each
+            core; the curves are means of 50 steps, and the picture of docs/low-weights.md is drawn
+            from them, of 3 seeds.
 
 `make bench` runs it.
 """
@@ -16,17 +18,20 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from pairing import ROOT, Row, machine, measure, row, save, show
+from pairing import ROOT, Row, in_processes, machine, measure, row, save, show
 
+from polymp.backends.jax.weights.low_leaf import LowLeaf
 from polymp.jax import autocast, low_weights, needs_float32
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -101,16 +106,35 @@ class Training:
         return float(self.step.memory_analysis().argument_size_in_bytes) / self.count
 
 
+def without_rounding() -> Any:
+    """In this block, steps are traced in which weights are only cast and added."""
+
+    def loaded(leaf: LowLeaf, low: Any, beside: Any) -> Any:
+        wide = low.astype(jnp.float32)
+        return wide if beside is None else wide + beside.astype(jnp.float32)
+
+    def stepped(leaf: LowLeaf, low: Any, full: Any, step: Any, number: int) -> Any:
+        beside = full.astype(leaf.mode.beside) if leaf.mode.beside else None
+        return full - low.astype(jnp.float32), beside
+
+    return patch.multiple(LowLeaf, loaded=loaded, stepped=stepped)
+
+
 def jax_costs(rounds: int) -> list[Row]:
     """The cost of an update, and of a whole step, in every mode against float32 weights."""
     rows = []
     for what, whole in (("update", False), ("step", True)):
-        for mode in MODES:  # two programs at a time, so that memory stays small
-            pair = {str(each): Training(each, whole) for each in (None, mode)}
-            times = measure(pair, rounds)  # type: ignore[arg-type]
+        for mode in MODES:  # few programs at a time, so that memory stays small
+            programs: Any = {str(each): Training(each, whole) for each in (None, mode)}
+            with without_rounding() if whole else nullcontext():
+                programs |= {"floor": Training(mode, whole)} if whole else {}
+            times = measure(programs, rounds)
             bar = BAR_COST if whole else None
-            name = f"JAX, {what}: {mode} / float32"
-            rows.append(row(name, times["None"], times[mode], bar))
+            name = f"{mode} / float32"
+            rows.append(row(f"JAX, {what}: {name}", times["None"], times[mode], bar))
+            if whole:
+                floor = row(f"JAX, {what}: floor of {name}", times["None"], times["floor"])
+                rows.append(floor)
     return rows
 
 
@@ -121,8 +145,10 @@ def sizes() -> Iterator[Bytes]:
         yield Bytes(mode or "float32", round(size, 3), BYTES.get(mode or ""))
 
 
-def train(weights: str, args: argparse.Namespace) -> tuple[float, list[float]]:
+def train(weights: str, steps: int, seed: int) -> tuple[float, list[float]]:
     """The held-out loss of the example after its steps, and the losses of all steps."""
+    given = ["--steps", str(steps), "--seed", str(seed), "--quiet"]
+    args = job.arguments(job.parser("low_weights_jax.py", ""), given)
     text = job.read(args.text, args.context)
     graph, params = nnx.split(train_jax.first_model(text, args))
 
@@ -165,14 +191,11 @@ def train(weights: str, args: argparse.Namespace) -> tuple[float, list[float]]:
 
 def losses(steps: int, seeds: int) -> tuple[list[Loss], dict[str, list[float]]]:
     """The final loss with every kind of weights, and means of the losses of 50 steps each."""
-    flags = job.parser("low_weights_jax.py", "")
+    runs = [(w, steps, seed) for seed in range(seeds) for w in ("float32", "naive", *MODES)]
     found: dict[str, list[tuple[float, list[float]]]] = {}
-    for seed in range(seeds):
-        given = ["--steps", str(steps), "--seed", str(seed), "--quiet"]
-        args = job.arguments(flags, given)
-        for weights in ("float32", "naive", *MODES):
-            found.setdefault(weights, []).append(train(weights, args))
-            print(f"seed {seed}, {weights}: {found[weights][-1][0]:.4f}", flush=True)
+    for (weights, _, seed), result in zip(runs, in_processes(train, runs), strict=True):
+        found.setdefault(weights, []).append(result)
+        print(f"seed {seed}, {weights}: {result[0]:.4f}", flush=True)
     base = statistics.mean(loss for loss, _ in found["float32"])
     spread = max(abs(loss - base) / base for loss, _ in found["float32"])
     rows, curves = [], {}
@@ -190,9 +213,9 @@ def main() -> int:
     """Measure, print the tables, save them as JSON; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="cost,bytes,loss", help="some of %(default)s")
-    parser.add_argument("--rounds", type=int, default=30, help="steps of each program")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each program")
     parser.add_argument("--steps", type=int, default=1000, help="of the example")
-    parser.add_argument("--seeds", type=int, default=3, help="of the example")
+    parser.add_argument("--seeds", type=int, default=1, help="of the example")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date")
     args = parser.parse_args()
     parts = args.parts.split(",")

@@ -23,13 +23,15 @@ and whatever else a benchmark wants to keep.
 import dataclasses
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,6 +126,18 @@ def measure(programs: dict[str, Timed], rounds: int, warm: int = 3) -> dict[str,
         for name in names[first:] + names[:first]:
             times[name].append(programs[name]() * 1e3)
     return times
+
+
+def in_processes(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    """Results of calls, in their order, from a process for each core; not for what is timed.
+
+    Args:
+        function: of a module that can be imported.
+        calls: the arguments of each.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        yield from pool.map(function, *zip(*calls, strict=True))
 
 
 def row(

@@ -1,7 +1,7 @@
 """A float32 number as a bfloat16 number and a 16-bit remainder, without any loss.
 
     high      = (bits + 0x8000) >> 16        the nearest bfloat16; ties go away from zero
-    remainder = bits - (high << 16)          from -0x8000 to 0x7fff
+    remainder = bits - (high << 16)          from -0x8000 to 0x7fff: the lower 16 bits, as int16
     bits      = (high << 16) + remainder     modulo 2**32
 
 `high` differs from the usual cast at ties alone, which the cast rounds to even. Infinity stays, and
@@ -38,7 +38,7 @@ def split(verbs: Verbs, full: Any) -> tuple[Any, Any]:
     """
     bits = _nan_moved(verbs, verbs.bits(full))
     high = (bits + 0x8000) >> 16
-    return verbs.bfloat16(verbs.to_int16(high)), verbs.to_int16(bits - (high << 16))
+    return verbs.bfloat16(verbs.to_int16(high)), verbs.to_int16(bits)
 
 
 def join(verbs: Verbs, high: Any, remainder: Any) -> Any:
@@ -52,7 +52,7 @@ def join(verbs: Verbs, high: Any, remainder: Any) -> Any:
     Returns:
         float32 of the same shape.
     """
-    bits = (verbs.to_int32(verbs.bits16(high)) << 16) + verbs.to_int32(remainder)
+    bits = verbs.bits(verbs.wide(high)) + verbs.to_int32(remainder)
     return verbs.float32(_nan_moved(verbs, bits))
 
 

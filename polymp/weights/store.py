@@ -13,7 +13,7 @@ from typing import Any
 
 from polymp.weights import kahan, split, stochastic
 from polymp.weights.modes import Mode
-from polymp.weights.verbs import Verbs, wide
+from polymp.weights.verbs import Verbs
 
 
 def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -> tuple[Any, Any]:
@@ -65,7 +65,7 @@ def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
     if mode.name == "kahan":
         return kahan.load(verbs, low, beside)
     if mode.name == "stochastic":
-        return wide(verbs, low)
+        return verbs.wide(low)
     return beside
 
 
@@ -102,4 +102,4 @@ def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) 
 
 def as_float32(verbs: Verbs, low: Any, dtype: str) -> Any:
     """Return a low weight of that dtype as float32 with the same value."""
-    return wide(verbs, low) if dtype == "bfloat16" else verbs.from_half(low)
+    return verbs.wide(low) if dtype == "bfloat16" else verbs.from_half(low)

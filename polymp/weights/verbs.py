@@ -19,6 +19,9 @@ class Verbs(NamedTuple):
         bfloat16: int16 to bfloat16 with the same bits.
         to_int32: int16 to int32 with the same value.
         to_int16: int32 to int16, the low 16 bits.
+        wide: bfloat16 to float32 with the same value, by its bits under a compiler, which
+            removes a cast to bfloat16 and back to float32 (XLA by default, torch's inductor in
+            `pointless_convert`), and with it a rounding that is wanted.
         narrow: (float32, "bfloat16" or "float16") to that dtype, to nearest, ties to even.
         from_half: float16 to float32 with the same value.
         where: (bool, array or number, array or number) to one of the two, element by element.
@@ -30,15 +33,7 @@ class Verbs(NamedTuple):
     bfloat16: Verb
     to_int32: Verb
     to_int16: Verb
+    wide: Verb
     narrow: Callable[[Any, str], Any]
     from_half: Verb
     where: Callable[[Any, Any, Any], Any]
-
-
-def wide(verbs: Verbs, low: Any) -> Any:
-    """Return bfloat16 as float32 with the same value, by its bits.
-
-    Compilers remove a cast to bfloat16 and back to float32 (XLA by default, torch's inductor in
-    `pointless_convert`), and with it a rounding that is wanted. They do not look through bit casts.
-    """
-    return verbs.float32(verbs.to_int32(verbs.bits16(low)) << 16)

@@ -28,6 +28,7 @@ NUMPY = Verbs(
     bfloat16=lambda x: x.view(BF16),
     to_int32=lambda x: x.astype(np.int32),
     to_int16=lambda x: x.astype(np.int16),
+    wide=lambda x: (x.view(np.int16).astype(np.int32) << 16).view(np.float32),
     narrow=_narrow,
     from_half=lambda x: x.astype(np.float32),
     where=lambda condition, one, other: np.where(

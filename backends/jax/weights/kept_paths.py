@@ -1,6 +1,6 @@
 """Paths of parameters that stay as they are while the others are stored low."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 
@@ -14,7 +14,7 @@ class KeptPaths:
     """Patterns of paths, as the user gave them.
 
     Args:
-        keep: patterns as those of `pin`, or a mapping from paths.
+        keep: patterns as those of `pin`, or a mapping from paths to reasons.
 
     Raises:
         TypeError: `keep` is one string.
@@ -24,7 +24,9 @@ class KeptPaths:
     def __init__(self, keep: Iterable[str]) -> None:
         if isinstance(keep, str):
             raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
-        self.patterns: tuple[str, ...] = tuple(keep)
+        reasons = keep if isinstance(keep, Mapping) else {}
+        self.reasons: dict[str, str] = {each: reasons.get(each, "is in keep=") for each in keep}
+        self.patterns: tuple[str, ...] = tuple(self.reasons)
         for pattern in self.patterns:
             scopes.check(pattern, "low_weights(): keep")
 

@@ -41,6 +41,11 @@ def _from_half(x: jax.Array) -> jax.Array:
     return full
 
 
+def _wide(x: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32)
+    return lax.bitcast_convert_type(bits << 16, jnp.float32)
+
+
 VERBS = Verbs(
     bits=partial(lax.bitcast_convert_type, new_dtype=jnp.int32),
     float32=partial(lax.bitcast_convert_type, new_dtype=jnp.float32),
@@ -48,6 +53,7 @@ VERBS = Verbs(
     bfloat16=partial(lax.bitcast_convert_type, new_dtype=jnp.bfloat16),
     to_int32=partial(lax.convert_element_type, new_dtype=jnp.int32),
     to_int16=partial(lax.convert_element_type, new_dtype=jnp.int16),
+    wide=_wide,
     narrow=lax.convert_element_type,
     from_half=_from_half,
     where=jnp.where,

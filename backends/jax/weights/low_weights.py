@@ -25,6 +25,7 @@ from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.kept_paths import KeptPaths
 from polymp.backends.jax.weights.low_leaf import LowLeaf
 from polymp.weights import modes
+from polymp.weights.summary import summary
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
@@ -94,7 +95,7 @@ def low_weights(
         parameters with each float32 array in the low dtype that is not kept. `init(params)` takes
         the float32 parameters; from low ones, it starts with nothing beside them. `update(grads,
         state, params, **extra)` takes the low parameters, and returns updates in float32 for
-        `optax.apply_updates`.
+        `optax.apply_updates`. `print` shows what `keep` has, and why.
 
     Raises:
         TypeError: the optimizer is something else, `keep` is one string, or the seed is no whole
@@ -115,7 +116,7 @@ def low_weights(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"low_weights(): seed must be a whole number, got {seed!r}.")
     made = _LowWeights(optax.with_extra_args_support(optimizer), leaf, KeptPaths(keep))
-    return _transformation()(made.init, made.update, made.weights)
+    return _transformation()(made)
 
 
 @cache
@@ -130,16 +131,17 @@ def _transformation() -> Callable[..., Any]:
         """An optax optimizer for low weights, with `weights`, which makes them."""
 
         weights: Callable[[Any], Any]
+        summary: str
 
-        def __new__(
-            cls,
-            init: Callable[..., object],
-            update: Callable[..., object],
-            weights: Callable[[Any], Any],
-        ) -> Any:
-            made = super().__new__(cls, init, update)
-            made.weights = weights
+        def __new__(cls, functions: _LowWeights) -> Any:
+            made = super().__new__(cls, functions.init, functions.update)
+            made.weights = functions.weights
+            leaf, kept = functions.leaf, functions.kept.reasons
+            made.summary = summary(leaf.mode.name, leaf.dtype, kept)
             return made
+
+        def __repr__(self) -> str:
+            return self.summary
 
     return LowWeights
 

@@ -1,6 +1,6 @@
 """Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
 
+# The arguments of `OpMode.op`.
+Op = torch._ops.OpOverload
+Types = Sequence[type]
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
+
 
 class OpMode(TorchDispatchMode):
     """A dispatch mode: `op` is called in place of every op of the thread, below autograd."""
@@ -16,22 +22,10 @@ class OpMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.op(func, types, args, dict(kwargs or {}))
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: Op, types: Types, args: Args, kwargs: Kwargs) -> Any:
         """Run an op, or have it run by the classes of its arguments.
 
         Args:

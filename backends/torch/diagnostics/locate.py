@@ -5,7 +5,7 @@ tensors that it wrote get their old values back, so that training can go on.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -93,13 +93,7 @@ class _Undo(modes.OpMode):
         self.written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -244,13 +244,7 @@ class _Mode(modes.OpMode):
         super().__init__()
         self.tracer = tracer
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if modes.unwrapped_first(types):
             return NotImplemented
         tracer = self.tracer

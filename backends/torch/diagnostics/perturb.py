@@ -32,13 +32,7 @@ class _Probe(modes.OpMode):
         self._chance = chance
         self.looks_away = False
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         result: Any = func(*args, **kwargs)
         if (
             self.looks_away

@@ -4,7 +4,7 @@ The program has plain ops and no regions. While torch.export traces, `bake_trace
 first.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -126,13 +126,7 @@ class _Entering(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is export.ENTER or func is export.LEAVE:
             return func(*args, **(kwargs or {}))
         return self.recorder.__torch_function__(func, types, args, kwargs or {})

@@ -196,13 +196,7 @@ class _Reached(modes.OpMode):
         super().__init__()
         self.calls: list[tuple[torch._ops.OpOverload, Any, Any]] = []
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if func.namespace != "prim":  # these read a tensor's device or layout
             self.calls.append((func, args, kwargs))
         return func(*args, **kwargs)

@@ -41,13 +41,7 @@ class DtypeReads(TorchFunctionMode):
         }
         self.paths = paths
 
-    def __torch_function__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         asked: Sequence[Any] = ()
         if func in _ASKS:

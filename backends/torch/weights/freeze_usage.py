@@ -118,13 +118,7 @@ class Uses(modes.OpMode):
         self._elsewhere = {storage.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> object:
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         # The ops of prim read a tensor's device or layout.
         if func.namespace == "prim" or fp8_weight.noted.quantising:
             return func(*args, **kwargs)

@@ -22,6 +22,7 @@ VERBS: Verbs = Verbs(
     bfloat16=lambda x: x.view(torch.bfloat16),
     to_int32=lambda x: x.to(torch.int32),
     to_int16=lambda x: x.to(torch.int16),
+    wide=lambda x: x.to(torch.float32),
     narrow=lambda x, name: x.to(DTYPES[name]),
     from_half=lambda x: x.to(torch.float32),
     where=torch.where,

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from polymp.backends.torch.compat import dtensor, dynamo, optimizers
+from polymp.backends.torch.compat import dtensor, dynamo, inductor, optimizers
 from polymp.backends.torch.weights import low_parameters, low_step, low_traced
 from polymp.backends.torch.weights.low_parameters import BESIDE, OURS, STEPS, LowWeights
-from polymp.weights import random_bits, store
+from polymp.weights import random_bits
 
 Step = Callable[..., None]
 
@@ -67,7 +67,7 @@ def step(
             if p in weights.places:
                 low_parameters.prepare(weights, optimizer.state, p)
         if "step" not in compiled:
-            compiled["step"] = torch.compile(_step_of(kind, weights))
+            compiled["step"] = torch.compile(_step_of(kind, weights), options=inductor.OPTIONS)
         _run(optimizer, weights, with_grad, compiled["step"])
     return loss
 
@@ -102,7 +102,7 @@ def _run(
         [p.detach() for p in every],
         [p.grad for p in every],
         own,
-        [state[p].get(BESIDE) if p in weights.places else None for p in every],
+        [low_traced.viewed(state[p].get(BESIDE)) if p in weights.places else None for p in every],
         [state[p].get(STEPS) if p in weights.places else None for p in every],
         [weights.places.get(p) for p in every],
         [len(group) for group in with_grad],
@@ -116,9 +116,8 @@ def _run(
 
 def _step_of(kind: Any, weights: LowWeights) -> Step:
     """Return the function to compile for optimizers of a class."""
-    mode, dtype, seed = weights.mode, weights.dtype, weights.seed
+    mode, seed = weights.mode, weights.seed
     twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
-    verbs = low_traced.verbs(weights.mode)
 
     def step(
         params: list[torch.Tensor],
@@ -134,7 +133,7 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
         for p, grad, beside, place in zip(params, grads, besides, places, strict=True):
             full = p
             if place is not None:
-                full = low_traced.load(mode, p.to(torch.float32), low_traced.opened(beside))
+                full = low_traced.load(mode, p.to(torch.float32), low_traced.opened(mode, beside))
             full.grad = grad.to(torch.float32) if place is not None else grad
             fulls.append(full)
         twin = twin_class.__new__(twin_class)
@@ -155,7 +154,7 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
             if count is not None:
                 index = torch.arange(p.numel(), dtype=torch.int32, device=p.device).view(p.shape)
                 random = random_bits.random16(random_bits.key(seed, count, place), index)
-            low, rest = store.store(verbs, mode, dtype, full, random)
+            low, rest = low_traced.keep(mode, full, random)
             p.copy_(low)
             if beside is not None:
                 low_traced.put(beside, rest)

@@ -19,6 +19,7 @@ from polymp.backends.torch.weights import (
     low_step,
 )
 from polymp.backends.torch.weights.low_parameters import LowWeights
+from polymp.weights.summary import summary
 
 
 class LowOptimizer(Optimizer):
@@ -48,6 +49,22 @@ class LowOptimizer(Optimizer):
     def kept(self) -> dict[torch.Tensor, str]:
         """The other parameters, and why each stays as it is."""
         return dict(self._low.kept)
+
+    def __repr__(self) -> str:
+        """Show the groups, which parameters are not stored low, and why.
+
+        A parameter without a name, which an optimizer has if it was made of
+        `model.named_parameters()`, is shown by its place: "0.3" is number 3 of group 0.
+        """
+        kept = {}
+        for at, group in enumerate(self.param_groups):
+            places = [f"{at}.{number}" for number in range(len(group["params"]))]
+            names = group.get("param_names", places)
+            for name, p in zip(names, group["params"], strict=True):
+                if p in self._low.kept:
+                    kept[f"{name} {list(p.shape)}"] = self._low.kept[p]
+        mode, low = self._low.mode.name, len(self._low.places)
+        return f"{super().__repr__()}\n{summary(mode, self._low.dtype, kept, low)}"
 
     def _init_group(self, *args: Any, **kwargs: Any) -> Any:
         """Call the class's own; here, so that it is called in a step alone, on float32 values."""

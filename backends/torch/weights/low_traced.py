@@ -3,7 +3,9 @@
 Inductor makes no vector code for a CPU kernel in which an int16 number occurs, and such a kernel
 takes ten times as long. So in the graph a bfloat16 number is the float32 number of the same value,
 and an int16 number the int32 number. Rounding is done on the bits: inductor would remove a cast to
-bfloat16 and back. Remainders, which are int16 in memory, go through ops that it does not look into.
+bfloat16 and back. Remainders, which are int16 in memory, are read as bfloat16 numbers of the same
+bits. They are written by an op that inductor does not look into: a cast to bfloat16 would change
+those that are the bits of a NaN.
 """
 
 from typing import Any
@@ -14,40 +16,47 @@ from polymp.weights import store
 from polymp.weights.modes import Mode
 from polymp.weights.verbs import Verbs
 
-_NAN, _UPPER = 0x7F800000, -0x10000
+_UPPER = -0x10000
 
 
 def _narrow(full: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Round float32 to the nearest bfloat16 number, ties to even, as float32."""
+    """Round float32 to the nearest bfloat16 number, ties to even, as float32; NaN to anything."""
     assert dtype == "bfloat16"
     bits = full.view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
-    is_nan = (bits & 0x7FFFFFFF) > _NAN
-    return torch.where(is_nan, bits, rounded).view(torch.float32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER).view(torch.float32)
 
 
-_VERBS: Verbs = Verbs(
+VERBS: Verbs = Verbs(
     bits=lambda x: x.view(torch.int32),
     float32=lambda x: x.view(torch.float32),
     bits16=lambda x: x.view(torch.int32) >> 16,
     bfloat16=lambda x: (x << 16).view(torch.float32),
     to_int32=lambda x: x,
-    to_int16=lambda x: x,  # all that the rules store is in the range of int16
+    to_int16=lambda x: x,  # what is stored in int16 is cut off there
+    wide=lambda x: x,
     narrow=_narrow,
     from_half=lambda x: x.to(torch.float32),
     where=torch.where,
 )
 
 
-def verbs(mode: Mode) -> Verbs:
-    """Return the verbs of a mode.
+def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any]:
+    """Return float32 weights as they are stored: the low weights, and what stands beside them.
 
-    Beside a float32 copy nothing reads the rounded weight again, so the compiler's own cast to
-    bfloat16 is safe there, and it is the shortest way.
+    Where the low weight is the usual cast, the compiler makes it, of NaN too.
+
+    Args:
+        mode: the mode.
+        full: float32.
+        random: for `stochastic`, int32 of the same shape.
+
+    Returns:
+        float32, float32 with bfloat16 values, or bfloat16; and what `put` takes.
     """
     if mode.name == "master":
-        return _VERBS._replace(narrow=lambda x, dtype: x.to(torch.bfloat16))
-    return _VERBS
+        return full, full
+    low, rest = store.store(VERBS, mode, "bfloat16", full, random)
+    return full if mode.name == "kahan" else low, rest
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
@@ -66,43 +75,45 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
         Of the same shape.
     """
     if mode.name == "split":
-        full = store.load(_VERBS, mode, low, rest)
-        return torch.where(full.isnan(), low, full)
-    place = low.abs() * 2.0**-8 + 2.0**-133  # at least half of the last place
+        full = (low.view(torch.int32) + rest).view(torch.float32)  # NaN with any payload
+        return torch.where(full == full, full, low)
+    # Half of the last place of a weight is at most its 2**-8th part.
     if mode.name == "master":
+        place = low.abs() * 2.0**-8 + 2.0**-126
         return torch.where((rest - low).abs() <= place, rest, low)
     if mode.name == "kahan":
-        return torch.where(rest.abs() <= place, low + rest, low)
+        return torch.where(rest.abs() * 2.0**8 <= low.abs(), low + rest, low)
     return low
 
 
-def opened(beside: torch.Tensor | None) -> Any:
-    """Return what stands beside a weight as the verbs take it."""
+def viewed(beside: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what stands beside a weight for a graph: int16 as bfloat16 of the same bits."""
+    if beside is not None and beside.dtype is torch.int16:
+        return beside.view(torch.bfloat16)
+    return beside
+
+
+def opened(mode: Mode, beside: torch.Tensor | None) -> Any:
+    """Return what stands beside a weight, from `viewed`, as the verbs take it."""
     if beside is None or beside.dtype is torch.float32:
         return beside
-    if beside.dtype is torch.int16:
-        if beside.device.type == "cpu":
-            return torch.ops.polymp.int16_to_int32(beside)
-        return beside.to(torch.int32)
-    return beside.to(torch.float32)
+    wide = beside.to(torch.float32)
+    return wide.view(torch.int32) >> 16 if mode.name == "split" else wide
 
 
 def put(beside: torch.Tensor, rest: torch.Tensor) -> None:
     """Write what the verbs have made of it."""
-    if beside.dtype is torch.int16 and beside.device.type == "cpu":
-        torch.ops.polymp.put_int32_in_int16(beside, rest)
+    if rest.dtype is torch.int32:
+        torch.ops.polymp.put_bits(beside, rest)
     else:
         beside.copy_(rest)
 
 
-def _put(into: torch.Tensor, x: torch.Tensor) -> None:
-    into.copy_(x)
+def _put_bits(into: torch.Tensor, x: torch.Tensor) -> None:
+    into.view(torch.int16).copy_(x)
 
 
 _library = torch.library.Library("polymp", "FRAGMENT")
-_library.define("int16_to_int32(Tensor x) -> Tensor")
-_library.define("put_int32_in_int16(Tensor(a!) into, Tensor x) -> ()")
-_library.impl("int16_to_int32", lambda x: x.to(torch.int32), "CPU")
-_library.impl("int16_to_int32", lambda x: x.to(torch.int32), "Meta")
-_library.impl("put_int32_in_int16", _put, "CPU")
-_library.impl("put_int32_in_int16", lambda into, x: None, "Meta")
+_library.define("put_bits(Tensor(a!) into, Tensor x) -> ()")
+_library.impl("put_bits", _put_bits, "CompositeExplicitAutograd")
+_library.impl("put_bits", lambda into, x: None, "Meta")

@@ -71,7 +71,7 @@ def low_weights(
 
     Returns:
         The optimizer, of class `Low...`. Its `low` and `kept` say what is stored low, and why the
-        others are not. Its state_dict has what stands beside the weights.
+        others are not; `print` shows it. Its state_dict has what stands beside the weights.
 
     Raises:
         TypeError: `optimizer` is no optimizer, is SparseAdam, or keeps weights low already;

@@ -132,8 +132,8 @@ def test_any_pair_within_reach_is_exact(kind):
     after = jax.jit(lambda *pair: stepped(leaf, *pair)[2])(low, full)
     new = rounded(leaf, full)
     old, to = np.abs(as_float64(low)), np.abs(as_float64(new))
-    reach = 2.0 ** (np.frexp(old)[1] - 1 - (16 if kind[1] == "bfloat16" else 13))
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # Inf and NaN
+        reach = 2.0 ** (np.frexp(old)[1] - 1 - (16 if kind[1] == "bfloat16" else 13))
         moves = np.abs(as_float64(new) - as_float64(low))
     least = np.minimum(np.minimum(old, to), np.abs(as_float64(full)))
     ordinary = (least >= 2.0**-126) & (np.maximum(old, to) < 2.0**126)

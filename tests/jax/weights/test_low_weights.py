@@ -307,6 +307,17 @@ def test_what_is_kept_takes_plain_steps():
     assert jax.tree.structure(state.beside["b"]) == jax.tree.structure(optax.MaskedNode())
 
 
+def test_the_optimizer_shows_what_is_kept_and_why():
+    keep = {"b": "read in float32 by add"}
+    assert repr(low_weights(optax.sgd(0.1), keep=keep)) == (
+        "low weights: bfloat16, mode 'split'\nnot stored low:\n    b: read in float32 by add"
+    )
+    assert repr(low_weights(optax.sgd(0.1), "master", "float16", keep=["b"])) == (
+        "low weights: float16, mode 'master'\nnot stored low:\n    b: is in keep="
+    )
+    assert repr(low_weights(optax.sgd(0.1))) == "low weights: bfloat16, mode 'split'"
+
+
 def test_arrays_that_are_no_weights_are_left_alone():
     params = {
         "w": PARAMS["w"],

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch._C import _dynamo
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ from polymp.backends.torch.compat import (
     dynamo,
     export,
     flop_count,
+    inductor,
     modes,
     nn_modules,
     optimizers,
@@ -914,3 +916,18 @@ def test_a_tensor_that_stays_is_as_dynamo_marks_it():
     ours, theirs = dynamo.stays(torch.ones(())), torch.ones(())
     torch._dynamo.mark_static_address(theirs, guard=True)
     assert vars(ours) == vars(theirs) == {"_dynamo_static_input_type": "guarded"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_inductor_computes_numbers_before_the_loop_over_an_array():
+    def decayed(x, step):
+        return x * (1 - 0.9**step)
+
+    def pow_is_first(**given):
+        torch._dynamo.reset()
+        compiled = torch.compile(decayed, **given)
+        _, (code,) = run_and_get_code(compiled, torch.ones(64), torch.tensor(3.0))
+        return code.index("std::pow") < code.index("for(")
+
+    assert pow_is_first(options=inductor.OPTIONS)
+    assert not pow_is_first(), "inductor does it by itself: remove the pass"

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polymp.backends.torch.autocast import held_casts, region_casts
-from polymp.fp8 import fallback
 from polymp.backends.torch.weights import held_modules
+from polymp.fp8 import fallback
 from polymp.torch import hold_casts
 from tests.support.sizes import size
 from tests.support.torch.fp8_models import policy

@@ -84,12 +84,12 @@ def test_the_verbs_of_a_graph_store_the_bits_of_the_core(mode: str) -> None:
     random = torch.randint(0, 2**16, x.shape, dtype=torch.int32)
     kept = modes.MODES[mode]
     low, beside = store.store(low_arrays.VERBS, kept, "bfloat16", x, random)
-    wide, rest = store.store(low_traced.verbs(kept), kept, "bfloat16", x, random)
+    wide, rest = low_traced.keep(kept, x, random)
     assert torch.equal(wide.bfloat16().view(torch.int16), low.view(torch.int16))
     if beside is not None:
         made = torch.empty_like(beside)
         low_traced.put(made, rest)
         assert torch.equal(made.view(torch.uint8), beside.view(torch.uint8))
-    read = low_traced.load(kept, low.float(), low_traced.opened(beside))
+    read = low_traced.load(kept, low.float(), low_traced.opened(kept, low_traced.viewed(beside)))
     again = store.load(low_arrays.VERBS, kept, low, beside)
     assert torch.equal(read.view(torch.int32), again.view(torch.int32))

@@ -143,6 +143,20 @@ def test_a_low_weight_is_never_cast() -> None:
     assert before - casts(model) == 4
 
 
+def test_the_optimizer_shows_what_is_not_stored_low_and_why() -> None:
+    model = made("mlp")
+    named = list(model.named_parameters())
+    shown = []
+    for params in (named, [p.data.clone().requires_grad_() for _, p in named]):
+        own = dict(params)["2.bias"] if params is named else params[3]
+        shown.append(repr(low_weights(torch.optim.SGD(params), keep={own: "is read"})))
+    assert "Parameter Group 0" in shown[0]
+    end = "low weights: 3 in bfloat16, mode 'split'\nnot stored low:\n    {} [{}]: is read"
+    size = model[2].bias.numel()
+    assert shown[0].endswith(end.format("2.bias", size))
+    assert shown[1].endswith(end.format("0.3", size))
+
+
 def test_keep_adds_parameters_and_modules() -> None:
     model = made("mlp")
     optimizer = low_weights(adamw(model), keep=[model[0], model[2].bias])

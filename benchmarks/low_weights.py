@@ -3,8 +3,8 @@
     cost    AdamW on 25 million parameters in 24 matrices, on float32 weights and in every mode,
             compiled by inductor and eager, in turn; processor time, on one thread. The gradients
             are those of the weights' dtype.
-    loss    examples/train_torch.py, 1,000 steps: float32 weights in a bfloat16 region, bfloat16
-            weights alone ("naive"), and every mode; each over the same seeds.
+    loss    the small model of examples/train_torch.py: float32 weights in a bfloat16 region,
+            bfloat16 weights alone ("naive"), and every mode; each over the same seeds.
 
 `make bench` runs it.
 """
@@ -109,7 +109,7 @@ def final_loss(weights: str, args: argparse.Namespace) -> float:
 
 def losses(steps: int, seeds: int) -> list[Loss]:
     """The final loss with every kind of weights."""
-    flags = job.parser("low_weights.py", "")
+    flags = job.parser("low_weights.py", "", job.SMALL)
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         given = ["--steps", str(steps), "--seed", str(seed), "--quiet"]

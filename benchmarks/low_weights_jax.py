@@ -4,7 +4,7 @@
             in every mode, in turn. "update": the optimizer alone. "step": with the gradient of a
             loss in a bfloat16 region, of one product for each matrix.
     bytes   of the jitted step's arguments, for each parameter.
-    loss    examples/train_jax.py, 1,000 steps: float32 weights in a bfloat16 region, bfloat16
+    loss    the small model of examples/train_jax.py: float32 weights in a bfloat16 region, bfloat16
             weights alone ("naive"), and every mode, over the same seeds; the curves are means of 50
             steps, and the picture of docs/low-weights.md is drawn from them.
 
@@ -165,7 +165,7 @@ def train(weights: str, args: argparse.Namespace) -> tuple[float, list[float]]:
 
 def losses(steps: int, seeds: int) -> tuple[list[Loss], dict[str, list[float]]]:
     """The final loss with every kind of weights, and means of the losses of 50 steps each."""
-    flags = job.parser("low_weights_jax.py", "")
+    flags = job.parser("low_weights_jax.py", "", job.SMALL)
     found: dict[str, list[tuple[float, list[float]]]] = {}
     for seed in range(seeds):
         given = ["--steps", str(steps), "--seed", str(seed), "--quiet"]

@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
 
 
 # Products large enough to save time in bfloat16 on a processor with instructions for them.
-LARGE = Sizes(steps=60, batch=16, context=64, width=384, layers=2, heads=6, lr=0.003)
+LARGE = Sizes(steps=50, batch=16, context=64, width=384, layers=2, heads=6, lr=0.003)
 
 # Products so small that they end soon without such instructions, too. Tests and benchmarks that
 # compare losses take 1,000 steps.
@@ -77,8 +77,8 @@ def speed_of_bfloat16() -> str:
     if found.bfloat16 is None:
         return f"Whether this processor has instructions for bfloat16 is not known: {found.by}."
     return (
-        "This processor has no instructions for bfloat16 products, so here bfloat16 saves memory, "
-        f"but no time. Where it has some, the model is larger: --width {LARGE.width}."
+        "This processor has no instructions for bfloat16 products: expect bfloat16 to save memory, "
+        f"but no time. On processors that have them the model is larger: --width {LARGE.width}."
     )
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 COLUMNS = (
-    "held-out loss",
+    "loss",
     "against fp32",
     "tokens/s",
     "saved, MiB",
@@ -81,8 +81,8 @@ def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str)
         f"each byte comes gives {text.chance:.3f}.",
         highlight=False,
     )
-    caption = "\n".join([SPEED, SAVED, f"peak: {memory}"])
-    table = Table("dtype", caption=caption, caption_justify="left")
+    lines = ("loss: on held-out text, after the last step", SPEED, SAVED, f"peak: {memory}")
+    table = Table("dtype", caption="\n".join(lines), caption_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for run in runs:

@@ -210,8 +210,10 @@ def find_device(name: str, dtypes: Sequence[str]) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train in every dtype that was asked for, then print and save what came of it."""
     about = "Train a small language model in several float dtypes and compare them."
-    flags = job.parser("train_torch.py", about, job.default_sizes())
-    many = torch.get_num_threads()
+    sizes = job.default_sizes()
+    flags = job.parser("train_torch.py", about, sizes)
+    # In the products of small sizes, threads mostly wait for one another.
+    many = torch.get_num_threads() if sizes == job.LARGE else 1
     flags.add_argument("--threads", type=job.whole(1), default=many, help="CPU threads of an op")
     try:
         args = job.arguments(flags, argv)

@@ -30,7 +30,7 @@ from tests.support.examples import TINY, count, falls  # noqa: E402
 
 COLUMNS = [
     "dtype",
-    "held-out loss",
+    "loss",
     "against fp32",
     "tokens/s",
     "saved, MiB",
@@ -187,7 +187,7 @@ def test_the_gains_and_the_processor_are_named(
     ("features", "sizes", "said"),
     [
         ({"avx2", "avx512_bf16"}, "LARGE", "has instructions for bfloat16 products: avx512_bf16."),
-        ({"avx2"}, "SHORT", "saves memory, but no time. Where it has some, the model is larger: "),
+        ({"avx2"}, "SHORT", "to save memory, but no time. On processors that have them"),
         (None, "SHORT", "is not known: this system does not list CPU features."),
     ],
 )  # fmt: skip

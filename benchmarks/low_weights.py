@@ -4,8 +4,8 @@
             compiled by inductor and eager, in turn; processor time, on one thread. The gradients
             are those of the weights' dtype. "floor": the compiled step with the same tensors, in
             which weights are cast and added, without the rounding of the mode.
-    loss    examples/train_torch.py, 1,000 steps: float32 weights in a bfloat16 region, bfloat16
-            weights alone ("naive"), and every mode; each over the same seeds, in a process for
+    loss    the small model of examples/train_torch.py, 1,000 steps: float32 weights in a bfloat16
+            region, bfloat16 weights alone ("naive"), and every mode; each over the same seeds, in a process for
             each core.
 
 `make bench` runs it.
@@ -107,7 +107,7 @@ def final_loss(weights: str, steps: int, seed: int) -> float:
     """The held-out loss of the example after its steps, with weights kept in one of the ways."""
     torch.set_num_threads(1)
     given = ["--steps", str(steps), "--seed", str(seed), "--quiet"]
-    args = job.arguments(job.parser("low_weights.py", ""), given)
+    args = job.arguments(job.parser("low_weights.py", "", job.SMALL), given)
     text = job.read(args.text, args.context)
     model = train_torch.first_model(text, args)
     if weights == "naive":

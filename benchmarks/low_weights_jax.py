@@ -5,8 +5,8 @@
             loss in a bfloat16 region, of one product for each matrix. "floor": the step with the
             same arrays, in which weights are cast and added, without the rounding of the mode.
     bytes   of the jitted step's arguments, for each parameter.
-    loss    examples/train_jax.py, 1,000 steps: float32 weights in a bfloat16 region, bfloat16
-            weights alone ("naive"), and every mode, over the same seeds, in a process for each
+    loss    the small model of examples/train_jax.py, 1,000 steps: float32 weights in a bfloat16
+            region, bfloat16 weights alone ("naive"), and every mode, over the same seeds, in a process for each
             core; the curves are means of 50 steps, and the picture of docs/low-weights.md is drawn
             from them, of 3 seeds.
 
@@ -148,7 +148,7 @@ def sizes() -> Iterator[Bytes]:
 def train(weights: str, steps: int, seed: int) -> tuple[float, list[float]]:
     """The held-out loss of the example after its steps, and the losses of all steps."""
     given = ["--steps", str(steps), "--seed", str(seed), "--quiet"]
-    args = job.arguments(job.parser("low_weights_jax.py", ""), given)
+    args = job.arguments(job.parser("low_weights_jax.py", "", job.SMALL), given)
     text = job.read(args.text, args.context)
     graph, params = nnx.split(train_jax.first_model(text, args))
 

@@ -6,7 +6,8 @@ base is the step without anybody looking.
 
 `audit` is of the example's whole training steps, with its optimizer and scaler, in processor time
 on one core: of a step inside the block in torch, of a call in JAX, with its twin compiled. What it
-takes to enter the block, and to read all when it ends, is a row of its own. `make bench` runs it.
+takes to enter the block, and to read all when it ends, is a row of its own. The sizes are those
+that the example has on this machine; the record has them. `make bench` runs it.
 """
 
 import argparse
@@ -45,8 +46,8 @@ Program = Callable[[], Any]
 
 
 def sizes() -> argparse.Namespace:
-    """The example's own sizes."""
-    return job.arguments(job.parser("train.py", ""), [])
+    """The example's sizes on this machine."""
+    return job.arguments(job.parser("train.py", "", job.default_sizes()), [])
 
 
 def in_jax(layers: int) -> dict[str, Program]:
@@ -223,7 +224,7 @@ def catches(rounds: int) -> Iterator[Row]:
     """Steps with `catch` beside plain ones, in each dtype."""
     for framework, programs in (("torch", caught_in_torch), ("JAX", caught_in_jax)):
         for name in DTYPES:
-            base, caught = measure(programs(name), rounds).values()
+            base, caught = measure(programs(name), rounds, warm=1).values()
             yield row(f"catch, {framework}, {name}: step / plain step", base, caught, CATCH_BAR)
 
 
@@ -255,13 +256,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in (torch.bfloat16, torch.float16)
     ]
     rows += audits(args.rounds)
-    rows += catches(max(args.rounds // 4, 1))
+    rows += catches(max(args.rounds // 5, 1))
     title = "explain, audit and catch, compared with the training step that they examine"
     show(title, rows)
     print(f"Bars missed: {', '.join(missed(rows)) or 'none'}.")
     record = {
         "machine": machine("torch", "jax", "jaxlib", "flax"),
         "rounds": args.rounds,
+        "sizes": job.default_sizes()._asdict(),
         "tables": {title: rows},
         "notes": [
             "In JAX, the time of `explain` includes making all rows of the report.",

@@ -88,8 +88,8 @@ def entering(make: Callable[[], AbstractContextManager[Any]]) -> Callable[[], No
 
 
 def training(amp: Any, device: str, dtype: torch.dtype) -> Callable[[], None]:
-    """A training step of the example, at its own size, under `amp`'s autocast and GradScaler."""
-    args = job.arguments(job.parser("train_torch.py", ""), [])
+    """A training step of the example's small model under `amp`'s autocast and GradScaler."""
+    args = job.arguments(job.parser("train_torch.py", "", job.SMALL), [])
     torch.manual_seed(args.seed)
     model = Transformer(100, args.context, args.width, args.layers, args.heads).to(device)
     tokens = torch.randint(100, (args.batch, args.context + 1), device=device)

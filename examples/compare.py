@@ -35,6 +35,7 @@ ROWS = (
     "against fp32",
     "against torch",
     "tokens/s",
+    "saved, MiB",
     "memory, MiB",
     "steps skipped",
     "final scale",
@@ -104,6 +105,7 @@ def table(torch: Figures, jax: Figures) -> Table:
                     report.percent(run, base),
                     report.percent(run, pair[0]),
                     f"{run.tokens_per_second(figures.args):,.0f}",
+                    f"{run.saved / 2**20:,.2f}",
                     f"{run.peak_memory / 2**20:,.2f}",
                     f"{len(run.skipped):,}",
                     report.last_scale(run),
@@ -116,12 +118,18 @@ def table(torch: Figures, jax: Figures) -> Table:
 
 def notes(torch: Figures, jax: Figures) -> list[str]:
     """The notes below the table, which explain its rows."""
-    lines = ["loss: on held-out text, before the first step and after the last", report.SPEED]
+    lines = [
+        "loss: on held-out text, before the first step and after the last",
+        report.SAVED,
+        report.SPEED,
+    ]
     if torch.made_by["device"] == jax.made_by["device"] == "CPU":
         threads = torch.args.threads
         lines[-1] += f"; torch on {threads} thread{'s' * (threads != 1)}, JAX on every core"
     for name, figures in zip(NAMES, (torch, jax), strict=True):
         lines.append(f"memory of {name}: {figures.made_by['memory']}")
+    for name, figures in zip(NAMES, (torch, jax), strict=True):
+        lines += [f"{name}, {line}" for line in report.gains(figures.runs, figures.args)]
     return lines
 
 

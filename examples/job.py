@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from polymp import dtypes
+from polymp.cli import doctor
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -42,21 +43,64 @@ class Text(NamedTuple):
     chance: float
 
 
-def parser(prog: str, about: str) -> Parser:
-    """The arguments that every framework's example has."""
+class Sizes(NamedTuple):
+    """How much is trained: the defaults of the arguments of these names."""
+
+    steps: int
+    batch: int
+    context: int
+    width: int
+    layers: int
+    heads: int
+    lr: float
+
+
+# Products large enough to save time in bfloat16 on a processor with instructions for them.
+LARGE = Sizes(steps=50, batch=16, context=64, width=384, layers=2, heads=6, lr=0.003)
+
+# Products so small that they end soon without such instructions, too. Tests and benchmarks that
+# compare losses take 1,000 steps.
+SMALL = Sizes(steps=1000, batch=12, context=32, width=48, layers=2, heads=3, lr=0.01)
+SHORT = SMALL._replace(steps=300)
+
+
+def default_sizes() -> Sizes:
+    """The sizes for this machine's processor: all six runs end within three minutes."""
+    return LARGE if _processor().bfloat16 else SHORT
+
+
+def speed_of_bfloat16() -> str:
+    """Say whether products in bfloat16 save time on this machine's processor."""
+    found = _processor()
+    if found.bfloat16:
+        return f"This processor has instructions for bfloat16 products: {found.by}."
+    if found.bfloat16 is None:
+        return f"Whether this processor has instructions for bfloat16 is not known: {found.by}."
+    return (
+        "This processor has no instructions for bfloat16 products: expect bfloat16 to save memory, "
+        f"but no time. On processors that have them the model is larger: --width {LARGE.width}."
+    )
+
+
+def _processor() -> doctor.Device:
+    return doctor.cpu("", *doctor.processor())
+
+
+def parser(prog: str, about: str, sizes: Sizes) -> Parser:
+    """The arguments that every framework's example has, with some sizes as their defaults."""
     here = Path(__file__).resolve().parent
     flags = Parser(prog, description=about, allow_abbrev=False, formatter_class=_Help)
     add = flags.add_argument
     add("--text", type=Path, metavar="FILE", help="learn this text, not Python's documentation")
     add("--device", default="cpu", help="where to train")
     add("--dtypes", type=dtype_names, default=",".join(DTYPES), help="what to train in, in order")
-    add("--steps", type=whole(1), default=1000, help="optimizer steps for each dtype")
-    add("--batch", type=whole(1), default=12, help="sequences in a step")
-    add("--context", type=whole(1), default=32, help="bytes in a sequence")
-    add("--width", type=whole(1), default=48, help="features of the model")
-    add("--layers", type=whole(1), default=2, help="blocks of the model")
-    add("--heads", type=whole(1), default=3, help="attention heads of a block")
-    add("--lr", type=_positive, default=0.01, help="learning rate after the warm-up")
+    add("--steps", type=whole(1), default=sizes.steps, help="optimizer steps for each dtype")
+    add("--batch", type=whole(1), default=sizes.batch, help="sequences in a step")
+    add("--context", type=whole(1), default=sizes.context, help="bytes in a sequence")
+    add("--width", type=whole(1), default=sizes.width, help="features of the model")
+    add("--layers", type=whole(1), default=sizes.layers, help="blocks of the model")
+    add("--heads", type=whole(1), default=sizes.heads, help="attention heads of a block")
+    add("--lr", type=_positive, default=sizes.lr, help="learning rate after the warm-up")
     add("--seed", type=whole(0), default=0, help="chooses the first weights and the batches")
     add("--out", type=Path, default=here / "out" / f"{Path(prog).stem}.png", help="the picture")
     add("--json", type=Path, help="the figures (default: next to the picture)")

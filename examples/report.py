@@ -17,14 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 COLUMNS = (
-    "loss on held-out text",
+    "loss",
     "against fp32",
     "tokens/s",
-    "peak memory",
+    "saved, MiB",
+    "peak, MiB",
     "steps skipped",
     "final scale",
 )
 SPEED = "tokens/s: in the median step, so a first step that compiles does not count"
+SAVED = "saved: what a forward pass keeps for backward, besides the parameters"
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)  # before the first step and after each
     skipped: list[int] = field(default_factory=list)  # steps, counted from 1
+    saved: int = 0  # bytes that a forward pass keeps for backward, besides the parameters
     peak_memory: int = 0
 
     @property
@@ -78,7 +81,8 @@ def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str)
         f"each byte comes gives {text.chance:.3f}.",
         highlight=False,
     )
-    table = Table("dtype", caption=f"peak memory: {memory}\n{SPEED}", caption_justify="left")
+    lines = ("loss: on held-out text, after the last step", SPEED, SAVED, f"peak: {memory}")
+    table = Table("dtype", caption="\n".join(lines), caption_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for run in runs:
@@ -87,11 +91,27 @@ def show(runs: Sequence[Run], text: Text, args: argparse.Namespace, memory: str)
             f"{run.loss:.4f}",
             percent(run, base),
             f"{run.tokens_per_second(args):,.0f}",
-            f"{run.peak_memory / 2**20:,.2f} MiB",
+            f"{run.saved / 2**20:,.2f}",
+            f"{run.peak_memory / 2**20:,.2f}",
             f"{len(run.skipped):,}",
             last_scale(run),
         )
     console.print(table)
+    for line in gains(runs, args):
+        console.print(line, highlight=False)
+
+
+def gains(runs: Sequence[Run], args: argparse.Namespace) -> list[str]:
+    """How the speed and the memory of each lower dtype compare with those of fp32."""
+    base = next((run for run in runs if run.dtype == "fp32"), None)
+    if base is None:
+        return []
+    return [
+        f"{run.dtype}: {run.tokens_per_second(args) / base.tokens_per_second(args):.2f} times the "
+        f"tokens/s of fp32, {run.saved / base.saved:.2f} times the bytes saved for backward"
+        for run in runs
+        if run is not base
+    ]
 
 
 def percent(run: Run, base: Run | None) -> str:

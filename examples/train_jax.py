@@ -12,7 +12,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -170,21 +170,26 @@ def train(name: str, text: job.Text, args: argparse.Namespace, device: jax.Devic
         bar.set_postfix(loss=f"{run.train_loss[-1]:.3f}", refresh=False)
     run.held_out.append((args.steps, held_out_loss()))
 
+    run.saved = bytes_saved(params, lambda params: region(params, tokens))
     if device.platform == "gpu":
         step_args = params, opt_state, scaler, tokens, rate
         run.peak_memory = bytes_compiled(train_step.lower(*step_args).compile())
     else:
-        run.peak_memory = bytes_held(params, opt_state, lambda params: region(params, tokens))
+        run.peak_memory = bytes_of(jax.tree.leaves((params, opt_state))) + run.saved
     return run
 
 
-def bytes_held(params: nnx.State, opt_state: Any, forward: Callable[[nnx.State], Array]) -> int:
-    """Bytes held after a forward pass: parameters, optimizer state, and what jax.vjp saves."""
+def bytes_saved(params: nnx.State, forward: Callable[[nnx.State], Array]) -> int:
+    """Bytes that jax.vjp saves for backward in a forward pass, besides the parameters."""
     trace = jax.make_jaxpr(lambda params: jax.tree.leaves(jax.vjp(forward, params)[1]))(params)
     held = {id(variable): variable.aval for variable in trace.jaxpr.outvars}
-    for variable in trace.jaxpr.invars:  # parameters that are saved as they are count once
+    for variable in trace.jaxpr.invars:  # parameters that are saved as they are
         held.pop(id(variable), None)
-    arrays = [*jax.tree.leaves((params, opt_state)), *held.values()]
+    return bytes_of(held.values())
+
+
+def bytes_of(arrays: Iterable[Any]) -> int:
+    """Bytes of arrays, or of their types."""
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
@@ -225,7 +230,7 @@ def find_device(name: str) -> jax.Device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train in every dtype that was asked for, then print and save what came of it."""
     about = "Train a small language model in several float dtypes and compare them."
-    flags = job.parser("train_jax.py", about)
+    flags = job.parser("train_jax.py", about, job.default_sizes())
     try:
         args = job.arguments(flags, argv)
         device = find_device(args.device)
@@ -237,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [train(name, text, args, device) for name in args.dtypes]
     memory = MEMORY[device.platform]
     report.show(runs, text, args, memory)
+    if device.platform == "cpu":
+        print(job.speed_of_bfloat16())
     kind = device.device_kind if device.platform == "gpu" else "CPU"
     made_by = {"framework": f"jax {jax.__version__}", "device": kind}
     report.save(runs, text, args, memory=memory, **made_by)

@@ -151,14 +151,15 @@ def train(name: str, text: job.Text, args: argparse.Namespace, device: torch.dev
 
     if device.type == "cuda":
         run.peak_memory = torch.cuda.max_memory_allocated(device)
-    else:
-        with region():
-            run.peak_memory = bytes_held(optimizer, lambda: loss_on(model, tokens))
+    with region():
+        run.saved = bytes_saved(model, lambda: loss_on(model, tokens))
+    if device.type == "cpu":
+        run.peak_memory = bytes_of(model, optimizer) + run.saved
     return run
 
 
-def bytes_held(optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> int:
-    """Bytes held after a forward pass: parameters, optimizer state, and what autograd saved."""
+def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes that autograd saves for backward in a forward pass, besides the parameters."""
     held: dict[int, int] = {}  # by address: a storage that is saved twice counts once
 
     def hold(tensor: Tensor) -> Tensor:
@@ -167,11 +168,15 @@ def bytes_held(optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) 
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         loss = forward()  # its graph keeps the saved tensors, so no address comes twice
-    for parameter in optimizer.param_groups[0]["params"]:
-        for tensor in (parameter, *optimizer.state[parameter].values()):
-            hold(tensor)
     del loss
-    return sum(held.values())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for address, size in held.items() if address not in own)
+
+
+def bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the parameters and the optimizer state."""
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *states))
 
 
 def find_device(name: str, dtypes: Sequence[str]) -> torch.device:
@@ -205,8 +210,11 @@ def find_device(name: str, dtypes: Sequence[str]) -> torch.device:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train in every dtype that was asked for, then print and save what came of it."""
     about = "Train a small language model in several float dtypes and compare them."
-    flags = job.parser("train_torch.py", about)
-    flags.add_argument("--threads", type=job.whole(1), default=1, help="CPU threads of an op")
+    sizes = job.default_sizes()
+    flags = job.parser("train_torch.py", about, sizes)
+    # In the products of small sizes, threads mostly wait for one another.
+    many = torch.get_num_threads() if sizes == job.LARGE else 1
+    flags.add_argument("--threads", type=job.whole(1), default=many, help="CPU threads of an op")
     try:
         args = job.arguments(flags, argv)
         device = find_device(args.device, args.dtypes)
@@ -215,11 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except job.BadArgument as bad:
         flags.error(str(bad))
 
-    # More threads would mostly wait for one another: the default model's products are small.
     torch.set_num_threads(args.threads)
     runs = [train(name, text, args, device) for name in args.dtypes]
     memory = MEMORY[device.type]
     report.show(runs, text, args, memory)
+    if device.type == "cpu":
+        print(job.speed_of_bfloat16())
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     made_by = {"framework": f"torch {torch.__version__}", "device": kind}
     report.save(runs, text, args, memory=memory, **made_by)

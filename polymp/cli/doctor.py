@@ -227,7 +227,7 @@ def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
 
     from polymp.backends.torch.autocast import kernel_registry, torch_table
 
-    devices.append(cpu("torch", *_processor()))
+    devices.append(cpu("torch", *processor()))
     kind = "cpu"
     if torch.cuda.is_available():
         kind = "cuda"
@@ -267,7 +267,7 @@ def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
     backends.get("jax")
     for device in jax.devices():
         if device.platform == "cpu":
-            devices.append(cpu("jax", *_processor()))
+            devices.append(cpu("jax", *processor()))
         elif device.platform == "tpu":
             devices.append(Device("jax", "tpu", device.device_kind, True, False, "a TPU"))
         elif re.fullmatch(r"\d+\.\d+", found := str(getattr(device, "compute_capability", ""))):
@@ -279,7 +279,7 @@ def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
     return jax.default_backend()
 
 
-def _processor() -> tuple[str, frozenset[str] | None]:
+def processor() -> tuple[str, frozenset[str] | None]:
     """The CPU's name, and its features as the system lists them."""
     listed = Path("/proc/cpuinfo")
     if listed.exists():

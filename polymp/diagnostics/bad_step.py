@@ -3,7 +3,8 @@
 `catch` of both frameworks finds the step and makes this record. Nothing here knows a framework.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, NoReturn, Self, overload
 
@@ -83,10 +84,31 @@ def _grown(losses: Sequence[float], fault: Fault | None) -> str:
     return ""
 
 
-class FunctionStep:
-    """A wrapped step that is no method: state would be shared by all objects of the class."""
+class CaughtStep:
+    """A training step that `catch` has wrapped.
+
+    It is no method of a class, all of whose objects would share its state.
+
+    Args:
+        step: the function.
+        every: steps between two copies.
+        raises: whether a bad step raises.
+        jump: the factor by which a loss may grow; None for any.
+
+    Attributes:
+        step: the number of calls so far, which is the number of the next step.
+        reports: a `BadStep` for each bad step so far.
+    """
 
     __name__: str
+
+    def __init__(
+        self, step: Callable[..., object], every: int, raises: bool, jump: float | None
+    ) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self.step: int = 0
+        self.reports: list[BadStep] = []
+        self._every, self._raises, self._jump = every, raises, jump
 
     @overload
     def __get__(self, it: None, owner: type) -> Self: ...

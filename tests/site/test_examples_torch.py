@@ -44,7 +44,7 @@ def parts() -> Iterator[argparse.Namespace]:
 
 
 def arguments(parts: Any, *argv: str) -> argparse.Namespace:
-    flags = parts.job.parser("train_torch.py", "")
+    flags = parts.job.parser("train_torch.py", "", parts.job.SMALL)
     return parts.job.arguments(flags, [*argv, "--quiet"])
 
 
@@ -66,6 +66,19 @@ def test_another_text_one_dtype_and_a_progress_bar(tmp_path: Path) -> None:
     assert f"parameters learn {text.name}, 2 times 256 bytes" in done.stdout
     assert f"saved {tmp_path / 'x.png'} and {tmp_path / 'x.json'}" in done.stdout
     assert len(json.loads((tmp_path / "x.json").read_text())["runs"]) == 1
+
+
+def test_bytes_saved_are_what_the_backward_pass_needs_besides_the_parameters(parts: Any) -> None:
+    model = torch.nn.Linear(10, 1, bias=False)
+
+    def saved(forward: Any) -> int:
+        return parts.train_torch.bytes_saved(model, forward)
+
+    x = torch.ones(4, 10)
+    assert saved(lambda: model.weight.sum()) == 0
+    assert saved(lambda: (model.weight * model.weight).sum()) == 0  # the parameter itself
+    assert saved(lambda: model(x).sum()) == 4 * 40
+    assert saved(lambda: model.weight.half().sin().sum()) == 2 * 10
 
 
 @pytest.mark.gpu

@@ -30,10 +30,11 @@ from tests.support.examples import TINY, count, falls  # noqa: E402
 
 COLUMNS = [
     "dtype",
-    "loss on held-out text",
+    "loss",
     "against fp32",
     "tokens/s",
-    "peak memory",
+    "saved, MiB",
+    "peak, MiB",
     "steps skipped",
     "final scale",
 ]
@@ -55,7 +56,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     found = argparse.Namespace(folder=folder)
     for framework in ("torch", "jax"):
         script = f"train_{framework}.py"
-        done = examples.run(script, *TINY, "--quiet", "--out", folder / f"{framework}.png")
+        threads = ["--threads", "1"] if framework == "torch" else []
+        argv = [*TINY, *threads, "--quiet", "--out", folder / f"{framework}.png"]
+        done = examples.run(script, *argv)
         assert (done.returncode, done.stderr) == (0, "")
         figures = json.loads((folder / f"{framework}.json").read_text())
         runs = {one["dtype"]: one for one in figures["runs"]}
@@ -159,6 +162,41 @@ def test_low_dtypes_hold_fewer_bytes(trained: argparse.Namespace, framework: str
     least = 3 * 4 * runs["fp32"]["parameters"]
     assert least < memory["bf16"] < memory["fp32"]
     assert least < memory["fp16"] < memory["fp32"]
+    saved = {name: one["saved"] for name, one in runs.items()}
+    assert 0 < saved["fp16"] <= saved["bf16"] < 0.8 * saved["fp32"]
+    assert all(memory[name] >= least + saved[name] for name in runs)
+
+
+@FRAMEWORK
+def test_the_gains_and_the_processor_are_named(
+    trained: argparse.Namespace, parts: Any, framework: str
+) -> None:
+    found = getattr(trained, framework)
+    base = found.runs["fp32"]
+    for name in ("bf16", "fp16"):
+        run = found.runs[name]
+        speed = run["tokens_per_second"] / base["tokens_per_second"]
+        assert (
+            f"{name}: {speed:.2f} times the tokens/s of fp32, "
+            f"{run['saved'] / base['saved']:.2f} times the bytes saved for backward\n"
+        ) in found.out
+    assert parts.job.speed_of_bfloat16() in found.out
+
+
+@pytest.mark.parametrize(
+    ("features", "sizes", "said"),
+    [
+        ({"avx2", "avx512_bf16"}, "LARGE", "has instructions for bfloat16 products: avx512_bf16."),
+        ({"avx2"}, "SHORT", "to save memory, but no time. On processors that have them"),
+        (None, "SHORT", "is not known: this system does not list CPU features."),
+    ],
+)  # fmt: skip
+def test_the_processor_decides_how_much_is_trained(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, features: Any, sizes: str, said: str
+) -> None:
+    monkeypatch.setattr(parts.job.doctor, "processor", lambda: ("a CPU", features))
+    assert parts.job.default_sizes() == getattr(parts.job, sizes)
+    assert said in parts.job.speed_of_bfloat16()
 
 
 def test_the_example_shows_and_saves_what_the_torch_one_does(trained: argparse.Namespace) -> None:
@@ -205,6 +243,7 @@ def test_the_comparison_shows_both_side_by_side(
             *(cell for pair in pairs for cell in ("-", above(*(one["loss"] for one in pair)))),
         ],
         ["tokens/s", *(f"{one['tokens_per_second']:,.0f}" for one in flat)],
+        ["saved, MiB", *(f"{one['saved'] / 2**20:,.2f}" for one in flat)],
         ["memory, MiB", *(f"{one['peak_memory'] / 2**20:,.2f}" for one in flat)],
         ["steps skipped", *(str(len(one["skipped"])) for one in flat)],
         ["final scale", *"----", *(f"2^{math.log2(one['scale'][-1]):g}" for one in pairs[2])],
@@ -258,7 +297,8 @@ def test_the_table_shows_what_the_file_says(trained: argparse.Namespace) -> None
             f"{one['loss']:.4f}",
             "-" if name == "fp32" else f"{100 * (one['loss'] / base - 1):+z.2f} %",
             f"{one['tokens_per_second']:,.0f}",
-            f"{one['peak_memory'] / 2**20:.2f} MiB",
+            f"{one['saved'] / 2**20:.2f}",
+            f"{one['peak_memory'] / 2**20:.2f}",
             str(len(one["skipped"])),
             f"2^{math.log2(one['scale'][-1]):g}" if name == "fp16" else "-",
         ]

@@ -16,7 +16,7 @@ from tests import STRICT
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-TINY = "--steps 60 --width 16 --heads 2 --layers 1 --context 32 --batch 8".split()
+TINY = "--steps 60 --width 16 --heads 2 --layers 1 --context 32 --batch 8 --lr 0.01".split()
 
 SETTINGS = {
     "PYTHONPATH": str(ROOT),

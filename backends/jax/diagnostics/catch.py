@@ -6,7 +6,6 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
                 let `locate` look at it
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
@@ -22,7 +21,7 @@ from polymp.backends.jax.diagnostics.loss_checks import LossChecks, Means
 from polymp.backends.jax.diagnostics.recorded_calls import Leaves, Made, RecordedCalls, donated
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.bad_step import BadStep, FunctionStep, checked_arguments, in_a_row
+from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
@@ -93,25 +92,12 @@ def catch(
     return Catch(step, every, on_bad == "raise", jump)
 
 
-class Catch(FunctionStep, Generic[P, R]):
-    """A training step that `catch` has wrapped.
-
-    Args:
-        step: the function.
-        every: as in `catch`.
-        raises: whether a bad step raises.
-        jump: as in `catch`.
-
-    Attributes:
-        step: the number of calls so far, which is the number of the next step.
-        reports: a `BadStep` for each bad step so far.
-    """
+class Catch(CaughtStep, Generic[P, R]):
+    """A `CaughtStep` of JAX."""
 
     def __init__(self, step: Callable[P, R], every: int, raises: bool, jump: float | None) -> None:
-        functools.update_wrapper(self, step, updated=())
-        self.step: int = 0
-        self.reports: list[BadStep] = []
-        self._fn, self._every, self._raises, self._jump = step, every, raises, jump
+        super().__init__(step, every, raises, jump)
+        self._fn = step
         self._recorded = RecordedCalls()
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
@@ -137,7 +123,7 @@ class Catch(FunctionStep, Generic[P, R]):
             CatchWarning: likewise, if `on_bad` is "report".
         """
         given, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in given):
+        if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, given))):
             raise TypeError(
                 "the step of catch was called by code that is traced, where there are no values. "
                 "Write catch(jax.jit(step)), and call it outside of jit."

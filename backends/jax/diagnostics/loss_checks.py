@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from polymp.backends.jax import compat
 
@@ -78,6 +79,8 @@ class LossChecks:
         return ""
 
     def _is_bad(self, at: int, loss: Any) -> jax.Array:
+        if self._jump == math.inf:
+            return _not_finite(loss)
         mean = self.means.get(at, _Mean())
         jump = self._jump if mean.seen >= _WARM_UP else math.inf
         bad: jax.Array
@@ -88,8 +91,14 @@ class LossChecks:
     def _arrived(self, *, wait: bool) -> bool:
         found = False
         while self._arriving and (wait or compat.is_ready(self._arriving[0])):
-            found = bool(self._arriving.popleft()) or found
+            found = bool(np.asarray(self._arriving.popleft())) or found  # faster than jax's bool
         return found
+
+
+@jax.jit
+def _not_finite(loss: Any) -> jax.Array:
+    """Return whether a loss is Inf or NaN, bool []."""
+    return ~jnp.isfinite(loss).reshape(())
 
 
 @jax.jit

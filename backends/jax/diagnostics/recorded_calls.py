@@ -39,8 +39,7 @@ class Call(NamedTuple):
     @property
     def fed(self) -> dict[int, int]:
         """For each place in the results before that came back, its place in the arguments."""
-        made = ((leaf.at, i) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Made))
-        return dict(made)
+        return {leaf.at: i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Made)}
 
 
 class Run(NamedTuple):
@@ -69,7 +68,8 @@ class RecordedCalls:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self._start: Leaves = []
-        self._results: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._results: dict[int, tuple[Made, weakref.ref[Any]]] = {}
+        self._places: list[Made] = []
 
     def restart(self, leaves: Leaves) -> None:
         """Forget the calls, and copy the arguments of the next one."""
@@ -82,23 +82,23 @@ class RecordedCalls:
 
     def linked(self, leaves: Leaves) -> Leaves:
         """Return the arguments, with a `Made` for each that the last call returned."""
-        return [Made(at) if (at := self._place(leaf)) is not None else leaf for leaf in leaves]
-
-    def _place(self, leaf: object) -> int | None:
-        at, reference = self._results.get(id(leaf), (0, None))
-        return at if reference is not None and reference() is leaf else None
+        found = [self._results.get(id(leaf)) for leaf in leaves]
+        pairs = zip(leaves, found, strict=True)
+        return [leaf if it is None or it[1]() is not leaf else it[0] for leaf, it in pairs]
 
     def returned(self, leaves: Leaves) -> None:
         """Note the leaves that the call returned, and those that it may have changed in place."""
+        self._places += map(Made, range(len(self._places), len(leaves)))
+        arrays = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
         self._results = {
-            id(leaf): (at, weakref.ref(leaf))
-            for at, leaf in enumerate(leaves)
-            if isinstance(leaf, jax.Array)
+            id(leaf): (place, weakref.ref(leaf))
+            for place, leaf in zip(self._places, leaves, strict=False)
+            if type(leaf) in arrays
         }
 
     def alive(self) -> dict[int, jax.Array]:
         """Return the results of the last call that somebody still has, by place."""
-        found = {at: reference() for at, reference in self._results.values()}
+        found = {made.at: reference() for made, reference in self._results.values()}
         return {at: x for at, x in found.items() if x is not None and not x.is_deleted()}
 
     def repeated(self, step: Callable[..., object], last: Leaves | None = None) -> Iterator[Run]:

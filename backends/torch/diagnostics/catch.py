@@ -6,7 +6,6 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
                 the first bad one, and let `locate` replay it
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
@@ -26,7 +25,7 @@ from polymp.backends.torch.diagnostics.training_state import (
     weights,
 )
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.bad_step import BadStep, FunctionStep, checked_arguments, in_a_row
+from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
@@ -104,28 +103,14 @@ def catch(
     return Catch(step, every, on_bad == "raise", jump, of)
 
 
-class Catch(FunctionStep, Generic[P, R]):
-    """A training step that `catch` has wrapped.
-
-    Args:
-        step: the function.
-        every: as in `catch`.
-        raises: whether a bad step raises.
-        jump: as in `catch`.
-        of: as in `catch`.
-
-    Attributes:
-        step: the number of calls so far, which is the number of the next step.
-        reports: a `BadStep` for each bad step so far.
-    """
+class Catch(CaughtStep, Generic[P, R]):
+    """A `CaughtStep` of torch; `of` is as in `catch`."""
 
     def __init__(
         self, step: Callable[P, R], every: int, raises: bool, jump: float | None, of: object
     ) -> None:
-        functools.update_wrapper(self, step, updated=())
-        self.step: int = 0
-        self.reports: list[BadStep] = []
-        self._fn, self._every, self._raises, self._jump, self._of = step, every, raises, jump, of
+        super().__init__(step, every, raises, jump)
+        self._fn, self._of = step, of
         self._copy: StateCopy | None = None
         self._checks = StepChecks(jump)
         self._written = 0  # calls in a row between which other code wrote to the training
@@ -157,7 +142,7 @@ class Catch(FunctionStep, Generic[P, R]):
 
         with step_checks.stepping(None if copy.objects.scaled else look):
             result = self._fn(*args, **kwargs)
-        copy.left = versions_of(copy.named)
+        copy.left = copy.versions()
         if self._checks.add(result, bad):
             self._stop(copy)
         return result

@@ -39,7 +39,7 @@ class StateCopy:
         state: of the objects.
         named: their tensors by name.
         calls: since then.
-        left: the versions of the tensors when the last call ended.
+        left: `versions` when the last call ended.
     """
 
     def __init__(self, objects: TrainingObjects, mean: MeanLoss) -> None:
@@ -48,15 +48,21 @@ class StateCopy:
         self.state: TrainingState = TrainingState(objects)
         self.named: dict[str, torch.Tensor] = named_tensors(objects)
         self.calls: list[Call] = []
-        self.left: tuple[int, ...] = versions_of(self.named)
+        self._versioned = [t for t in self.named.values() if not t.is_inference()]
+        self.left: list[int] = self.versions()
+
+    def versions(self) -> list[int]:
+        """Return the versions of the tensors, which every write to a tensor changes."""
+        return [t._version for t in self._versioned]
 
     def written(self) -> str:
         """Return the name of a tensor that was written since the last call ended; "" if none."""
-        now = versions_of(self.named)
+        now = self.versions()
         if now == self.left:
             return ""
-        pairs = zip(self.named, self.left, now, strict=True)
-        return next(name for name, was, version in pairs if was != version)
+        triples = zip(self._versioned, self.left, now, strict=True)
+        written = next(t for t, was, version in triples if was != version)
+        return next(name for name, t in self.named.items() if t is written)
 
 
 def versions_of(given: object) -> tuple[int, ...]:

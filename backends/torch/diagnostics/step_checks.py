@@ -151,8 +151,16 @@ def bad(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if values.numel():
             by_device.setdefault(values.device, []).append(values)
     with torch.no_grad():
-        norms = (torch._foreach_norm(many, math.inf) for many in by_device.values())
-        return [~torch.stack([n.float() for n in some]).isfinite().all() for some in norms]
+        found = [torch.stack(_extremes(many)) for many in by_device.values()]
+        return [~extremes.isfinite().all() for extremes in found]
+
+
+def _extremes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return numbers, each [], that are finite if all values of some tensors of a device are."""
+    if tensors[0].device.type == "cpu" and not any(t.is_complex() for t in tensors):
+        # torch 2.13 takes 11 times as long for these norms on CPUs, which it does not vectorise.
+        return [extreme for t in tensors for extreme in t.aminmax()]
+    return torch._foreach_norm(tensors, math.inf)
 
 
 def not_finite(named: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -273,14 +273,14 @@ def test_bytes_saved_by_a_block_of_a_llama():
 
 
 def example():
-    """The example's module, its arguments, and its text."""
+    """The example's module, its arguments for the small model, and its text."""
     sys.path.insert(0, EXAMPLES)
     try:
         import job
         import train_jax
     finally:
         sys.path.remove(EXAMPLES)
-    args = job.arguments(job.parser("train_jax.py", ""), ["--quiet"])
+    args = job.arguments(job.parser("train_jax.py", "", job.SMALL), ["--quiet"])
     return train_jax, args, job.read(args.text, args.context), job
 
 
@@ -321,7 +321,6 @@ def test_a_small_model_trains_as_in_bfloat16(name):
 @pytest.mark.long
 def test_the_example_trains_as_in_bfloat16():
     train_jax, args, text, _ = example()
-    args.steps = 1000
     own, losses = train_jax.autocast, {}
     for name in ("bfloat16", *NAMES):
         chosen = None if name == "bfloat16" else policy(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from functools import cache
 from typing import Any
@@ -291,21 +290,6 @@ def test_it_is_not_called_in_traced_code() -> None:
     )
 
 
-def test_a_method_that_is_wrapped_in_its_class() -> None:
-    class Wrapped:
-        @catch
-        def step(self, x: Any) -> Any:
-            return x
-
-    assert Wrapped.step.reports == []
-    with pytest.raises(TypeError) as raised:
-        Wrapped().step(1.0)
-    assert str(raised.value) == (
-        "catch wraps a function, or the method of one object, and Wrapped.step was wrapped in its "
-        "class. Remove the decorator, and write in __init__: self.step = catch(self.step)"
-    )
-
-
 def test_an_iterator_that_has_ended() -> None:
     batches = iter([1.0, 1.0, math.nan])
     inner = jax.jit(lambda w, x: (w + x, (w * x).sum()))
@@ -323,10 +307,3 @@ def test_a_decorator_with_arguments() -> None:
     with pytest.raises(BadStepError, match="step 1: the loss is NaN"):
         step(jnp.full((), math.nan))
     assert step.__name__ == "step"
-
-
-@pytest.mark.parametrize("every", [0, -1, True])
-def test_wrong_arguments(every: Any) -> None:
-    message = f"catch(every=...) is a number of steps, a positive int, got {every!r}"
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        catch(print, every=every)

@@ -99,7 +99,7 @@ def on_device(module: nn.Module, device: str) -> nn.Module:
 
 
 class Sizes(NamedTuple):
-    """Of the example, as it is without arguments."""
+    """Of the example's small model."""
 
     batch: int
     context: int
@@ -110,7 +110,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(job: Any) -> Sizes:
-    args = job.arguments(job.parser("train_torch.py", ""), [])
+    args = job.arguments(job.parser("train_torch.py", "", job.SMALL), [])
     return Sizes(args.batch, args.context, args.width, args.layers, args.heads)
 
 

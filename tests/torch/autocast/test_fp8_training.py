@@ -1,4 +1,4 @@
-"""The example's model, trained with products in 8 bits, against bfloat16."""
+"""The example's small model, trained with products in 8 bits, against bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained(policy: Any) -> tuple[float, nn.Module, torch.Tensor]:
     """The held-out loss after the example's training, its model, and a batch."""
     with examples.modules("train_torch", "job") as found:
         job, script = found.job, found.train_torch
-        flags = job.parser("train_torch.py", "")
+        flags = job.parser("train_torch.py", "", job.SMALL)
         args = job.arguments(flags, ["--steps", str(STEPS)])
         text = job.read(None, args.context)
         model = script.first_model(text, args)

@@ -141,7 +141,8 @@ def one_thread() -> Iterator[None]:
 def losses(parts: Any, policy: str | None, steps: int) -> tuple[float, float]:
     """Held-out losses of the example, before and after, with attention written out."""
     args = parts.job.arguments(
-        parts.job.parser("train_torch.py", ""), [*TINY, "--steps", str(steps), "--quiet"]
+        parts.job.parser("train_torch.py", "", parts.job.SMALL),
+        [*TINY, "--steps", str(steps), "--quiet"],
     )
     text = parts.job.read(None, args.context)
     parts.train_torch.autocast = (

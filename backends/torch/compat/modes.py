@@ -16,6 +16,15 @@ class OpMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: `__torch_dispatch__` stays as it is.
+
+        torch wraps it in `torch._disable_dynamo`, which at each op takes as long as the mode does.
+        Under a mode dynamo compiles nothing anyhow. Since torch 2.6.
+        """
+        return False
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -83,9 +92,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     since torch 1.11 and 1.5.
     """
     kind = type(tensor)
+    if kind is torch.Tensor:
+        return True
     free = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     silent = kind.__torch_function__ is torch._C._disabled_torch_function_impl
-    return kind is torch.Tensor or (free and silent)
+    return free and silent
 
 
 def unwrapped_first(types: Sequence[type]) -> bool:
@@ -101,7 +112,7 @@ def unwrapped_first(types: Sequence[type]) -> bool:
     Returns:
         True if the mode has to return NotImplemented.
     """
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+    return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def in_transform(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@
         for x, y in batches: step(x, y)
     print(a); a.plot("audit.png"); print(a.suggest())
 
-`ValueTracer` measures; here its measurements become the records of an `Audit`.
+`MagnitudeTracer` measures; here its measurements become the records of an `Audit`.
 """
 
 import reprlib
@@ -15,9 +15,9 @@ from typing import Any
 import torch.nn as nn
 
 from polymp import progress
+from polymp.backends.torch.diagnostics.magnitude_tracer import MagnitudeTracer, Site
 from polymp.backends.torch.diagnostics.measure import Bins
 from polymp.backends.torch.diagnostics.own_ops import Own
-from polymp.backends.torch.diagnostics.value_tracer import Site, ValueTracer
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD
@@ -66,7 +66,7 @@ def audit(model: nn.Module | None = None, scaler: object = None) -> Iterator[Aud
             f"audit(model, scaler) needs the loss scaler in use, a GradScaler, got {scaler!r}."
         )
     found = Audit()
-    tracer = ValueTracer(model, scaler)
+    tracer = MagnitudeTracer(model, scaler)
     try:
         with tracer:
             yield found
@@ -75,7 +75,7 @@ def audit(model: nn.Module | None = None, scaler: object = None) -> Iterator[Aud
             _fill(found, tracer)
 
 
-def _fill(audit: Audit, tracer: ValueTracer) -> None:
+def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
     """Read what was measured into an audit. Waits for the device."""
     scales = [float(s) for s in tracer.scales]
     audit.scale = scales[-1]

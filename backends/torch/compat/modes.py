@@ -1,11 +1,14 @@
 """Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from polymp.backends.torch.compat.dynamo import no_frame
 
 __all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
 
@@ -18,13 +21,14 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: `__torch_dispatch__` stays as it is.
+        """Return False, so that torch leaves `__torch_dispatch__` as it is. Since torch 2.6.
 
-        torch wraps it in `torch._disable_dynamo`, which at each op takes as long as the mode does.
-        Under a mode dynamo compiles nothing anyhow. Since torch 2.6.
+        torch would wrap it in `torch._disable_dynamo`, which takes 7 us more at each op than
+        `no_frame` and does the same.
         """
         return False
 
+    @partial(no_frame, inside=True)
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,

@@ -1,4 +1,4 @@
-"""The cost of `explain`, `audit` and `catch` of a training step, beside the step.
+"""The cost of `explain`, `audit`, `locate` and `catch` of a training step, beside the step.
 
 In JAX nothing runs for `explain`: it traces the example's loss and gradient, and reads what it
 finds off the trace; the base is `jax.make_jaxpr` of the same function. In torch the step runs; the
@@ -6,8 +6,11 @@ base is the step without anybody looking.
 
 `audit` is of the example's whole training steps, with its optimizer and scaler, in processor time
 on one core: of a step inside the block in torch, of a call in JAX, with its twin compiled. What it
-takes to enter the block, and to read all when it ends, is a row of its own. The sizes are those
-that the example has on this machine; the record has them. `make bench` runs it.
+takes to enter the block, and to read all when it ends, is a row of its own. In torch the same is
+measured of a 24-layer BERT, and `locate` where nothing is wrong; beside them is a mode that sees
+every op and does nothing. In JAX the first calls of `audit` and `locate`, which compile, are
+compared with the first call of the step. The sizes are those that the example has on this machine;
+the record has them. `make bench` runs it.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import optax
 import torch
 from flax import nnx
 from pairing import Row, Timed, machine, measure, missed, row, save, show, timed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polymp
 import polymp.jax
@@ -35,7 +39,10 @@ import train_jax
 import train_torch
 
 BAR = 2.0  # explain in JAX, against make_jaxpr
-AUDIT_BAR = 3.0
+AUDIT_BAR = {"torch": 2.0, "JAX": 2.5}
+BERT_BAR = 3.0  # audit
+LOCATE_BAR = 8.0  # of the same BERT
+FIRST_BAR = 3.0  # audit and locate in JAX, against a first step
 CATCH_BAR = 1.03
 EVERY = 100  # steps from one copy of `catch` to the next
 STEPS = 4  # in a block
@@ -120,9 +127,58 @@ def training_in_torch(name: str) -> Training:
     return model, scaler, step
 
 
-def audited_in_torch(name: str) -> dict[str, Timed]:
-    """A step of the example's training: alone, in an audit of several, and by the whole of it."""
-    model, scaler, step = training_in_torch(name)
+def bert() -> Training:
+    """A BERT of 24 narrow layers, no scaler, and a training step in bfloat16."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=24, num_attention_heads=4,
+        intermediate_size=256,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = polymp.torch.GradScaler("cpu", enabled=False)
+    ids, labels = torch.randint(512, (4, 32)), torch.randint(2, (4,))
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        with polymp.torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, scaler, step
+
+
+class Nothing(TorchDispatchMode):
+    """Sees every op, and does nothing: the least that an audit of all ops can cost."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op."""
+        return op(*args, **(kwargs or {}))
+
+
+def seen_in_torch(training: Training) -> dict[str, Timed]:
+    """A training step: alone, with a mode that does nothing, and replayed by `locate`."""
+    model, _, step = training
+
+    def watched() -> None:
+        with Nothing():
+            step()
+
+    programs: dict[str, Program] = {
+        "step": step,
+        "nothing": watched,
+        "locate": lambda: polymp.torch.locate(step, model=model),
+    }
+    return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
+
+
+def audited_in_torch(training: Training) -> dict[str, Timed]:
+    """A training step: alone, in an audit of several, and by the whole of it."""
+    model, scaler, step = training
 
     def steps() -> float:
         start = time.process_time()
@@ -212,12 +268,49 @@ def audited_in_jax(name: str) -> dict[str, Timed]:
 def audits(rounds: int) -> Iterator[Row]:
     """Audited steps beside plain ones, in each dtype."""
     for name in DTYPES:
-        base, inside, whole = measure(audited_in_torch(name), rounds).values()
-        yield row(f"audit, torch, {name}: step / plain step", base, inside, AUDIT_BAR)
+        base, inside, whole = measure(audited_in_torch(training_in_torch(name)), rounds).values()
+        yield row(f"audit, torch, {name}: step / plain step", base, inside, AUDIT_BAR["torch"])
         yield row(f"audit, torch, {name}: {STEPS} steps, entered and read / plain", base, whole)
     for name in DTYPES:
         base, inside = measure(audited_in_jax(name), rounds).values()
-        yield row(f"audit, JAX, {name}: call / plain step", base, inside, AUDIT_BAR)
+        yield row(f"audit, JAX, {name}: call / plain step", base, inside, AUDIT_BAR["JAX"])
+
+
+def of_bert(rounds: int) -> Iterator[Row]:
+    """A 24-layer BERT in torch: audited, seen by a mode that does nothing, and located."""
+    training = bert()
+    base, inside, whole = measure(audited_in_torch(training), rounds, warm=1).values()
+    yield row("audit, torch, 24-layer BERT: step / plain step", base, inside, BERT_BAR)
+    yield row(f"audit, torch, 24-layer BERT: {STEPS} steps, entered and read / plain", base, whole)
+    base, nothing, located = measure(seen_in_torch(training), rounds, warm=1).values()
+    yield row("a mode that does nothing, torch, 24-layer BERT: step / plain step", base, nothing)
+    yield row("locate, torch, 24-layer BERT, nothing wrong / step", base, located, LOCATE_BAR)
+
+
+def first_calls(rounds: int) -> Iterator[Row]:
+    """The first calls of the step, of its audit and of `locate` in JAX, each of a new function."""
+
+    def first(call: Callable[..., Any]) -> Timed:
+        def once() -> float:
+            step, given = training_in_jax("bf16")
+            return timed(
+                lambda: jax.block_until_ready(call(step, given)), clock=time.process_time
+            )()
+
+        return once
+
+    def audited(step: Any, given: Any) -> Any:
+        audit = polymp.jax.audit(step)
+        return audit(*given), audit._measured[0][1]
+
+    programs = {
+        "step": first(lambda step, given: step(*given)),
+        "audit": first(audited),
+        "locate": first(lambda step, given: polymp.jax.locate(step, *given)),
+    }
+    base, *others = measure(programs, rounds, warm=0).values()
+    for name, found in zip(("audit", "locate"), others, strict=True):
+        yield row(f"{name}, JAX, bf16: first call / first step", base, found, FIRST_BAR)
 
 
 def catches(rounds: int) -> Iterator[Row]:
@@ -256,8 +349,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in (torch.bfloat16, torch.float16)
     ]
     rows += audits(args.rounds)
+    rows += of_bert(max(args.rounds // 4, 1))
+    rows += first_calls(max(args.rounds // 10, 1))
     rows += catches(max(args.rounds // 5, 1))
-    title = "explain, audit and catch, compared with the training step that they examine"
+    title = "explain, audit, locate and catch, compared with the training step that they examine"
     show(title, rows)
     print(f"Bars missed: {', '.join(missed(rows)) or 'none'}.")
     record = {

@@ -33,7 +33,7 @@ from polymp.backends.jax.diagnostics.measured_call import (
 from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
-from polymp.backends.jax.diagnostics.written_weights import Sampled, lost, written
+from polymp.backends.jax.diagnostics.written_weights import Sampled, Written, lost, written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics import parameter_names
@@ -45,8 +45,8 @@ from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_e
 from polymp.fp8.recipes import RECIPES, recipe_of
 from polymp.rules import policy_files
 
-# A call, the facts of its run, and the scale of its gradients.
-_Measurement = tuple[MeasuredCall, object, "jax.Array | float"]
+# A call, the packed facts of its run, and the scale of its gradients.
+_Measurement = tuple[MeasuredCall, dict[str, jax.Array], "jax.Array | float"]
 
 
 class Audited:
@@ -66,6 +66,7 @@ class Audited:
         self._fp8 = fp8
         self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
         self._programs: dict[Hashable, MeasuredCall] = {}
+        self._weights: dict[Hashable, list[Written]] = {}
         self._measured: list[_Measurement] = []
         self._written: list[tuple[int, Sampled]] = []  # with the number of the call
         self._read: tuple[int, Audit] | None = None
@@ -96,14 +97,17 @@ class Audited:
             arrays = self._programs[key].traced.arrays
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
-                facts = self._programs[key].run(arrays)
+                facts = self._programs[key].packed.run(arrays)
         else:
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
-            facts = self._programs[key].run(arrays)
+            facts = self._programs[key].packed.run(arrays)
         program = self._programs[key]
         self._measured.append((program, facts, _scale_of((args, kwargs))))
-        weights = [] if is_kept((args, kwargs)) else written(program, arrays)
+        if key not in self._weights:  # the twin was run
+            kept = is_kept((args, kwargs))
+            self._weights[key] = [] if kept else written(program, arrays)
+        weights = self._weights[key]
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
         result = self.fn(*args, **kwargs)
         if weights:
@@ -218,8 +222,10 @@ def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled
     audit.steps = len(measured)
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
-    for program, facts, scale in measured:
-        facts, peaks = jax.device_get(facts)
+    read: list[Sequence[Facts]] = []
+    for program, packed, scale in measured:
+        facts, peaks = program.packed.read(packed)
+        read.append(facts)
         audit.scale = float(np.asarray(scale))
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         handed = parameter_names.short(_handed(program), forward)
@@ -236,9 +242,9 @@ def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled
     audit.gradients = [_together(many) for many in gradients.values()]
     samples = []
     for number, sample in weights:
-        program, facts, _ = measured[number]
+        program = measured[number][0]
         events = {name: event for event, many in _handed(program).items() for name in many}
-        samples.append((sample, jax.device_get(facts)[0], events, program.traced.results))
+        samples.append((sample, read[number], events, program.traced.results))
     audit.lost_updates = lost(samples)
     return audit
 

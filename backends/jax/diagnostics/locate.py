@@ -61,7 +61,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     program = measured(fn, args, kwargs, once=True)
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
-        facts, peaks = jax.device_get(program.run(program.traced.arrays))
+        facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
         found = blamed(program, facts, peaks)
         if found is None:
             return None

@@ -10,6 +10,7 @@ from polymp.backends.jax.compat.programs import Atom
 from polymp.backends.jax.diagnostics.call_site import is_update, source
 from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measures import is_measured
+from polymp.backends.jax.diagnostics.packed import Packed
 from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
@@ -25,14 +26,14 @@ class MeasuredCall(NamedTuple):
         calls: its calls; by their numbers.
         of_event: the number of the call that an equation is part of, by (parent, id).
         twin: what is run, once it was traced.
-        run: the twin, compiled.
+        packed: the twin, compiled; its results are those of `Twin.run`.
     """
 
     traced: Traced
     calls: list[Call]
     of_event: dict[tuple[tuple[int, ...], int], int]
     twin: Twin
-    run: Callable[..., object]
+    packed: Packed
 
 
 def measured(
@@ -69,8 +70,8 @@ def measured(
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
     twin = Twin(found.closed, ends, places, samples=not once)
-    run = jax.jit(twin.run, compiler_options=quick_options(found.arrays) if once else None)
-    return MeasuredCall(found, calls, of_event, twin, run)
+    packed = Packed(twin.run, quick_options(found.arrays) if once else None)
+    return MeasuredCall(found, calls, of_event, twin, packed)
 
 
 def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:

@@ -202,6 +202,7 @@ _SILENT = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
+@functools.cache  # asked of every op that runs
 def writes(op: torch._ops.OpOverload) -> bool:
     """Return whether an op writes into its arguments. `is_mutable` since torch 1.12."""
     return bool(op._schema.is_mutable) or op.overloadpacket.__name__ in _SILENT

@@ -1,17 +1,20 @@
 """torch.distributed: ops and modules that talk to other ranks, and their process groups."""
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 
+@cache
 def talks(op: torch._ops.OpOverload) -> bool:
     """Return whether an op talks to other ranks. Their namespaces: since torch 2.0 and 2.1."""
     return op.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
+@cache  # asked of every op that runs
 def receives(op: torch._ops.OpOverload) -> bool:
     """Return whether other ranks write an op's results: they are not there when it returns.
 

@@ -1,11 +1,14 @@
 """Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from polymp.backends.torch.compat.dynamo import no_frame
 
 __all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
 
@@ -22,6 +25,16 @@ class OpMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch leaves `__torch_dispatch__` as it is. Since torch 2.6.
+
+        torch would wrap it in `torch._disable_dynamo`, which takes 7 us more at each op than
+        `no_frame` and does the same.
+        """
+        return False
+
+    @partial(no_frame, inside=True)
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.op(func, types, args, dict(kwargs or {}))
 
@@ -83,9 +96,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     since torch 1.11 and 1.5.
     """
     kind = type(tensor)
+    if kind is torch.Tensor:
+        return True
     free = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     silent = kind.__torch_function__ is torch._C._disabled_torch_function_impl
-    return kind is torch.Tensor or (free and silent)
+    return free and silent
 
 
 # For `__torch_function__` of a class of tensors: its functions are those of torch.Tensor, and only
@@ -116,7 +131,7 @@ def unwrapped_first(types: Sequence[type]) -> bool:
     Returns:
         True if the mode has to return NotImplemented.
     """
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+    return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def in_transform(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -22,6 +23,4 @@ def storage_reference(tensor: torch.Tensor) -> Any:
 
     `StorageWeakRef` since torch 1.0.
     """
-    from torch.multiprocessing.reductions import StorageWeakRef
-
     return StorageWeakRef(tensor.untyped_storage())

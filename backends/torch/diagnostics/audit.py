@@ -4,7 +4,7 @@
         for x, y in batches: step(x, y)
     print(a); a.plot("audit.png"); print(a.suggest())
 
-`ValueTracer` measures; here its measurements become the records of an `Audit`.
+`MagnitudeTracer` measures; here its measurements become the records of an `Audit`.
 """
 
 import reprlib
@@ -16,9 +16,9 @@ import torch.nn as nn
 
 from polymp import progress
 from polymp.backends.torch.diagnostics.fp8_losses import Fp8Tracer
+from polymp.backends.torch.diagnostics.magnitude_tracer import MagnitudeTracer, Site
 from polymp.backends.torch.diagnostics.measure import Bins
 from polymp.backends.torch.diagnostics.own_ops import Own
-from polymp.backends.torch.diagnostics.value_tracer import Site, ValueTracer
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD
@@ -76,7 +76,7 @@ def audit(
             f"audit(model, scaler) needs the loss scaler in use, a GradScaler, got {scaler!r}."
         )
     found = Audit()
-    tracer = ValueTracer(model, scaler)
+    tracer = MagnitudeTracer(model, scaler)
     if fp8 is not None:
         found.fp8 = recipe_of(fp8, "audit()").name
         tracer = Fp8Tracer(found.fp8, model, scaler)
@@ -88,7 +88,7 @@ def audit(
             _fill(found, tracer)
 
 
-def _fill(audit: Audit, tracer: ValueTracer) -> None:
+def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
     """Read what was measured into an audit. Waits for the device."""
     scales = [float(s) for s in tracer.scales]
     audit.scale = scales[-1]

@@ -63,14 +63,16 @@ class CallSites:
 
     def here(self, frame: FrameType | None) -> CallSite:
         """Return the call site of a frame, from it and the frames that called it."""
-        running: list[nn.Module] = []
-        source, recomputed, updating = "", False, False
+        path: str | None = None
+        module: nn.Module | None = None
+        source, recomputed, updating, start = "", False, False, frame
         while frame is not None:
             code = frame.f_code
             if code is nn_modules.MODULE_CALL:
-                running.append(frame.f_locals["self"])
-            else:
-                kind = _kind(code.co_filename)
+                if path is None:
+                    module = frame.f_locals["self"]  # makes a dict: costly
+                    path = self._paths.get(id(module))
+            elif (kind := _kind(code.co_filename)) != "library":
                 if kind == "user":
                     source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
                 elif kind == "checkpoint":
@@ -80,17 +82,10 @@ class CallSites:
                 elif kind == "engine":
                     break  # ops of a backward pass are not at the line that called backward()
             frame = frame.f_back
-        return CallSite(self._path(running), source, recomputed, updating)
-
-    def _path(self, running: list[nn.Module]) -> str:
-        for again in (False, True):
-            for module in running:
-                if id(module) in self._paths:
-                    return self._paths[id(module)]
-            if self._settled or again or not running:
-                break
-            self._learn(running[-1])
-        return ""
+        if path is None and module is not None and not self._settled:
+            self._learn(module)  # the outermost one that runs
+            return self.here(start)
+        return CallSite(path or "", source, recomputed, updating)
 
 
 def exchange(frame: FrameType | None) -> str:
@@ -98,9 +93,12 @@ def exchange(frame: FrameType | None) -> str:
 
     Casts that FSDP makes to send parameters and gradients run in its own functions, from hooks.
     """
-    while frame is not None and _kind(frame.f_code.co_filename) in ("library", "fsdp"):
-        if _kind(frame.f_code.co_filename) == "fsdp" and frame.f_code.co_name in _SENDS:
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "fsdp" and frame.f_code.co_name in _SENDS:
             return _SENDS[frame.f_code.co_name]
+        if kind not in ("library", "fsdp"):
+            break
         frame = frame.f_back
     return ""
 

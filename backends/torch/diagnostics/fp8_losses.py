@@ -13,9 +13,9 @@ import torch.nn as nn
 
 from polymp.backends.torch.autocast import fp8_ops
 from polymp.backends.torch.autocast.fp8_operand import VERBS
+from polymp.backends.torch.diagnostics.magnitude_tracer import MagnitudeTracer
 from polymp.backends.torch.diagnostics.op_call import OpCall
 from polymp.backends.torch.diagnostics.own_ops import Own
-from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.fp8_loss import Fp8Loss, Measurement, losses
 from polymp.fp8 import loss
@@ -34,12 +34,12 @@ from polymp.rules.row import Rule
 _SUMMED = {RESULT: (1, 1), INPUT_GRADIENT: (1, 0), WEIGHT_GRADIENT: (0, 0)}
 
 
-class Fp8Tracer(ValueTracer):
-    """A tracer of values that also measures what products would lose in 8 bits.
+class Fp8Tracer(MagnitudeTracer):
+    """A tracer of magnitudes that also measures what products would lose in 8 bits.
 
     Args:
         recipe: its name.
-        model: as in `ValueTracer`.
+        model: as in `MagnitudeTracer`.
         scaler: likewise.
 
     Attributes:

@@ -1,6 +1,6 @@
 """`locate`: replay a step that broke, and name the op that broke it.
 
-The step runs once more under a tracer that measures the inputs of every op, too. Afterwards the
+The step runs once more under a tracer that measures the inputs of ops, too. Afterwards the
 tensors that it wrote get their old values back, so that training can go on.
 """
 
@@ -18,7 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
-from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
+from polymp.backends.torch.diagnostics import own_ops
+from polymp.backends.torch.diagnostics.op_kinds import tensors
+from polymp.backends.torch.diagnostics.operand_tracer import OperandTracer
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.scaler.properties import PARTS
 from polymp.diagnostics.audit_records import Fault
@@ -70,7 +72,7 @@ def locate(
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    tracer = ValueTracer(model, operands=True)
+    tracer = OperandTracer(model)
     with _put_back():
         try:
             with tracer:
@@ -96,10 +98,12 @@ class _Undo(modes.OpMode):
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = tensors((args, kwargs))
         for t in given:
             if t.is_leaf and t.requires_grad:
                 self.grads.setdefault(id(t), (t, t.grad))
+        if own_ops.running():  # after the above: a tracer reads parameters before the step does
+            return func(*args, **kwargs)
         if modes.unwrapped_first(types):
             return NotImplemented
         if distributed.talks(func):
@@ -111,10 +115,8 @@ class _Undo(modes.OpMode):
                     memory = t.untyped_storage()
                     self.written[key] = memory, _bytes(memory).clone()
         result = func(*args, **kwargs)
-        before = {storage.storage_key(t) for t in given}
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and storage.storage_key(t) not in before:
-                self.made.add(storage.storage_key(t))
+        results = {storage.storage_key(t) for t in tensors(result)}
+        self.made |= results - {storage.storage_key(t) for t in given}
         return result
 
     def put_back(self) -> None:
@@ -188,11 +190,19 @@ class _Meeting:
 def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the attributes of all loss scalers of the process, each with a copy of them."""
     found = []
-    for it in gc.get_objects():
-        if issubclass(type(it), _SCALERS):
-            own = vars(it)
-            found.append((own, {name: _copied(value) for name, value in own.items()}))
+    kinds = {*_SCALERS}
+    for kind in _SCALERS:
+        kinds |= _below(kind)
+    for it in [it for it in gc.get_objects() if type(it) in kinds]:
+        own = vars(it)
+        found.append((own, {name: _copied(value) for name, value in own.items()}))
     return found
+
+
+def _below(kind: type) -> set[type]:
+    """Return all subclasses of a class."""
+    direct = kind.__subclasses__()
+    return {*direct}.union(*map(_below, direct))
 
 
 _SCALERS = (torch.amp.GradScaler, GradScaler, *PARTS)

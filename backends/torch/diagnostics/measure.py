@@ -5,7 +5,6 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +30,15 @@ def measurable(t: Any) -> bool:
     """Return whether an object is a float tensor that has values in memory."""
     return (
         isinstance(t, torch.Tensor)
-        and t.is_floating_point()
+        and t.dtype in _MEASURED
         and t.layout is torch.strided
-        and dtype_names.NAMES[t.dtype] in FORMATS
         and t.numel() > 0
-        and t.device.type != "meta"
+        and not t.is_meta
         and modes.is_plain(t)
     )
+
+
+_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS)
 
 
 def range_of(t: torch.Tensor) -> Range:
@@ -104,23 +105,90 @@ def sample(t: torch.Tensor) -> torch.Tensor:
     return flat if flat.numel() <= SAMPLE else flat[:: -(-flat.numel() // SAMPLE)]
 
 
+class BinTable:
+    """Counts of magnitudes by their bins, in a row for each that asks for one.
+
+    Samples wait until there are many, and are counted together: an op on one of them takes longer
+    to call than to compute.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows = 0
+        self._counts: torch.Tensor | None = None
+        self._samples: list[torch.Tensor] = []
+        self._of: list[int] = []  # the row of each
+
+    def new_row(self) -> int:
+        """Return the number of a row that is not used yet."""
+        self._rows += 1
+        return self._rows - 1
+
+    def add(self, row: int, t: torch.Tensor) -> int:
+        """Count the magnitudes in a sample of a measurable tensor; return how many these are."""
+        some = sample(t).to(torch.float32, copy=True)
+        self._samples.append(some)
+        self._of.append(row)
+        if len(self._of) == _TOGETHER:
+            self._count()
+        return some.numel()
+
+    def _count(self) -> None:
+        # In inference mode it would be a tensor that no op outside of it can write.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._counts is None or len(self._counts) < self._rows:
+                old, rows = self._counts, max(2 * self._rows, 256)
+                self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
+                if old is not None:
+                    self._counts[: len(old)] = old
+            bits = torch.cat(self._samples).view(torch.int32).bitwise_right_shift_(SHIFT)
+            firsts = self._sent([row * BINS for row in self._of])
+            sizes = self._sent([some.numel() for some in self._samples])
+            places = bits.bitwise_and_(BINS - 1)  # without the sign
+            places += firsts.repeat_interleave(sizes, output_size=len(bits))
+            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(bits))
+            self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
+        self._samples.clear()
+        self._of.clear()
+
+    def _sent(self, numbers: list[int]) -> torch.Tensor:
+        """Make a tensor of numbers on the device, without a wait for it."""
+        return torch.tensor(numbers, dtype=torch.int32).to(self._device, non_blocking=True)
+
+    def read(self, row: int) -> tuple[int, ...]:
+        """Return the counts in a row. Waits for the device."""
+        if self._samples:
+            self._count()
+        return (0,) * BINS if self._counts is None else tuple(self._counts[row].tolist())
+
+
+# Samples that are counted together; at most 1 MB.
+_TOGETHER = 64
+
+
 class Bins:
     """Counts of magnitudes, and of values that float16 has lost, added up over tensors.
 
     Args:
-        device: of the tensors.
+        table: that counts the magnitudes.
 
     Attributes:
         values: how many values there were.
         counted: how many of them are in the bins.
+        ranges: of the tensors.
+        lost: of those that were compared with float32.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, table: BinTable) -> None:
         self.values: int = 0
         self.counted: int = 0
         self.ranges: list[Range] = []
-        self._bins = torch.zeros(BINS, dtype=torch.int32, device=device)
         self.lost: list[Lost] = []
+        self._table = table
+        self._row = table.new_row()
 
     def add(self, t: torch.Tensor, found: Range) -> None:
         """Count a tensor's values.
@@ -130,17 +198,14 @@ class Bins:
             found: its range.
         """
         self.ranges.append(found)
-        some = sample(t)
         self.values += t.numel()
-        self.counted += some.numel()
-        places = _bins_of(some)
-        self._bins.index_add_(0, places, _ones(t.device)[: len(places)])  # bincount would wait
+        self.counted += self._table.add(self._row, t)
 
     def magnitudes(self) -> Magnitudes:
         """Return what was counted. Waits for the device."""
         ranges = numbers([x for pair in self.ranges for x in pair])
         finite = [abs(x) for x in ranges if math.isfinite(x)]
-        bins = tuple(self._bins.tolist())
+        bins = self._table.read(self._row)
         largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
         if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
@@ -157,20 +222,6 @@ class Bins:
             burst / total,
             vanished / total,
         )
-
-
-def _bins_of(t: torch.Tensor) -> torch.Tensor:
-    """Return the bin of each value; int32 of the shape of t."""
-    if t.dtype is torch.bfloat16:  # the upper half of a float32
-        places = t.view(torch.int16).to(torch.int32).bitwise_right_shift_(SHIFT - 16)
-    else:
-        places = t.to(torch.float32).view(torch.int32).bitwise_right_shift(SHIFT)
-    return places.bitwise_and_(BINS - 1)  # without the sign
-
-
-@cache
-def _ones(device: torch.device) -> torch.Tensor:
-    return torch.ones(SAMPLE, dtype=torch.int32, device=device)
 
 
 def in_float16(

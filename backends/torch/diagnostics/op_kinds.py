@@ -53,8 +53,13 @@ def name_of(overload: str, name: str) -> str:
 
 def float_tensors(tree: object) -> list[torch.Tensor]:
     """Return the float tensors in an op's arguments or results, in order."""
+    return [t for t in tensors(tree) if t.is_floating_point()]
+
+
+def tensors(tree: object) -> list[torch.Tensor]:
+    """Return the tensors in an op's arguments or results, in order."""
     found: list[torch.Tensor] = []
-    _collect(tree, found)
+    _collect((tree,), found)
     return found
 
 
@@ -67,16 +72,14 @@ def written(
     return float_tensors([named.get(place) for place in places])
 
 
-def _collect(tree: object, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
+def _collect(trees: Iterable[object], found: list[torch.Tensor]) -> None:
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
             found.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for inner in tree:
-            _collect(inner, found)
-    elif isinstance(tree, dict):
-        for inner in tree.values():
-            _collect(inner, found)
+        elif isinstance(tree, (tuple, list)):
+            _collect(tree, found)
+        elif isinstance(tree, dict):
+            _collect(tree.values(), found)
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:

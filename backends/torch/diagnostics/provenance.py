@@ -20,6 +20,7 @@ from polymp.backends.torch.diagnostics.measure import (
     numbers,
     range_of,
 )
+from polymp.backends.torch.diagnostics.own_ops import Own
 
 
 class Provenance:
@@ -27,10 +28,12 @@ class Provenance:
 
     Args:
         model: its parameters and buffers are called by their names; None for no names.
+        off: autocast's dispatch keys, for `Own`.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module | None, off: torch._C.DispatchKeySet) -> None:
         self._model = model
+        self._off = off
         # By storage, the event that wrote it last, and what keeps the key from being used again.
         self._maker: dict[int, tuple[int, Any]] = {}
         # By storage and view, a tensor that no event made.
@@ -54,8 +57,9 @@ class Provenance:
             if not measurable(t):
                 return None
             views[view] = -1 - len(self._given)
-            found = None if key in self._parameters else range_of(t)
-            self._given.append((t.detach(), found, self._updates))  # kept, and so its key
+            with Own(self._off):
+                found = None if key in self._parameters else range_of(t)
+                self._given.append((t.detach(), found, self._updates))  # kept, and so its key
         return views[view]
 
     def maker(self, t: torch.Tensor) -> int | None:

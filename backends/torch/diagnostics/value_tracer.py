@@ -1,15 +1,14 @@
-"""A tracer that measures the values of ops and gradients while a program runs.
+"""A tracer that measures the results of ops while a program runs, and where inputs come from.
 
 Every op is watched below autograd. Its result is measured on its device, in tensors that the
-program never sees; the host reads nothing before the run is over.
+program never sees.
 """
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,117 +18,96 @@ from torch.optim.optimizer import (
 )
 
 from polymp.backends.torch.autocast import dtype_names, op_facts, torch_table
-from polymp.backends.torch.compat import autograd, dispatcher, distributed, modes
-from polymp.backends.torch.diagnostics.fault import NOTHING, Event, first_fault, operand
-from polymp.backends.torch.diagnostics.measure import Bins, Lost, in_float16, measurable, range_of
+from polymp.backends.torch.compat import dispatcher, distributed, modes
+from polymp.backends.torch.diagnostics.fault import Event, first_fault
+from polymp.backends.torch.diagnostics.measure import Lost, in_float16, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.backends.torch.scaler.closure_step import closure_of
-from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.dtypes import FORMATS
-
-# At each call site, one of so many calls is compared with float32, the first among them.
-_EVERY = 16
 
 # Below half of it, a number is zero in float16.
 _TINY = FORMATS["float16"].smallest_subnormal / 2
 
 
-class Site(NamedTuple):
-    """The results of an op call site in one backward pass, or outside of them.
-
-    Attributes:
-        bins: counts of their magnitudes.
-        numbers: numbers in the program that the dtype made zero.
-    """
-
-    bins: Bins
-    numbers: set[float]
-
-
 class ValueTracer(OpTracer):
-    """A tracer that measures the results of ops.
+    """A tracer that measures the ranges of results, and follows where inputs come from.
 
     Args:
         model: its modules and parameters are called by their names in it; None to call modules by
             their paths in the outermost module that runs.
-        scaler: the loss scaler in use.
-        operands: True to measure the inputs of ops, too.
 
     Attributes:
         events: the ops that ran, in order.
-        sites: by call site and backward pass, the magnitudes of results.
-        gradients: by parameter and backward pass, the magnitudes of gradients.
-        scales: of each backward pass; the first is 1, for what runs outside of them.
-        passes: by number of the backward pass, its place in `scales`.
-        samples: of each step that updated low weights, a sample, and how many updates were lost.
         off: autocast's dispatch keys, for `Own`.
     """
 
     counts = False
-    title = "audit"
 
-    def __init__(
-        self, model: nn.Module | None = None, scaler: Any = None, operands: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
-        self._model = model
-        self._scaler = scaler
-        self._operands = operands
-        if operands:
-            self.title = "locate"
         self.events: list[Event] = []
-        self._provenance = Provenance(model)
-        self._visits: Counter[Any] = Counter()
-        self.sites: dict[tuple[Any, ...], Site] = {}
-        self.gradients: dict[tuple[str, int], Bins] = {}
-        self.scales: list[Any] = [1.0]  # of each backward pass
-        self.passes: dict[int, int] = {}
-        self._called: dict[torch.Tensor, str] = {}
-        if model is not None:
-            self._called = {p: name for name, p in model.named_parameters()}
-        self.samples: list[tuple[Sample, torch.Tensor | None]] = []
         self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
+        self._provenance = Provenance(model, self.off)
+
+    # To be overridden by tracers that measure more
+
+    def inputs(self, ran: Ran) -> list[torch.Tensor]:
+        """Return the inputs of an op that is about to run, for `noted`."""
+        return ran.reads
+
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+        """Return whether to compare an op in float16 with the same in float32."""
+        raise NotImplementedError
+
+    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> Event:
+        """Measure more of an op that has run; return the event with it.
+
+        Args:
+            event: of the op.
+            results: its measurable results; none of a cast.
+            inputs: of the op, as `inputs` returned them.
+
+        Returns:
+            The event to be kept.
+        """
+        raise NotImplementedError
 
     # What runs
 
     def before(self, ran: Ran) -> Any:
-        self._pass()
         if distributed.receives(ran.func):
             return None
-        with Own(self.off):
-            origins = self._read(ran.reads)
-            operands = self._measured(ran.reads) if self._operands else ()
-        return origins, operands
+        return self._read(ran.reads), self.inputs(ran)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
         if kept is None:
             self._received_in(ran, made)
             return
-        origins, operands = kept
-        op_call, func = ran.op_call, ran.func
+        (origins, inputs), op_call, func = kept, ran.op_call, ran.func
         results = [t for t in made if measurable(t)]
         if op_call.direction != BACKWARD:
             del results[1:]  # statistics, such as the mean beside a norm
         run = dtype_names.NAMES[results[0].dtype] if results else ""
-        lost = None
-        numbers: tuple[float, ...] = ()
+        floats = _floats(ran)
+        given = any(not math.isfinite(x) for x in floats)
+        reads = tuple((t.dtype, t.shape) for t in ran.reads)
         with Own(self.off):
             ranges = tuple(map(range_of, results))
+            event = Event(op_call, origins, ranges, run, None, (), given, reads)
             if run == "float16" and not op_call.place.updating:
-                if self._operands or self._again(op_call) % _EVERY == 0:
+                lost = None
+                if self.compares(event, results):
                     lost = in_float16(func, ran.args, ran.kwargs, results)
-                if func.overloadpacket.__name__ in op_facts.ADDING:
-                    numbers = tuple(x for x in _floats(ran) if 0 < abs(x) < _TINY)
-            given = any(not math.isfinite(x) for x in _floats(ran))
-            reads = tuple((t.dtype, t.shape) for t in ran.reads)
-            event = Event(op_call, origins, ranges, run, lost, numbers, given, reads, operands)
-            self._note(event, results)
+                adds = func.overloadpacket.__name__ in op_facts.ADDING
+                numbers = tuple(x for x in floats if adds and 0 < abs(x) < _TINY)
+                event = event._replace(lost=lost, numbers=numbers)
+            self.events.append(self.noted(event, results, inputs))
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
@@ -137,24 +115,16 @@ class ValueTracer(OpTracer):
         for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
             self._provenance.received(t)
 
-    def _again(self, op_call: OpCall) -> int:
-        """Count a call of an op at its site; return how many there were before."""
-        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
-        self._visits[site] += 1
-        return self._visits[site] - 1
-
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        self._pass()
+        origins = self._read([source])
+        run, reads = dtype_names.NAMES[result.dtype], ((source.dtype, source.shape),)
         with Own(self.off):
-            origins = self._read([source])
             fits = measurable(source) and measurable(result)
             ranges = (range_of(result),) if fits else ()
-            run = dtype_names.NAMES[result.dtype]
-            lost = Lost.of(source, result) if fits and run == "float16" else None
-            operands = self._measured([source]) if self._operands else ()
-        reads = ((source.dtype, source.shape),)
-        event = Event(op_call, origins, ranges, run, lost, (), False, reads, operands, True)
-        self.events.append(event)
+            event = Event(op_call, origins, ranges, run, None, (), False, reads, (), True)
+            if fits and run == "float16" and self.compares(event, [result]):
+                event = event._replace(lost=Lost.of(source, result))
+            self.events.append(self.noted(event, [], [source]))
         self._provenance.made(result, len(self.events) - 1)
 
     def viewed(
@@ -173,25 +143,6 @@ class ValueTracer(OpTracer):
     def _read(self, reads: list[torch.Tensor]) -> tuple[int | None, ...]:
         return tuple(map(self._provenance.origin, reads))
 
-    def _note(self, event: Event, results: list[torch.Tensor]) -> None:
-        self.events.append(event)
-        op_call = event.op_call
-        if op_call.place.updating or not results:
-            return
-        at = self._scales_at if op_call.direction == BACKWARD else 0
-        key = (
-            at, op_call.op, op_call.spelling, op_call.place, op_call.direction, op_call.region,
-            op_call.row, event.run,
-        )  # fmt: skip
-        found = self.sites.get(key)
-        if found is None:
-            found = self.sites[key] = Site(Bins(results[0].device), set())
-        for t, range in zip(results, event.ranges, strict=True):
-            found.bins.add(t, range)
-        if event.lost is not None:
-            found.bins.lost.append(event.lost)
-        found.numbers.update(event.numbers)
-
     def _written(self, ran: Ran, made: list[torch.Tensor]) -> None:
         """Note the last event as the origin of the tensors that its op made or wrote."""
         last = len(self.events) - 1
@@ -204,46 +155,10 @@ class ValueTracer(OpTracer):
                 else:
                     self._provenance.made(t, last)
 
-    def _measured(self, reads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return tuple(operand(t) if measurable(t) else NOTHING for t in reads)
-
-    # Backward passes and gradients
-
-    _scales_at = 0
-
-    def _pass(self) -> None:
-        """Note the scale of a backward pass when its first op is seen."""
-        task = autograd.backward_task()
-        if task is None:
-            return
-        if task not in self.passes:
-            scale = getattr(self._scaler, "_scale", None)
-            if isinstance(scale, torch.Tensor):  # else all passes are as one
-                self.scales.append(scale.detach().clone())
-            self.passes[task] = len(self.scales) - 1
-        self._scales_at = self.passes[task]
-
-    def _gradient(self, name: str, p: torch.Tensor) -> None:
-        if p.grad is None or not measurable(p.grad):
-            return
-        self.pause()
-        try:
-            with Own(self.off), torch.no_grad():
-                key = name, self._scales_at
-                if key not in self.gradients:
-                    self.gradients[key] = Bins(p.grad.device)
-                self.gradients[key].add(p.grad, range_of(p.grad))
-        finally:
-            self.go_on()
+    # Updates
 
     def __enter__(self) -> "ValueTracer":
         super().__enter__()
-        for name, p in self._model.named_parameters() if self._model is not None else ():
-            if p.requires_grad:
-                hook = p.register_post_accumulate_grad_hook(
-                    lambda p, name=name: self._gradient(name, p)
-                )
-                self._stack.callback(hook.remove)
         self._look_at_parameters()
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
@@ -263,19 +178,23 @@ class ValueTracer(OpTracer):
         self._closure = closure_of(args[1:], kwargs) is not None
         if not self._closure:  # the ops of an update are not the model's; those of a closure are
             self.pause()
-            with Own(self.off), torch.no_grad():
-                self._sample = Sample(optimizer, called=self._called)
+            self.updating(optimizer)
 
     def _stepped(self, *_: object) -> None:
         if self._stepper != threading.get_ident():
             return
         self._stepper = None
         if not self._closure:
-            with Own(self.off), torch.no_grad():
-                self.samples.append((self._sample, self._sample.counts()))
+            self.updated()
             self.go_on()
         self._look_at_parameters()
         self._provenance.updated()
+
+    def updating(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before an optimizer's step."""
+
+    def updated(self) -> None:
+        """Called after it."""
 
     def _look_at_parameters(self) -> None:
         self.looks_away = True

@@ -59,6 +59,30 @@ def test_a_function_mode_is_noticed():
         assert modes.are_functions_watched()
 
 
+def test_a_mode_of_ours_is_not_wrapped_and_dynamo_compiles_nothing_under_it():
+    class Seen(modes.OpMode):
+        def op(self, func, types, args, kwargs):
+            seen.append((str(func), torch._dynamo.is_compiling()))
+            return func(*args, **kwargs)
+
+    class Wrapped(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    seen, graphs = [], Count()
+    assert Wrapped._should_skip_dynamo()
+    assert hasattr(Wrapped.__torch_dispatch__, "__wrapped__"), "torch no longer wraps it"
+    assert not hasattr(Seen.__torch_dispatch__, "__wrapped__")
+    compiled = torch.compile(lambda x: x.sin() * 2, backend=graphs)
+    with Seen():
+        compiled(torch.ones(2))
+    assert [op for op, _ in seen] == ["aten.ones.default", "aten.sin.default", "aten.mul.Tensor"]
+    assert not any(compiling for _, compiling in seen)
+    assert graphs.graphs == 0
+    torch.compile(lambda x: x.sin() * 3, backend=graphs)(torch.ones(2))
+    assert graphs.graphs == 1, "it can tell"
+
+
 def test_registered_names_are_overloads():
     for name in dispatcher.registered("AutocastCPU") | dispatcher.registered("AutocastCUDA"):
         op = dispatcher.overload(name)

@@ -1,0 +1,159 @@
+"""The tracer of `audit`: it counts the magnitudes of results and gradients.
+
+The host reads nothing before the run is over.
+"""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from polymp.backends.torch.compat import autograd
+from polymp.backends.torch.diagnostics.fault import Event
+from polymp.backends.torch.diagnostics.measure import Bins, BinTable, measurable, range_of
+from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.own_ops import Own
+from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
+from polymp.backends.torch.weights.update_watch import Sample
+from polymp.diagnostics.call_record import BACKWARD
+
+# At each call site, one of so many calls is compared with float32, the first among them.
+_EVERY = 16
+
+
+class Site(NamedTuple):
+    """The results of an op call site in one backward pass, or outside of them.
+
+    Attributes:
+        bins: counts of their magnitudes.
+        numbers: numbers in the program that the dtype made zero.
+    """
+
+    bins: Bins
+    numbers: set[float]
+
+
+class MagnitudeTracer(ValueTracer):
+    """A tracer that counts the magnitudes of results and of gradients.
+
+    Args:
+        model: its modules and parameters are called by their names in it; None to call modules by
+            their paths in the outermost module that runs.
+        scaler: the loss scaler in use.
+
+    Attributes:
+        sites: by call site and backward pass, the magnitudes of results.
+        gradients: by parameter and backward pass, the magnitudes of gradients.
+        scales: of each backward pass; the first is 1, for what runs outside of them.
+        passes: by number of the backward pass, its place in `scales`.
+        samples: of each step that updated low weights, a sample, and how many updates were lost.
+    """
+
+    title = "audit"
+
+    def __init__(self, model: nn.Module | None = None, scaler: Any = None) -> None:
+        super().__init__(model)
+        self._model = model
+        self._scaler = scaler
+        self._visits: Counter[Any] = Counter()
+        self._tables: dict[torch.device, BinTable] = {}
+        self.sites: dict[tuple[Any, ...], Site] = {}
+        self.gradients: dict[tuple[str, int], Bins] = {}
+        self.scales: list[Any] = [1.0]  # of each backward pass
+        self.passes: dict[int, int] = {}
+        self._called: dict[torch.Tensor, str] = {}
+        if model is not None:
+            self._called = {p: name for name, p in model.named_parameters()}
+        self.samples: list[tuple[Sample, torch.Tensor | None]] = []
+
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+        if event.cast:
+            return True
+        op_call = event.op_call
+        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
+        self._visits[site] += 1
+        return self._visits[site] % _EVERY == 1
+
+    def before(self, ran: Ran) -> Any:
+        self._pass()
+        return super().before(ran)
+
+    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
+        self._pass()
+        super().after_cast(op_call, source, result)
+
+    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> Event:
+        op_call = event.op_call
+        if op_call.place.updating or not results:
+            return event
+        at = self._scales_at if op_call.direction == BACKWARD else 0
+        key = (
+            at, op_call.op, op_call.spelling, op_call.place, op_call.direction, op_call.region,
+            op_call.row, event.run,
+        )  # fmt: skip
+        found = self.sites.get(key)
+        if found is None:
+            found = self.sites[key] = Site(self._bins(results[0]), set())
+        for t, range in zip(results, event.ranges, strict=True):
+            found.bins.add(t, range)
+        if event.lost is not None:
+            found.bins.lost.append(event.lost)
+        found.numbers.update(event.numbers)
+        return event
+
+    def _bins(self, t: torch.Tensor) -> Bins:
+        """Return empty counts for tensors like `t`."""
+        table = self._tables.get(t.device)
+        if table is None:
+            table = self._tables[t.device] = BinTable(t.device)
+        return Bins(table)
+
+    # Backward passes and gradients
+
+    _scales_at = 0
+
+    def _pass(self) -> None:
+        """Note the scale of a backward pass when its first op is seen."""
+        task = autograd.backward_task()
+        if task is None:
+            return
+        if task not in self.passes:
+            scale = getattr(self._scaler, "_scale", None)
+            if isinstance(scale, torch.Tensor):  # else all passes are as one
+                self.scales.append(scale.detach().clone())
+            self.passes[task] = len(self.scales) - 1
+        self._scales_at = self.passes[task]
+
+    def _gradient(self, name: str, p: torch.Tensor) -> None:
+        if p.grad is None or not measurable(p.grad):
+            return
+        self.pause()
+        try:
+            with Own(self.off), torch.no_grad():
+                key = name, self._scales_at
+                if key not in self.gradients:
+                    self.gradients[key] = self._bins(p.grad)
+                self.gradients[key].add(p.grad, range_of(p.grad))
+        finally:
+            self.go_on()
+
+    def __enter__(self) -> "MagnitudeTracer":
+        super().__enter__()
+        for name, p in self._model.named_parameters() if self._model is not None else ():
+            if p.requires_grad:
+                hook = p.register_post_accumulate_grad_hook(
+                    lambda p, name=name: self._gradient(name, p)
+                )
+                self._stack.callback(hook.remove)
+        return self
+
+    # Updates
+
+    def updating(self, optimizer: torch.optim.Optimizer) -> None:
+        with Own(self.off), torch.no_grad():
+            self._sample = Sample(optimizer, called=self._called)
+
+    def updated(self) -> None:
+        with Own(self.off), torch.no_grad():
+            self.samples.append((self._sample, self._sample.counts()))

@@ -5,8 +5,8 @@
             are those of the weights' dtype. "floor": the compiled step with the same tensors, in
             which weights are cast and added, without the rounding of the mode.
     loss    the small model of examples/train_torch.py, 1,000 steps: float32 weights in a bfloat16
-            region, bfloat16 weights alone ("naive"), and every mode; each over the same seeds, in a process for
-            each core.
+            region, bfloat16 weights alone ("naive"), and every mode; each over the same seeds, in a
+            process for each core.
 
 `make bench` runs it.
 """

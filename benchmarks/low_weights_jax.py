@@ -6,9 +6,9 @@
             same arrays, in which weights are cast and added, without the rounding of the mode.
     bytes   of the jitted step's arguments, for each parameter.
     loss    the small model of examples/train_jax.py, 1,000 steps: float32 weights in a bfloat16
-            region, bfloat16 weights alone ("naive"), and every mode, over the same seeds, in a process for each
-            core; the curves are means of 50 steps, and the picture of docs/low-weights.md is drawn
-            from them, of 3 seeds.
+            region, bfloat16 weights alone ("naive"), and every mode, over the same seeds, in a
+            process for each core; the curves are means of 50 steps, and the picture of
+            docs/low-weights.md is drawn from them, of 3 seeds.
 
 `make bench` runs it.
 """

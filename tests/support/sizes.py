@@ -47,7 +47,7 @@ LONGEST = (
     "jax/autocast/test_loops.py",
     "site/test_examples_models.py",
     "jax/autocast/test_hlo.py",
-    "core/cli/test_cli.py",
+    "core/cli/test_doctor_measure.py",
     "jax/autocast/test_known_functions.py",
     "torch/autocast/test_random_programs.py",
     "site/test_benchmark_advice.py",

@@ -30,7 +30,7 @@ def off(one: Any, other: Any) -> float:
 
 
 def by_shards(both: Callable[..., Any]) -> Any:
-    """What a shard_map is to compute: each device scales its own part of the batch."""
+    """The body of a shard_map: each device scales its own part of the batch."""
     each = [both(PARAMS, x[None]) for x in X]
     losses, grads = zip(*each, strict=True)
     of_params = jax.tree.map(lambda *leaves: sum(leaves) / COUNT, *[g[0] for g in grads])

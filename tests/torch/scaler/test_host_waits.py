@@ -171,26 +171,35 @@ def waits(op: Any, args: Any, kwargs: Any) -> str | None:
     return None
 
 
+def on_a_fake_gpu(name: str) -> tuple[optim.Optimizer, GradScaler]:
+    """An optimizer that has its state, and a scaler, of fake tensors."""
+    make, options = FREE[name]
+    weights = [torch.ones((3, 3), device="cuda", requires_grad=True) for _ in range(3)]
+    optimizer = make(weights)
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    optimizer.step()  # makes the state
+    return optimizer, GradScaler("cuda", growth_interval=5, **options)
+
+
+def run(optimizer: optim.Optimizer, scaler: GradScaler, *, steps: int) -> None:
+    for _ in range(steps):
+        scaler.scale(torch.ones((), device="cuda"))  # autograd needs a true GPU
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @pytest.mark.parametrize("name", ["SGD, on device", "Adam, capturable", "Muon, on device"])
 def test_on_a_fake_gpu_nothing_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have no values: whatever reads one raises."""
     monkeypatch.setattr(torch, "Event", NeverThere)
     monkeypatch.setattr(accelerators, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    make, options = FREE[name]
     with FakeTensorMode():
-        weights = [torch.ones((3, 3), device="cuda", requires_grad=True) for _ in range(3)]
-        optimizer = make(weights)
-        for w in weights:
-            w.grad = torch.ones_like(w)
-        optimizer.step()  # makes the state
-        scaler = GradScaler("cuda", growth_interval=5, **options)
+        optimizer, scaler = on_a_fake_gpu(name)
         with EachOp(waits) as waiting:
-            for _ in range(12):
-                scaler.scale(torch.ones((), device="cuda"))  # autograd needs a true GPU
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
+            run(optimizer, scaler, steps=12)
     assert waiting.seen == ["late"]  # the copy that an AsyncRead asks for, and never reads
 
 
@@ -256,21 +265,11 @@ def test_nothing_comes_over_from_the_host_in_a_capture(
     """Not in the first `scale`, which makes the state, nor in the first step on the device."""
     monkeypatch.setattr(accelerators, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    make, options = FREE[name]
     with FakeTensorMode():
-        weights = [torch.ones((3, 3), device="cuda", requires_grad=True) for _ in range(3)]
-        optimizer = make(weights)
-        for w in weights:
-            w.grad = torch.ones_like(w)
-        optimizer.step()
-        scaler = GradScaler("cuda", growth_interval=5, **options)
+        optimizer, scaler = on_a_fake_gpu(name)
         scaler._state.first = ScaleState(2.0**16, 0, 3, 1, 7)  # as a state that was loaded before
         with EachOp(copies) as seen:
-            for _ in range(6):
-                scaler.scale(torch.ones((), device="cuda"))
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
+            run(optimizer, scaler, steps=6)
     assert seen.seen == []
 
 

@@ -1,0 +1,231 @@
+"""`polymp check`: what each backend refuses, and paths of modules that match nothing."""
+
+import importlib
+import json
+
+import pytest
+
+from polymp import cli
+from polymp.rules import policy_files
+from polymp.rules.vocabulary import vocabulary
+from tests.conftest import need
+from tests.support import processes
+from tests.support.commands import process
+
+
+def test_check_of_a_policy_that_both_accept(polymp, answer):
+    need("torch"), need("jax")
+    rows = len(policy_files.load("mine.toml").rows)
+    assert polymp("check", "mine.toml") == (
+        0,
+        f"mine.toml: {rows} rows\ntorch: accepts all rows\njax: accepts all rows\n",
+        "",
+    )
+    assert answer("check", "mine.toml") == {
+        "policy": "mine.toml",
+        "ok": True,
+        "rows": rows,
+        "backends": {"torch": [], "jax": []},
+        "errors": [],
+    }
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("name", policy_files.shipped())
+def test_every_shipped_policy_is_accepted(name, backend, polymp):
+    need(backend)
+    code, out, err = polymp("check", name, "--backend", backend)
+    assert (code, err, out.splitlines()[1:]) == (0, "", [f"{backend}: accepts all rows"])
+
+
+# By backend, the rows that it refuses.
+BAD = """\
+[rules]
+linear = "lower"
+mm = "lower"
+"class:softmax" = "keep"
+"aten:add_.Tensor" = "lower"
+"aten:nosuch" = "lower"
+"jax:nosuch" = "lower"
+one_minus_square = "fp32"
+linalg_inv = "lower"
+[scopes."*.head"]
+"aten:mul_.Tensor" = "fp32"
+"jax:callback" = "keep"
+"""
+REFUSED = {
+    "torch": [
+        "aten:add_.Tensor",
+        "aten:mul_.Tensor",
+        "aten:nosuch",
+        "linalg_inv",
+        "one_minus_square",
+    ],
+    "jax": ["jax:callback", "jax:nosuch", "linalg_inv"],
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_check_names_each_row_that_a_backend_refuses(backend, polymp, answer, tmp_path):
+    need(backend)
+    (tmp_path / "bad.toml").write_text(BAD)
+    code, out, err = polymp("check", "bad.toml", "--backend", backend)
+    assert code == 1
+    assert out == f"bad.toml: 10 rows\n{backend}: refuses {len(REFUSED[backend])}\n"
+    for of in REFUSED[backend]:
+        [line] = [line for line in err.splitlines() if f"[{of}" in line]
+        assert line.startswith("polymp: policy 'bad'")
+        assert f"{of.partition(':')[2] or of!r}" in line
+    data = answer("check", "bad.toml", "--backend", backend, code=1)
+    assert sorted(r["row"]["of"] for r in data["backends"][backend]) == REFUSED[backend]
+    assert data["errors"] == [line.removeprefix("polymp: ") for line in err.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ('rules."class:fft" = "lower"', ["class:fft"]),
+        ('rules."class:fft" = { bfloat16 = "lower" }', ["class:fft"]),
+        ('rules."class:fft" = { float16 = "lower" }', []),  # GPUs have these
+        ('scopes."a[bc].*".fft_fft = "widest"', ["fft_fft"]),
+        ('rules.trace = "lower"', []),  # put together from ops with low kernels
+        ('rules.linalg_inv = "lower"\nrules.fft_fft = "fp32_keep"', ["linalg_inv"]),
+        ('extends = "amp"\nrules."class:linear_algebra" = "lower"', ["class:linear_algebra"]),
+    ],
+)
+def test_check_asks_for_a_low_kernel_on_any_device(text, refused, answer, tmp_path):
+    need("torch")
+    (tmp_path / "low.toml").write_text(text)
+    said = answer("check", "low.toml", "--backend", "torch", code=int(bool(refused)))
+    assert [r["row"]["of"] for r in said["backends"]["torch"]] == refused
+    assert all("float16 kernel of" in r["why"] for r in said["backends"]["torch"])
+
+
+def test_a_row_that_leaves_the_ops_without_a_low_kernel_to_others_is_accepted(answer, tmp_path):
+    need("torch")
+    others = [op.name for op in vocabulary().members("fft")]
+    lines = ['"class:fft" = "lower"', *(f'{name} = "fp32"' for name in others)]
+    for kept, refused in ((lines, []), (lines[:-1], ["class:fft"])):
+        (tmp_path / "low.toml").write_text("[rules]\n" + "\n".join(kept))
+        said = answer("check", "low.toml", "--backend", "torch", code=int(bool(refused)))
+        assert [r["row"]["of"] for r in said["backends"]["torch"]] == refused
+
+
+def test_check_refuses_what_the_backends_refuse(polymp, answer, tmp_path):
+    need("torch"), need("jax")
+    (tmp_path / "bad.toml").write_text(BAD)
+    said = answer("check", "bad.toml", code=1)["backends"]
+    code = """if True:
+        import polymp, polymp.torch, polymp.jax, json, sys, torch
+        doors = {
+            "torch": lambda p: polymp.torch.autocast("cpu", torch.bfloat16, policy=p),
+            "jax": lambda p: polymp.jax.autocast(policy=p),
+        }
+        bad, refused = polymp.policy("bad.toml"), json.load(sys.stdin)
+        for name, door in doors.items():
+            plain = [r for r in bad.rows if not r.scope]
+            keep = [r for r in plain if r.of not in [e["row"]["of"] for e in refused[name]]]
+            door(polymp.Policy("kept", tuple(keep)))
+            for row in set(plain) - set(keep):
+                try:
+                    door(polymp.Policy("one", (row, *keep)))
+                except polymp.PolicyError:
+                    print(name, row.of)
+    """
+    found = processes.run(code, input=json.dumps(said), cwd=tmp_path)
+    scoped = {"aten:mul_.Tensor", "jax:callback"}
+    expected = {f"{name} {of}" for name, ofs in REFUSED.items() for of in ofs if of not in scoped}
+    assert set(found.splitlines()) == expected
+
+
+def test_check_installs_no_kernel(polymp):
+    need("torch")
+    kernels = importlib.import_module("polymp.backends.torch.autocast.kernel_registry")
+    before = {device: kernels.installed(device) for device in cli.DEVICES}
+    assert polymp("check", "lean", "--backend", "torch")[0] == 0
+    assert {device: kernels.installed(device) for device in cli.DEVICES} == before
+
+
+def test_check_of_a_file_that_is_wrong(polymp, answer, tmp_path):
+    (tmp_path / "wrong.toml").write_text('rules.sofmax = "fp32"')
+    why = "wrong.toml: no op 'sofmax'. Did you mean softmax"
+    code, out, err = polymp("check", "wrong.toml")
+    assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")
+    assert err.startswith(f"polymp: {why}")
+    data = answer("check", "wrong.toml", code=1)
+    assert (data["ok"], data["backends"]) == (False, {})
+    assert data["errors"] == [err.removeprefix("polymp: ").rstrip("\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            'softmax = { float32 = "fp32" }',
+            "unknown key 'float32' for op 'softmax'. Did you",
+        ),
+        ('softmax = { fp61 = "fp32" }', "unknown key 'fp61' for op 'softmax'. Known: rule, apply"),
+        ('softmax.int = "fp32"', 'quote the name of an overload: "aten:softmax.int" = "fp32".'),
+        ("", 'wrong.toml has no rows. Write rows below [rules], or extends = "amp".'),
+    ],
+)
+def test_check_says_what_is_wrong(text, why, polymp, tmp_path):
+    (tmp_path / "wrong.toml").write_text(f"[rules]\n{text}\n")
+    code, out, err = polymp("check", "wrong.toml")
+    assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")
+    assert err.removeprefix("polymp: ").removeprefix("wrong.toml: ").startswith(why)
+
+
+def test_check_takes_a_short_name_of_a_dtype(polymp, tmp_path):
+    (tmp_path / "short.toml").write_text('rules.softmax = { fp16 = "fp32" }')
+    assert polymp("check", "short.toml")[::2] == (0, "")
+
+
+HEADS = """
+def in_torch():
+    import torch
+    return torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)}), (torch.ones(1, 2),)
+
+def in_jax():
+    import jax
+    def f(x):
+        with jax.named_scope("head"):
+            return x @ x
+    return f, (jax.numpy.ones((2, 2)),)
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_check_of_a_model_names_paths_that_match_nothing(
+    framework, polymp, answer, tmp_path, monkeypatch
+):
+    need(framework)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"headed_{framework}.py").write_text(HEADS)
+    model = f"headed_{framework}:in_{framework}"
+    argv = ("check", "scoped.toml", "--backend", framework, "--model", model)
+    policy = 'extends = "amp"\nscopes."head".linear = "fp32"\n'
+    (tmp_path / "scoped.toml").write_text(policy)
+    code, out, err = polymp(*argv)
+    assert (code, err) == (0, "")
+    assert out.endswith(f"{model}: paths of rules: all match modules\n")
+    (tmp_path / "scoped.toml").write_text(policy + 'scopes."*.haed".linear = "fp32"\n')
+    code, out, err = polymp(*argv)
+    assert (code, err) == (1, f"polymp: '*.haed' matches no module of {model}: "
+                              "did you mean '*.head'?\n")  # fmt: skip
+    assert out.endswith(f"{model}: paths of rules: 1 of 2 match no module\n")
+    found = {each["scope"]: each["matches"] for each in answer(*argv, code=1)["scopes"]}
+    assert found == {"head": 1, "*.haed": 0}
+    assert polymp(*argv[:1], "amp", *argv[2:])[1].endswith(f"{model}: no rule by path\n")
+
+
+def test_check_without_frameworks():
+    run = process("check", "amp", blocked=("torch", "jax"))
+    rows = len(policy_files.load("amp").rows)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == (
+        f"amp: {rows} rows\ntorch: not installed, not checked\njax: not installed, not checked\n"
+    )
+    run = process("check", "amp", "--backend", "jax", blocked=("jax",))
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == "polymp: backend 'jax' needs the jax package: pip install 'polymp[jax]'.\n"

@@ -1,0 +1,142 @@
+"""All commands: exit codes, imports, width and colours, help and errors."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from polymp import cli
+from tests.conftest import need
+from tests.site.test_package import HEAVY, loaded_after
+from tests.support import processes
+from tests.support.blocks import ROOT
+from tests.support.commands import process, project
+
+
+def test_the_script_is_this_function():
+    module, _, name = project()["scripts"]["polymp"].partition(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+
+
+def test_python_dash_m():
+    run = processes.python("-m", "polymp", "diff", "amp", "lean", "--json", code=1)
+    assert json.loads(run.stdout)["policies"] == ["amp", "lean"]
+
+
+COMMANDS = [
+    ("policies",),
+    ("show", "amp"),
+    ("show", "lean", "--op", "softmax"),
+    ("diff", "amp", "lean"),
+]
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0])
+def test_policies_are_looked_at_without_a_framework(argv):
+    loaded = loaded_after(silently(argv))
+    assert "polymp" in loaded
+    assert not loaded & HEAVY
+
+
+def silently(argv):
+    """A statement that runs a command and prints nothing."""
+    return (
+        "import contextlib, io; from polymp.cli import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()): main({argv!r})"
+    )
+
+
+def test_the_check_above_sees_an_import():
+    need("torch")
+    argv = ("show", "amp", "--device", "cpu", "--op", "mm")
+    assert "torch" in loaded_after(silently(argv))
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0])
+def test_json_needs_no_rich(argv):
+    run = process(*argv, "--json", blocked=("rich",))
+    assert json.loads(run.stdout)
+    assert run.stderr == ""
+    run = process(*argv, blocked=("rich",))
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "polymp: tables need the rich package: pip install 'polymp[cli]', or --json.\n"
+    )
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0])
+def test_rich_is_imported_for_tables_alone(argv):
+    assert "rich" not in loaded_after(silently((*argv, "--json")))
+    assert "rich" in loaded_after(silently(argv))
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0])
+def test_tables_fit_80_columns_and_have_no_colours_in_a_pipe(argv, polymp):
+    _, out, _ = polymp(*argv)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_the_check_above_sees_width_and_colours(polymp, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert max(map(len, polymp("policies")[1].splitlines())) > 80
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" in polymp("policies")[1]
+
+
+def test_tables_in_plain_ascii():
+    run = process("show", "amp", "--op", "class:softmax", PYTHONIOENCODING="ascii")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert re.search(r"softmax +\| fp32", run.stdout)
+
+
+@pytest.mark.parametrize("flags", [("show", "amp"), ("show", "amp", "--json")], ids=len)
+def test_a_reader_that_leaves_early_is_no_error(flags):
+    command = [sys.executable, "-m", "polymp", *flags]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("show", "ampp"), "no policy 'ampp'. Did you mean amp?"),
+        (("show", "no.toml"), "cannot read policy file 'no.toml': No such file or directory."),
+        (("show", "amp", "--op", "sofmax"), "--op: no op 'sofmax'. Did you mean softmax"),
+        (("show", "amp", "--op", "class:fff"), "--op: no class 'fff'. Did you mean fft?"),
+        (("show", "amp", "--op", "default"), "--op: neither the vocabulary nor policy 'amp' has"),
+        (("show", "amp", "--op", "aten:zzz"), "--op: neither the vocabulary nor policy 'amp' has"),
+        (("show", "amp", "--scope", "a/b"), "--scope: 'a/b' is no pattern of module paths."),
+        (("diff", "amp", "no"), "no policy 'no'."),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["table", "json"])
+def test_an_error_is_one_line(argv, said, flags, polymp):
+    code, out, err = polymp(*argv, *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"polymp: {said}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [(), ("shw",), ("show",), ("diff", "amp"), ("show", "amp", "--device", "tpu")]
+)
+def test_bad_arguments(argv, polymp, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        polymp(*argv)
+    assert "polymp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "policies", "show", "diff", "check", "doctor"])
+def test_help_has_the_exit_codes(command, polymp, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        polymp(*command.split(), "--help")
+    assert cli.EXIT in capsys.readouterr().out

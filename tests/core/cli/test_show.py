@@ -1,0 +1,181 @@
+"""`polymp policies` and `polymp show`, as JSON and as a table, compared with the policy itself."""
+
+import importlib
+import re
+
+import pytest
+
+from polymp import cli
+from polymp.rules import policy_files
+from polymp.rules.row import LOW
+from polymp.rules.vocabulary import vocabulary
+from tests.conftest import need
+from tests.support.commands import table
+from tests.support.dtype_spellings import NAMES
+
+
+def test_policies_lists_all_that_are_shipped(polymp, answer):
+    listed = answer("policies")["policies"]
+    assert [p["name"] for p in listed] == list(policy_files.shipped())
+    by_name = {p["name"]: p for p in listed}
+    assert by_name["lean"] == {
+        "name": "lean",
+        "summary": policy_files.summary("lean"),
+        "rows": len(policy_files.load("lean").rows),
+        "extends": "amp",
+    }
+    assert by_name["matmul"]["extends"] is None
+    code, out, err = polymp("policies")
+    assert (code, err) == (0, "")
+    head, _, *lines = out.splitlines()
+    assert head.split() == ["name", "rows", "extends", "summary"]
+    first = {line.split()[0]: line.split()[1] for line in lines if not line.startswith(" ")}
+    assert first == {p["name"]: str(p["rows"]) for p in listed}
+
+
+# show
+
+
+@pytest.mark.parametrize("name", ["amp", "matmul", "mine.toml"])
+@pytest.mark.parametrize("scope", ["", "model.lm_head.proj", "blocka.attn"])
+def test_show_says_what_the_policy_says(name, scope, answer):
+    shown = answer("show", name, "--scope", scope) if scope else answer("show", name)
+    policy = policy_files.load(name)
+    assert sorted(e["op"] for e in shown["ops"]) == sorted(vocabulary().ops)
+    for entry in shown["ops"]:
+        for low in LOW:
+            why = policy.why(entry["op"], low, scope)
+            assert entry["rules"][low] == why.rule
+            assert (entry["rows"][low] or {}).get("of") == (why.row.of if why.row else None)
+            assert (entry["rows"][low] or {}).get("scope", "") == (why.row.scope if why.row else "")
+        assert entry["class"] == vocabulary().ops[entry["op"]].kind
+
+
+def test_the_scopes_of_the_test_above_matter(answer):
+    def rules(*scope):
+        return [e["rules"] for e in answer("show", "mine.toml", *scope)["ops"]]
+
+    assert rules() != rules("--scope", "lm_head") != rules("--scope", "blocka.attn") != rules()
+
+
+def test_show_draws_every_op_under_its_class(polymp):
+    code, out, err = polymp("show", "mine.toml")
+    assert (code, err) == (0, "")
+    top, silent = out.split("no row: ")
+    cells = table(top)
+    assert cells["softmax"] == ["fp32_keep", "mine.toml"]
+    assert cells["linear"] == ["lower", "torch-cuda"]
+    assert top.index("class:softmax") < top.index("  softmax ")
+    assert re.search(r"  exp +float16: fp32 +mine.toml\n +bfloat16: keep\n", top)
+    assert "--scope PATH shows the rows for modules: *.lm_head, block[ab].attn" in out
+    assert "fp32_keep: runs in float32, and returns the widest input dtype\n" in top
+    words = set(re.findall(r"\w+", top)) | set(re.findall(r"\w+", silent))
+    assert vocabulary().ops.keys() <= words
+    assert "relu" in re.findall(r"\w+", silent)
+    ruled = [op for op in vocabulary().ops if policy_files.load("mine.toml").why(op, "float16").row]
+    assert f"{len(ruled)} of {len(vocabulary().ops)} ops have a row" in out
+
+
+def test_show_of_a_class_and_of_a_dtype(polymp, answer):
+    shown = answer("show", "matmul", "--op", "class:softmax", "--dtype", "float16")
+    assert [e["op"] for e in shown["ops"]] == [op.name for op in vocabulary().members("softmax")]
+    assert all(e["rules"] == {"float16": "fp32"} for e in shown["ops"])
+    _, out, _ = polymp("show", "matmul", "--op", "class:softmax")
+    assert table(out)["softmax"] == ["fp32", "default, matmul"]
+
+
+def test_show_takes_every_name_of_a_dtype(answer, polymp, capsys):
+    asked = ("show", "mine.toml", "--op", "exp", "--dtype")
+    for low in LOW:
+        for spelling in (low, *NAMES[low]):
+            assert answer(*asked, spelling) == answer(*asked, low)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        polymp(*asked, "fp32")
+    assert " ".join(capsys.readouterr().err.split()).endswith(
+        "error: argument --dtype: dtype 'fp32' is not accepted here. "
+        "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."
+    )
+
+
+def test_show_of_one_op(polymp, answer):
+    asked = ("show", "mine.toml", "--op", "softmax")
+    shown, op = answer(*asked), vocabulary().ops["softmax"]
+    policy = policy_files.load("mine.toml")
+    assert shown["why"] == {low: str(policy.why("softmax", low)) for low in LOW}
+    assert shown["rules"] == dict.fromkeys(LOW, "fp32_keep")
+    assert (shown["aten"], shown["functions"]) == (list(op.aten), list(op.functions))
+    _, out, _ = polymp(*asked)
+    why = "fp32_keep (runs in float32, and returns the widest input dtype), by the row softmax"
+    assert f"float16 {why} = fp32_keep, mine.toml bfloat16 {why}" in " ".join(out.split())
+    assert table(out)["torch"] == ["softmax.int"]
+    assert "jax.nn.softmax" in out
+    assert vocabulary().kinds["softmax"].split()[0] in out
+    inside = answer(*asked, "--scope", "blockb.attn")
+    assert inside["rules"] == dict.fromkeys(LOW, "fp32")
+    assert inside["rows"]["float16"]["scope"] == "block[ab].attn"
+
+
+def test_show_of_an_op_with_a_note(polymp, answer):
+    note = answer("show", "amp", "--op", "mm")["note"]
+    assert note == vocabulary().ops["mm"].note != ""
+    _, out, _ = polymp("show", "amp", "--op", "mm")
+    assert table(out)["note"] == [note]
+    assert table(out)["jax"] == [f"becomes {', '.join(vocabulary().ops['mm'].traces)}"]
+
+
+def test_show_of_a_spelling(answer):
+    assert answer("show", "mine.toml", "--op", "aten:max.dim")["rules"] == dict.fromkeys(
+        LOW, "keep"
+    )
+    assert answer("show", "mine.toml", "--op", "aten:max")["rules"] == dict.fromkeys(LOW, "parts")
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(polymp):
+    _, out, _ = polymp("show", "mine.toml", "--op", "softmax", "--scope", "blocka.attn")
+    assert "softmax in 'block[ab].attn' = fp32" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_show_on_a_device_lists_the_ops_that_need_a_kernel(device, answer, polymp):
+    need("torch")
+    native = importlib.import_module("polymp.backends.torch.autocast.torch_table")
+    policy = policy_files.load("mine.toml")
+    shown = answer("show", "mine.toml", "--device", device)
+    agree = {
+        op
+        for op in native.kernels(device) | native.table(policy, "float16").keys()
+        if all(native.agrees(device, policy, op, low) for low in LOW)
+    }
+    listed = {e["aten"]: e for e in shown["differ"]}
+    assert shown["compiled"] == len(native.kernels(device)) > 90
+    assert "tanh" in listed
+    assert "mm" in agree
+    assert not agree & listed.keys()
+    assert agree | listed.keys() >= native.kernels(device)
+    assert listed["tanh"]["torch"]["float16"]["rule"] == "parts"
+    assert listed["tanh"]["policy"]["float16"]["rule"] == "fp32"
+    _, out, _ = polymp("show", "mine.toml", "--device", device)
+    assert f"run with a kernel of polymp's: {len(listed)}\n" in out
+    assert table(out)["tanh"] == ["parts", "fp32", "mine.toml"]
+
+
+def test_show_on_a_device_says_what_differs_in_equal_rules(polymp):
+    need("torch")
+    _, out, _ = polymp("show", "amp", "--device", "cuda", "--op", "addcmul")
+    assert table(out)["addcmul"] == ["widest (raise)", "widest (widen)", "torch-cuda"]
+    assert "widest where float16 meets bfloat16: (widen) runs in float32" in out
+
+
+@pytest.mark.parametrize("device", cli.DEVICES)
+def test_torchs_own_policy_needs_no_kernel(device, polymp, answer):
+    need("torch")
+    assert answer("show", f"torch-{device}", "--device", device)["differ"] == []
+    _, out, _ = polymp("show", f"torch-{device}", "--device", device)
+    assert out.endswith("no op differs: all run with torch's own kernels, at torch's own speed\n")
+
+
+def test_the_devices_are_those_that_torch_has_tables_for():
+    need("torch")
+    assert (
+        importlib.import_module("polymp.backends.torch.autocast.torch_table").DEVICES == cli.DEVICES
+    )

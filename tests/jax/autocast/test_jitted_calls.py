@@ -114,3 +114,15 @@ def test_policies_and_marks_inside_hold():
     off = autocast(some, enabled=False)
     for _ in range(2):
         assert [y.dtype.name for y in off(W, X)] == ["float32", "float32"]
+
+
+def test_arrays_of_numpy_and_weak_numbers():
+    fn, plain = autocast(jax.jit(product)), jax.jit(autocast(product))
+    for args in ((np.ones((4, 3)), np.ones((2, 4), np.float32)), (W, X), (W, np.ones((2, 4)))):
+        for _ in range(2):
+            assert same(fn(*args), plain(*args))
+    scaled = autocast(jax.jit(lambda x, n: (x @ x.T) * n))
+    for n in (jnp.float32(2), jnp.asarray(2.0), 2.0, jnp.ones((2, 2))):
+        want = jax.jit(autocast(lambda x, n: (x @ x.T) * n))(X, n)
+        for _ in range(2):
+            assert same(scaled(X, n), want)

@@ -40,11 +40,15 @@ policies = policy_code.codes.policies
 
 
 class Layer:
-    """What a layer keeps while a block is open.
+    """The data of a layer while a block is open.
 
-    Attributes:
+    Args:
         op: the op that it calls.
         device: the type of its device.
+
+    Attributes:
+        op: likewise.
+        device: likewise.
         blocks: the number of open blocks.
         dtype: of `weight` and `bias`, for compiled code.
         weight: the cast for compiled code; None if there is none.

@@ -1,4 +1,4 @@
-"""What may be combined wrongly, in every adapter: refused, with the line to write instead.
+"""Wrong combinations, in every adapter: each is refused, with the line to write instead.
 
     two scalers
     a region of polymp around that of the adapter

@@ -201,7 +201,7 @@ def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _below(kind: type) -> set[type]:
     """Return all subclasses of a class."""
-    direct = kind.__subclasses__()
+    direct: list[type] = kind.__subclasses__()
     return {*direct}.union(*map(_below, direct))
 
 

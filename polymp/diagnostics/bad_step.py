@@ -6,7 +6,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, NoReturn, Self, overload
+from typing import Any, NamedTuple, NoReturn, Self, overload
 
 from polymp.diagnostics.audit_records import Fault
 
@@ -105,7 +105,8 @@ class CaughtStep:
     def __init__(
         self, step: Callable[..., object], every: int, raises: bool, jump: float | None
     ) -> None:
-        functools.update_wrapper(self, step, updated=())
+        wrapper: Any = self  # callable in both backends
+        functools.update_wrapper(wrapper, step, updated=())
         self.step: int = 0
         self.reports: list[BadStep] = []
         self._every, self._raises, self._jump = every, raises, jump

@@ -79,11 +79,12 @@ class LossChecks:
         return ""
 
     def _is_bad(self, at: int, loss: Any) -> jax.Array:
+        bad: jax.Array
         if self._jump == math.inf:
-            return _not_finite(loss)
+            bad = _not_finite(loss)
+            return bad
         mean = self.means.get(at, _Mean())
         jump = self._jump if mean.seen >= _WARM_UP else math.inf
-        bad: jax.Array
         bad, value = _checked(loss, mean.value, jump)
         self.means = {**self.means, at: _Mean(value, mean.seen + 1)}
         return bad

@@ -155,12 +155,12 @@ def bad(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [~extremes.isfinite().all() for extremes in found]
 
 
-def _extremes(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _extremes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return numbers, each [], that are finite if all values of some tensors of a device are."""
     if tensors[0].device.type == "cpu" and not any(t.is_complex() for t in tensors):
         # torch 2.13 takes 11 times as long for these norms on CPUs, which it does not vectorise.
         return [extreme for t in tensors for extreme in t.aminmax()]
-    return torch._foreach_norm(tensors, math.inf)
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def not_finite(named: Mapping[str, torch.Tensor]) -> dict[str, str]:

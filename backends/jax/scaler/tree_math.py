@@ -112,6 +112,28 @@ def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 @partial(jax.jit, inline=True)
 def _all_finite(xs: list[jax.typing.ArrayLike], scale: jax.Array) -> jax.Array:
+    """Bool []; on CPUs by sums, which XLA there computes five times as fast as it looks for Inf.
+
+    A sum of numbers among which there is an Inf or a NaN is Inf or NaN. If a sum overflows though
+    its numbers are finite, or the scale is below 1, they are looked at one by one.
+    """
+    parts = [part for x in xs for part in _parts(x)]
+
+    def by_sums(parts: list[jax.Array], scale: jax.Array) -> jax.Array:
+        sure = scale >= 1
+        for part in parts:
+            sure &= jnp.isfinite(jnp.sum(part))
+        found: jax.Array = lax.cond(sure, lambda: sure, lambda: _each_finite(parts, scale))
+        return found
+
+    if all(part.ndim == 0 for part in parts):
+        return _each_finite(parts, scale)
+    # On a GPU, the host waits to read the predicate of a conditional.
+    finite: jax.Array = lax.platform_dependent(parts, scale, cpu=by_sums, default=_each_finite)
+    return finite
+
+
+def _each_finite(parts: list[jax.Array], scale: jax.Array) -> jax.Array:
     """One pass over what is divided; nothing of its size is stored.
 
     A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
@@ -121,7 +143,7 @@ def _all_finite(xs: list[jax.typing.ArrayLike], scale: jax.Array) -> jax.Array:
     numbers and more.
     """
     finite = jnp.asarray(True)
-    for part in (part for x in xs for part in _parts(x)):
+    for part in parts:
         largest = part * jnp.maximum(1 / scale.astype(part.dtype), 1)
         finite &= jnp.all(jnp.isfinite(largest))
     return finite

@@ -120,6 +120,13 @@ def test_one_inf_or_nan_anywhere_is_found(dtype, size):
             assert not unscale(scaler, fine | {"a": jnp.asarray(grad)}), (bad, position)
 
 
+def test_gradients_whose_sum_overflows_are_finite():
+    grads = jnp.full(100, np.finfo(np.float32).max)
+    assert jnp.isinf(grads.sum())  # the sum alone would skip the step
+    assert GradScaler().unscale(grads)[1]
+    assert not GradScaler().unscale(grads.at[50].set(np.nan))[1]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_what_is_finite_scaled_and_not_unscaled_is_found(wrap, dtype):

@@ -3,7 +3,7 @@
 A call traces the function at the dtypes it was written in, plans a dtype for every value, and
 runs the program again in those dtypes under the caller's own trace. It does so at every call: what
 Python reads from outside, a library's context among it, is read anew. Plans are kept for the
-programs inside whose traces JAX keeps, those of jitted functions.
+programs inside whose traces JAX keeps, those of jitted functions; see also `jitted_calls`.
 """
 
 import functools
@@ -13,16 +13,18 @@ import reprlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
-from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast import jitted_calls, regions
 from polymp.backends.jax.autocast.escapes import escaped
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
 from polymp.backends.jax.autocast.frame import PlanCache, given
+from polymp.backends.jax.autocast.jitted_calls import ARRAY
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.plan import Plan
 from polymp.backends.jax.autocast.planner import planner
@@ -86,6 +88,7 @@ def transformed(
     kept = PlanCache()
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
+    once = jitted_calls.is_jitted(fn) and traced is None and not by_path
     unchecked = [region] if by_path else []  # a warning of patterns that match nothing comes once
 
     @functools.wraps(fn)
@@ -109,7 +112,13 @@ def transformed(
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
-        traced = new(fn, region, tree, statics, arrays, kept)
+        key = jitted_calls.key(fn, statics, arrays) if once else None
+        evaluate: jitted_calls.Evaluate
+        if key is None:
+            traced = new(fn, region, tree, statics, arrays, kept)
+            evaluate = partial(run, traced.plan)
+        else:
+            traced, evaluate = again(fn, tree, statics, key)
         if unchecked:
             unchecked.clear()
             warn_of_unmatched(traced.plan.jaxpr, region, call)
@@ -118,26 +127,27 @@ def transformed(
                 return fn(*args, **kwargs)
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
             with collector_paused():
-                found = run(traced.plan, arrays)
+                found = evaluate(arrays)
         else:
-            found = run(traced.plan, arrays)
+            found = evaluate(arrays)
         # A constant comes as numpy's; what fn would have returned is an array of jax's.
-        outs = map(jax.numpy.asarray, found)
+        outs = (x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in found)
         leaves = [next(outs) if leaf is ARRAY else leaf for leaf in traced.statics]
         return jax.tree.unflatten(traced.tree, leaves)
 
+    @lru_cache(maxsize=jitted_calls.KEPT)
+    def again(
+        fn: Callable[..., object],
+        tree: jax.tree_util.PyTreeDef,
+        statics: Sequence[object],
+        key: jitted_calls.Key,
+    ) -> tuple[PlannedCall, jitted_calls.Evaluate]:
+        """The plan of a call of a jitted function, and what runs it."""
+        made = new(fn, region, tree, statics, key.avals, kept)
+        return made, jitted_calls.whole(made.plan)
+
     call.polymp = Made(call, fn, region)  # type: ignore[attr-defined]
     return call
-
-
-class _Array:
-    """Stands for an array among the leaves of a pytree."""
-
-    def __repr__(self) -> str:
-        return "array"
-
-
-ARRAY = _Array()
 
 
 _ESCAPED = (

@@ -19,7 +19,8 @@ import numpy as np
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.frame import PlanCache
-from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
+from polymp.backends.jax.autocast.jitted_calls import ARRAY
+from polymp.backends.jax.autocast.transform import Made, PlannedCall, trace, transformed
 from polymp.backends.jax.autocast.values import LOW
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.weights.frozen_params import FrozenParams, Signature, dtype_of

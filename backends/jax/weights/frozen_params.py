@@ -8,7 +8,8 @@ import numpy as np
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
-from polymp.backends.jax.autocast.transform import ARRAY, PlannedCall
+from polymp.backends.jax.autocast.jitted_calls import ARRAY
+from polymp.backends.jax.autocast.transform import PlannedCall
 from polymp.backends.jax.modules import nnx
 
 

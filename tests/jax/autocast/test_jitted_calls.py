@@ -1,0 +1,128 @@
+"""An autocast function around a jitted one is planned once for arguments of the same types."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import polymp
+from polymp.backends.jax.autocast import jitted_calls, transform
+from polymp.jax import autocast, explain
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The functions that were traced by autocast."""
+    found = []
+    trace = transform.trace
+
+    def counted(fn, *args, **kwargs):
+        found.append(fn)
+        return trace(fn, *args, **kwargs)
+
+    monkeypatch.setattr(transform, "trace", counted)
+    return found
+
+
+def product(w, x):
+    return {"y": jnp.tanh(x @ w), "n": x.sum()}
+
+
+W, X = jnp.linspace(-1, 1, 12).reshape(4, 3), jnp.linspace(0, 2, 8).reshape(2, 4)
+
+
+def same(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
+
+
+def test_the_same_types_are_planned_once_and_others_anew(traces):
+    fn = autocast(jax.jit(product))
+    for i in range(3):
+        assert same(fn(W, X + i), jax.jit(autocast(product))(W, X + i))
+    assert len([f for f in traces if f is not product]) == 1
+    fn(W, X[:1])
+    fn(W.astype(jnp.bfloat16), X)
+    fn(w=W, x=X)
+    assert len([f for f in traces if f is not product]) == 4
+
+
+def test_a_function_that_is_not_jitted_is_traced_at_every_call():
+    scale = [1.0]
+    fn = autocast(lambda w, x: scale[0] * (x @ w))
+    first = fn(W, X)
+    scale[0] = 2.0
+    assert same(fn(W, X), 2 * first)
+
+
+def test_settings_are_part_of_the_key(traces):
+    fn = autocast(jax.jit(product))
+    fn(W, X)
+    with jax.default_matmul_precision("highest"):
+        fn(W, X)
+    with jax.disable_jit():
+        assert same(fn(W, X), autocast(product)(W, X))
+    assert len([f for f in traces if f is not product]) == 3
+    assert len(explain(fn, W, X).calls) == 3  # after a call that is kept
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (1, True), (1, 1.0), (2, 3)])
+def test_equal_numbers_that_differ_are_told_apart(numbers):
+    fn = autocast(jax.jit(lambda x, n: jnp.copysign(x, n) * n + jnp.asarray(n).dtype.itemsize))
+    plain = jax.jit(lambda x, n: jnp.copysign(x, n) * n + jnp.asarray(n).dtype.itemsize)
+    for n in numbers * 2:
+        y = plain(X, n)
+        assert np.array_equal(fn(X, n), y), n
+        assert np.array_equal(np.signbit(fn(X, n)), np.signbit(y)), n
+
+
+def test_static_arguments_are_told_apart():
+    fn = autocast(jax.jit(lambda x, kind: x @ x.T if kind == "product" else x, static_argnums=1))
+    assert fn(X, "product").dtype == jnp.bfloat16
+    assert fn(X, "same").dtype == jnp.float32
+    assert fn(X, "product").shape == (2, 2)
+
+
+def test_donated_arguments_are_given_away():
+    fn = autocast(jax.jit(lambda w, x: (w + 1, x @ w), donate_argnums=0))
+    for _ in range(3):
+        w = W + 0
+        fn(w, X)
+        assert w.is_deleted()
+        assert not X.is_deleted()
+
+
+def test_under_a_transformation_nothing_is_kept():
+    fn = autocast(jax.jit(product))
+    fn(W, X)
+    grad = jax.grad(lambda w: fn(w, X)["y"].astype(jnp.float32).sum())(W)
+    assert grad.dtype == jnp.float32
+    assert jax.vmap(fn, (None, 0))(W, X[None])["y"].shape == (1, 2, 3)
+    assert jitted_calls.key(fn, (), ()) is None  # that is no jitted function
+
+
+def test_policies_and_marks_inside_hold():
+    @jax.jit
+    def some(w, x):
+        with autocast(enabled=False):
+            y = x @ w
+        return y, x @ w
+
+    for fn in (autocast(some), autocast(some, policy=polymp.policy("matmul"))):
+        for _ in range(2):
+            assert [y.dtype.name for y in fn(W, X)] == ["float32", "bfloat16"]
+    off = autocast(some, enabled=False)
+    for _ in range(2):
+        assert [y.dtype.name for y in off(W, X)] == ["float32", "float32"]
+
+
+def test_arrays_of_numpy_and_weak_numbers():
+    fn, plain = autocast(jax.jit(product)), jax.jit(autocast(product))
+    for args in ((np.ones((4, 3)), np.ones((2, 4), np.float32)), (W, X), (W, np.ones((2, 4)))):
+        for _ in range(2):
+            assert same(fn(*args), plain(*args))
+    scaled = autocast(jax.jit(lambda x, n: (x @ x.T) * n))
+    for n in (jnp.float32(2), jnp.asarray(2.0), 2.0, jnp.ones((2, 2))):
+        want = jax.jit(autocast(lambda x, n: (x @ x.T) * n))(X, n)
+        for _ in range(2):
+            assert same(scaled(X, n), want)

@@ -24,6 +24,7 @@ from polymp.jax import autocast
 
 PARTS = ("rewrite", "call")
 EXTRA_BAR = 1.0  # plan and re-emit / make_jaxpr
+CALL_BAR = 2.0  # a jitted function under autocast / the jitted function
 GROWTH_BAR = 1.2  # exponent; make_jaxpr's own is above 1, too: caches and the garbage collector
 
 
@@ -111,33 +112,34 @@ def growth(rewrites: Sequence[Rewrite], part: str) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Calls of a small function; medians in microseconds."""
-
-    jit: float
-    jit_of_autocast: float
-    autocast_of_jit: float
-    autocast_eager: float
-    eager: float
-
-
-def calling(rounds: int) -> Calls:
-    """Time calls, with and without autocast."""
+def calling(rounds: int) -> Iterator[Row]:
+    """Time calls, with and without autocast, to their end."""
     w = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
     def f(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.nn.softmax(jnp.tanh(x @ w) @ w)
 
+    def traced(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.make_jaxpr(lambda w, x: f(w, x))(w, x)  # a new function: no cache has its trace
+        return f(w, x)
+
     programs = {
-        "jit": jax.jit(f),
-        "jit_of_autocast": jax.jit(autocast(f)),
-        "autocast_of_jit": autocast(jax.jit(f)),
-        "autocast_eager": autocast(f),
-        "eager": f,
+        "jit(f)": jax.jit(f),
+        "jit(autocast(f))": jax.jit(autocast(f)),
+        "autocast(jit(f))": autocast(jax.jit(f)),
+        "f": f,
+        "autocast(f)": autocast(f),
+        "make_jaxpr(f) and f": traced,
     }
     times = measure({k: timed(running(g, w, w), 50) for k, g in programs.items()}, rounds)
-    return Calls(**{k: statistics.median(t) * 1e3 for k, t in times.items()})
+    times = {name: [1e3 * t for t in ms] for name, ms in times.items()}
+    for name, base, bar in (
+        ("jit(autocast(f))", "jit(f)", None),
+        ("autocast(jit(f))", "jit(f)", CALL_BAR),
+        ("autocast(f)", "f", None),
+        ("make_jaxpr(f) and f", "f", None),  # the least that a call costs which is traced anew
+    ):
+        yield row(f"call: {name} / {base}", times[base], times[name], bar, "us")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,20 +159,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.default_backend()
     rewrites = list(rewriting(args.equations, args.rounds)) if "rewrite" in parts else []
     prices = rows(rewrites)
-    calls = [calling(args.rounds)] if "call" in parts else []
+    calls = list(calling(args.rounds)) if "call" in parts else []
     title = "Time to rewrite a program, compared with the time to trace it"
     show(title, prices)
-    show("Calls, us", calls)
-    print(f"Bars missed: {', '.join(missed(prices)) or 'none'}.")
+    of_calls = "Calls of a small function"
+    show(of_calls, calls)
+    lost = missed([*prices, *calls])
+    print(f"Bars missed: {', '.join(lost) or 'none'}.")
     record = {
         "machine": machine("jax", "jaxlib", device=device),
         "rounds": args.rounds,
-        "tables": {title: prices},
+        "tables": {title: prices, of_calls: calls},
         "us_an_equation": {r.equations: r.us_an_equation for r in rewrites},
-        "call": calls,
     }
     save("jax-overhead", device, record, args.out)
-    return int(bool(missed(prices)))
+    return int(bool(lost))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import ways_jax as ways
 import workloads_jax as workloads
 from pairing import Row, Timed, machine, measure, missed, row, save, show, timed
-from ways_jax import FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS, WEAK
-from workloads_jax import DYNAMIC, LARGE, PLAIN, SCALED, SMALL, Made, Size
+from ways_jax import FEW, FEW_FROZEN, FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS, WEAK
+from workloads_jax import DYNAMIC, LARGE, PLAIN, SCALED, SKIPPING, SMALL, Made, Size
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.jax import hlo, transformer
@@ -47,7 +47,8 @@ class Plan:
         make: a program in one of the ways.
         ways: the first is ours; the others are what it is compared with, where `pairs` is empty.
         pairs: (ours, base) of each row.
-        bars: base -> the most that ours / base may be, on a CPU with a fast low kernel.
+        bars: base, or a pair -> the most that ours / base, or the ratio of the pair, may be, on a
+            CPU with a fast low kernel.
         casts: the most casts in optimised HLO, beside the program by hand; nothing is counted if 0.
         kept: the most bytes kept for the backward pass, beside it; nothing is counted if 0.
     """
@@ -56,14 +57,15 @@ class Plan:
     make: Callable[[str, Size], Made]
     ways: tuple[str, ...]
     pairs: tuple[tuple[str, str], ...] = ()
-    bars: dict[str, float] = field(default_factory=dict)
+    bars: dict[str | tuple[str, str], float] = field(default_factory=dict)
     casts: float = 0
     kept: float = 0
 
 
 RIVALS = (JMP, MPX, JAXAMP, FLAX)
 SERVED = ((FROZEN, OURS), (FROZEN, FULL), (FROZEN, HAND), (OURS, FULL), (OURS, HAND))
-SCALERS = ((SCALED, PLAIN), (SCALED, DYNAMIC), (DYNAMIC, PLAIN))
+FEW_ROWS = ((FEW, FULL), (FEW_FROZEN, FULL))
+SCALERS = ((SCALED, PLAIN), (SCALED, DYNAMIC), (DYNAMIC, PLAIN), (SKIPPING, PLAIN))
 PLANS = {
     "mlp": Plan(
         "MLP: {linears} x Linear({features}), batch {batch}, a train step",
@@ -102,10 +104,20 @@ PLANS = {
     "decode": Plan(
         "Transformer, {serve.layers} layers of width {serve.width}: tokens decoded one by one",
         workloads.decode,
-        (FROZEN, OURS, FULL, HAND),
-        SERVED,
-        bars={OURS: 0.65},
+        (FROZEN, OURS, FULL, HAND, FEW, FEW_FROZEN),
+        (*SERVED, *FEW_ROWS),
+        bars={OURS: 0.65, (FEW, FULL): 1.1, (FEW_FROZEN, FULL): 1.0},
     ),
+    **{
+        f"decode {rows}": Plan(
+            f"The same transformer: tokens of {rows} sequences decoded one by one",
+            partial(workloads.decode, rows=rows),
+            (FROZEN, OURS, FULL, HAND, FEW, FEW_FROZEN),
+            (*SERVED, *FEW_ROWS),
+            bars={(FROZEN, FULL): 1.0, (FEW, FULL): 1.1, (FEW_FROZEN, FULL): 1.0},
+        )
+        for rows in (4, 16)
+    },
     "convnet": Plan(
         "Convnet: a train step of {images} x 32 x 32 x 3",
         workloads.convnet,
@@ -121,9 +133,9 @@ PLANS = {
         f"scaler {batch}": Plan(
             f"Full step with Adam, {{scaled_linears}} x Linear({{scaled_features}}), batch {batch}",
             partial(workloads.scaler, batch=batch),
-            (SCALED, PLAIN, DYNAMIC),
+            (SCALED, PLAIN, DYNAMIC, SKIPPING),
             SCALERS,
-            bars={PLAIN: 1.25} if batch == Size().scaled_batches[0] else {},
+            bars={PLAIN: 1.15} if batch == Size().scaled_batches[0] else {},
         )
         for batch in Size().scaled_batches
     },
@@ -138,6 +150,7 @@ NOTES = (
     "arithmetic is float32.",
     'Decoding has batch 1 and uses a cache of keys and values. In its rows "by hand", the '
     "parameters are stored in bfloat16.",
+    '"few_rows" is autocast under a policy with few_rows = 32.',
     '"casts" counts the casts between float dtypes in the compiled program. "kept" is the memory '
     "of what the forward pass stores for the backward pass, without the arguments.",
 )
@@ -229,7 +242,7 @@ class Bench:
                 known[way] = facts(programs[way], bool(plan.kept))
             except Exception as error:  # a platform may write its HLO in another way
                 self.missing[f"{name}: {way}, what is compiled"] = reason(way, error)
-        inner = self.size.decoded if name == "decode" else 1
+        inner = self.size.decoded if name.startswith("decode") else 1
         once: dict[str, Timed] = {
             way: timed(program, inner, self.clock) for way, program in programs.items()
         }
@@ -251,7 +264,8 @@ class Bench:
             pairs += ((HAND, FULL),)
         for way, base in pairs:
             if way in times and base in times:
-                bar = plan.bars.get(base) if way == ours and self.bars else None
+                bar = plan.bars.get((way, base), plan.bars.get(base) if way == ours else None)
+                bar = bar if self.bars else None
                 yield row(f"{name}: {way} / {base}", times[base], times[way], bar)
         if not {ours, HAND} <= set(known):
             return

@@ -21,6 +21,7 @@ Devices = dict[str, Record]  # by device
 PARTS = {
     "torch-speed": "PyTorch",
     "jax-speed": "JAX",
+    "jax-corpus": "Small programs in JAX",
     "torch-overhead": "The cost of a region in PyTorch",
     "jax-overhead": "The cost of rewriting a program in JAX",
     "contraction": "Ways to write a matrix product in JAX",

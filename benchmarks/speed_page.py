@@ -56,6 +56,7 @@ The names of the programs:
 | polymp, autocast | in a region of polymp; in PyTorch without a policy |
 | held | polymp with `hold_casts` |
 | frozen | polymp with `freeze` |
+| few_rows | polymp under a policy with `few_rows = 32` |
 | compiled | with `torch.compile` |
 
 [The last section](#where-it-was-measured) lists machines and versions.

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 import ways_jax as ways
 from jax import Array, lax
-from ways_jax import FLAX, FROZEN, FULL, HAND
+from ways_jax import FEW, FEW_FROZEN, FLAX, FROZEN, FULL, HAND, OURS
 
 from polymp.jax import GradScaler, autocast, freeze
 
@@ -302,8 +302,8 @@ def next_logits(
     return logits, new
 
 
-def decode(way: str, size: Size) -> Made:
-    of = size.serve
+def decode(way: str, size: Size, rows: int = 1) -> Made:
+    of = replace(size.serve, batch=rows)
     params = transformer.parameters(of)
     # Half of the cache is full: decoding starts in its middle, and comes round to its beginning.
     places = (of.batch, of.length, of.heads, of.width // of.heads)
@@ -311,8 +311,9 @@ def decode(way: str, size: Size) -> Made:
     cache = [(jnp.zeros(places, store), jnp.zeros(places, store)) for _ in range(of.layers)]
     token, at = jnp.zeros(of.batch, jnp.int32), jnp.int32(of.length // 2)
     plain = partial(next_logits, heads=of.heads)
-    if way == FROZEN:
-        fn, params = freeze(autocast(plain), params, cache, token, at)
+    if way in (FROZEN, FEW_FROZEN):
+        frozen = ways.under(OURS if way == FROZEN else FEW, plain)
+        fn, params = freeze(frozen, params, cache, token, at)
     elif way == HAND:
         fn, params = ways.under(way, plain), jax.tree.map(lambda p: p.astype(ways.LOW), params)
     else:
@@ -378,6 +379,7 @@ def convnet(way: str, size: Size) -> Made:
 # --- the scaler ----------------------------------------------------------------------------------
 
 PLAIN, SCALED, DYNAMIC = "without a scaler", "GradScaler", "flax DynamicScale"
+SKIPPING = "a step that can be skipped, without a scaler"  # the least that a scaler costs
 ADAM = optax.adam(RATE)
 
 
@@ -413,8 +415,16 @@ def scaler(way: str, size: Size, batch: int) -> Made:
         params, opt = jax.tree.map(partial(jnp.where, finite), new, (params, opt))
         return (params, opt, scaler), loss
 
-    if way == PLAIN:
-        step, state = without, ()
+    def skipping(state: Any, *data: Array) -> tuple[Any, Any]:
+        params, opt, scaler = state
+        loss, grads = jax.value_and_grad(mlp_loss)(params, *data)
+        new = lax.cond(
+            jnp.isfinite(loss), lambda: update(grads, params, opt), lambda: (params, opt)
+        )
+        return (*new, scaler), loss
+
+    if way in (PLAIN, SKIPPING):
+        step, state = without if way == PLAIN else skipping, ()
     elif way == SCALED:
         step, state = with_ours, GradScaler()  # type: ignore[assignment]
     else:

@@ -1,0 +1,128 @@
+"""How fast small JAX programs of all kinds run under autocast, beside float32.
+
+The programs are the corpus on which autocast is tested: networks of several libraries, loops,
+branches, solvers, and functions with derivative rules of their own. Each is jitted with its
+gradient, and runs in turn in float32, under autocast, and a second time in float32, compiled anew:
+the ratio of the two float32 programs shows how noisy a row is.
+
+    python benchmarks/jax_corpus.py                     # about 3 minutes on two cores
+    python benchmarks/jax_corpus.py --programs mlp,cnn --out /tmp/some.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from pairing import Row, machine, measure, missed, row, save, show
+
+from polymp.jax import autocast
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support.jax.corpus import Program, corpus
+from tests.support.jax.corpus_runs import problem
+
+EACH_BAR, MEDIAN_BAR = 1.1, 0.8
+FIGURE = 2e-3  # seconds that a figure takes at least
+TITLE = "Small programs of all kinds: results and gradients"
+FULL, AGAIN, OURS = "float32", "float32 again", "autocast"
+
+
+class Running:
+    """A program with its gradient, compiled, that runs several times for a figure."""
+
+    def __init__(
+        self, program: Program, fn: Callable[..., Any], clock: Callable[[], float]
+    ) -> None:
+        self.x64, self.clock = program.x64, clock
+        with jax.enable_x64(self.x64):
+            it = problem(program.name)
+            leaves, _ = it.inputs()
+            self.args = leaves, jnp.float32(1)
+            self.compiled = jax.jit(partial(it.graded(fn))).lower(*self.args).compile()
+            jax.block_until_ready(self.compiled(*self.args))
+            self.inner = 1
+            self.inner = max(1, round(FIGURE / min(self() for _ in range(5))))
+
+    def __call__(self) -> float:
+        with jax.enable_x64(self.x64):
+            start = self.clock()
+            for _ in range(self.inner):
+                jax.block_until_ready(self.compiled(*self.args))
+            return (self.clock() - start) / self.inner
+
+
+def measured(program: Program, rounds: int, clock: Callable[[], float]) -> tuple[Row, Row]:
+    """The rows of a program: autocast / float32, and float32 / float32."""
+    fn = problem(program.name).fn
+    made = {
+        FULL: Running(program, fn, clock),
+        OURS: Running(program, autocast(fn), clock),
+        AGAIN: Running(program, lambda *args: fn(*args), clock),
+    }
+    times = {
+        name: [1e3 * t for t in ms] for name, ms in measure(dict(made), rounds, warm=1).items()
+    }
+    what = f"{program.name}: {{}} / {FULL}"
+    return (
+        row(what.format(OURS), times[FULL], times[OURS], EACH_BAR, "us"),
+        row(what.format(AGAIN), times[FULL], times[AGAIN], None, "us"),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for, print the tables, save them as JSON; 1 if a bar is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--programs", default="", help="some of the corpus, by name")
+    parser.add_argument("--rounds", type=int, default=9, help="paired rounds")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
+                        help="processor: the time of all threads, for a busy machine")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
+    args = parser.parse_args(argv)
+    known = {program.name: program for program in corpus()}
+    names = args.programs.split(",") if args.programs else list(known)
+    if unknown := set(names) - set(known):
+        parser.error(f"--programs: the corpus has no {', '.join(sorted(unknown))}")
+    asked = [known[name] for name in names]
+    there = [program for program in asked if not program.missing()]
+    lost = {p.name: f"{p.needs} is not installed" for p in asked if p.missing()}
+    clock = time.process_time if args.clock == "processor" else time.perf_counter
+    pairs = []
+    for program in there:
+        pairs.append(measured(program, args.rounds, clock))
+        print(f"{pairs[-1][0].ratio:6.2f} {pairs[-1][1].ratio:6.2f}  {program.name}", flush=True)
+    ours, again = ([r.ratio for r in rows] for rows in zip(*pairs, strict=True))
+    middle = statistics.median(ours), statistics.median(again)
+    of_all = f"median of {len(there)} programs: {{}} / {FULL}"
+    rows = [
+        row(of_all.format(OURS), [1.0], [middle[0]], MEDIAN_BAR, ""),
+        row(of_all.format(AGAIN), [1.0], [middle[1]], None, ""),
+        *(r for pair in pairs for r in pair),
+    ]
+    show(TITLE, rows)
+    print(f"Bars missed: {'; '.join(missed(rows)) or 'none'}.")
+    device = jax.default_backend()
+    packages = ("jax", "jaxlib", *sorted({program.needs for program in there} - {"jax"}))
+    record = {
+        "machine": machine(*packages, device=device),
+        "clock": args.clock,
+        "rounds": args.rounds,
+        "tables": {TITLE: rows},
+        "missing": lost,
+    }
+    save("jax-corpus", device, record, args.out)
+    return int(bool(missed(rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,11 +42,14 @@ def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
     """The rule for an op as data; ops with equal answers run alike.
 
     `detail` is, for fp32, how torch applies it; for widest, what happens where float16 and bfloat16
-    meet; for forbid, the op to use instead; "" for the others.
+    meet; for forbid, the op to use instead; for lower, up to how many rows a product runs in
+    float32; "" for the others.
     """
     if row is None:
         return {"rule": Rule.PARTS, "detail": ""}
     details = {Rule.FP32: row.apply or "", Rule.WIDEST: policy.halves, Rule.FORBID: row.instead}
+    if policy.few_rows and row.is_of_products:
+        details[Rule.LOWER] = f"few_rows = {policy.few_rows}"
     return {"rule": row.rule, "detail": details.get(row.rule, "")}
 
 

@@ -39,7 +39,8 @@ class Call(NamedTuple):
         kept: bytes of float32 that it keeps for the backward pass, parameters aside.
         times: how often it ran; all the counts above are for all times together.
         recipe: of a product that ran in 8 bits; "" for others.
-        fallback: why a product with rule fp8 ran as under rule lower; "" for others.
+        fallback: why a product with rule fp8 ran as under rule lower, or one with rule lower in
+            float32; "" for others.
         kept_fp8: bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
     """
 
@@ -151,7 +152,7 @@ class CallList:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Products with rule fp8 that ran as under rule lower, by the reason."""
+        """Products that did not run by their rule, fp8 or lower, by the reason."""
         return _sums((call.fallback, call.times) for call in self.calls if call.fallback)
 
     def rows(self) -> set[Row]:

@@ -166,7 +166,8 @@ def ruled(call: Call, known: str = "") -> str:
         The text.
     """
     row = by(call.row, call.op, known) if call.row else ""
-    fallback = f"run as lower: {call.fallback}" if call.fallback else ""
+    ran = "as lower" if call.rule == "fp8" else "in float32"
+    fallback = f"run {ran}: {call.fallback}" if call.fallback else ""
     return ", ".join(filter(None, (call.rule, call.recipe, fallback, row)))
 
 
@@ -185,8 +186,13 @@ def _in_8_bits(report: CallList) -> str:
     if report.kept_fp8:
         kept = plain_text.size(report.kept_fp8)
         parts.append(f"{kept} kept for the backward pass, half as much as in bfloat16")
-    parts += [f"{count:,} as lower: {why}" for why, count in report.fallbacks.items()]
-    return "; ".join(parts)
+    return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
+
+
+def _fallbacks(report: CallList, rule: str, ran: str) -> list[str]:
+    """How many products with a rule did not run by it, for each reason."""
+    of_rule = {call.fallback for call in report if call.rule == rule}
+    return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
 def totals(report: CallList, width: int | None = None) -> list[str]:
@@ -205,6 +211,7 @@ def totals(report: CallList, width: int | None = None) -> list[str]:
         ("saved", ", ".join(saved) or "none"),
         ("kept", f"{plain_text.size(report.kept)} of float32 for the backward pass"),
         ("fp8", _in_8_bits(report)),
+        ("few rows", "; ".join(_fallbacks(report, "lower", "in float32"))),
         ("widened", widening(report).removeprefix("widened ")),
     ]
     rows = [(name, text) for name, text in pairs if text]

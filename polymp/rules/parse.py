@@ -17,7 +17,7 @@ from polymp.rules import scopes
 from polymp.rules.row import LOW, Apply, Row, Rule, member
 from polymp.rules.vocabulary import nearest, vocabulary
 
-_KEYS = ("name", "summary", "extends", "halves", "fp8", "rules", "scopes")
+_KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
 
 
 def toml(content: str, where: str) -> Mapping[str, object]:

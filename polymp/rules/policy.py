@@ -20,6 +20,7 @@ from polymp.fp8.recipes import recipe_of
 from polymp.rules import parse, scoped_rows, scopes
 from polymp.rules.answers import Decision, Why
 from polymp.rules.applied import applied
+from polymp.rules.few_rows import check_few_rows
 from polymp.rules.row import LOW, Row, Rule, holds_instead, without
 from polymp.rules.vocabulary import vocabulary
 
@@ -63,6 +64,8 @@ class Policy:
         inside: True for what `at` returns: the rows that have a scope hold.
         fp8: the recipe of the rows with rule fp8, by name, see `polymp.fp8.recipes`; "tensorwise"
             if there are such rows and none is given, "" if there are no such rows.
+        few_rows: matrix products with rule lower of at most so many rows run in float32 where JAX
+            would have to cast a float32 parameter for them, see `few_rows`; 0 for none.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Policy:
     halves: str = "widen"
     inside: bool = False
     fp8: str = ""
+    few_rows: int = 0
 
     def __post_init__(self) -> None:
         rows = tuple(sorted(self.rows, key=lambda row: row.key))
@@ -87,6 +91,7 @@ class Policy:
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
             )
+        check_few_rows(self.few_rows, f"policy {self.name!r}")
         if self.fp8:
             recipe_of(self.fp8, f"policy {self.name!r}")
         in_8_bits = any(row.rule is Rule.FP8 for row in rows)
@@ -97,7 +102,7 @@ class Policy:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.name, self.rows, self.halves, self.inside, self.fp8
+        fields = self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
         return type(self), fields  # a hash holds for one process
 
     def __repr__(self) -> str:
@@ -105,7 +110,7 @@ class Policy:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.halves, self.inside, self.fp8))
+        return hash((self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows))
 
     @cached_property
     def _in_force(self) -> _InForce:
@@ -145,7 +150,7 @@ class Policy:
 
     def _folded(self, found: Sequence[tuple[object, str]], scope: str) -> "Policy":
         rows = scoped_rows.folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
-        return Policy(self.name, rows, self.halves, inside=True, fp8=self.fp8)
+        return replace(self, rows=rows, inside=True)
 
     @cached_property
     def _winners(self) -> dict[tuple[str, str, str], Row | None]:
@@ -305,7 +310,7 @@ class Policy:
         where = f"override of policy {self.name!r}"
         rows = parse.overriding(lists, rules or {}, scopes or {}, where)
         name = name or self.name.rstrip("*") + "*"
-        changed = Policy(name, rows, self.halves, fp8=self.fp8).over(self)
+        changed = replace(self, name=name, rows=rows, inside=False).over(self)
         return changed.with_recipe(recipe, where) if recipe else changed
 
     def with_recipe(self, recipe: str, where: str) -> "Policy":
@@ -342,7 +347,7 @@ class Policy:
             A new policy with this one's name.
         """
         kept = without(base.rows, self.rows, holds_instead)
-        return Policy(self.name, (*kept, *self.rows), self.halves, fp8=self.fp8 or base.fp8)
+        return replace(self, rows=(*kept, *self.rows), fp8=self.fp8 or base.fp8)
 
     def unused(self, record: RowsUsed) -> tuple[Row, ...]:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.

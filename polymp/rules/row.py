@@ -119,12 +119,17 @@ class Row:
                 f"{where}: rule fp8 {of_op} is for bfloat16 regions, not for float16. Write "
                 f'bfloat16 = "fp8".'
             )
-        op = vocabulary().op_of(self.of)
-        if self.of != "class:matmul" and (op is None or op.kind != "matmul"):
+        if not self.is_of_products:
             raise PolicyError(
                 f"{where}: rule fp8 {of_op} is for matrix products alone: linear, matmul, mm, "
                 "addmm and others of class:matmul. Write lower."
             )
+
+    @property
+    def is_of_products(self) -> bool:
+        """True if the row is for matrix products alone."""
+        op = vocabulary().op_of(self.of)
+        return self.of == "class:matmul" or (op is not None and op.kind == "matmul")
 
     @property
     def key(self) -> tuple[str, str, str]:

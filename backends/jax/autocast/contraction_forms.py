@@ -126,12 +126,12 @@ def _few_rows(
 ) -> bool:
     """True for a matrix by few vectors, as in decoding."""
     batch = dimension_numbers[1][0]
-    rows, columns = _free_sizes(lhs, rhs, dimension_numbers)
+    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
     asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
     return not batch and not asked and (rows <= _FEW or columns <= _THIN)
 
 
-def _free_sizes(
+def free_sizes(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
 ) -> tuple[float, float]:
     """How many rows and columns; infinitely many where a size is a symbol, as in an export."""
@@ -161,7 +161,7 @@ def _of_few_rows(
     of it becomes part of the product, for which there is a kernel either way.
     """
     (lc, rc), _ = dimension_numbers
-    rows, columns = _free_sizes(lhs, rhs, dimension_numbers)
+    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
     lf = [d for d in range(lhs.ndim) if d not in lc]
     if columns <= _THIN and columns < rows:
         turned = _of_few_rows(

@@ -16,6 +16,7 @@ import numpy as np
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts, promotion
+from polymp.backends.jax.autocast.contraction_forms import free_sizes
 from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.fp8_products import in_8_bits
 from polymp.backends.jax.autocast.frame import Frame, Planned
@@ -28,6 +29,7 @@ from polymp.backends.jax.compat.programs import Equation
 from polymp.dtypes import widest
 from polymp.rules import decision_log
 from polymp.rules.answers import Decision
+from polymp.rules.few_rows import why_float32
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
@@ -163,13 +165,17 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         return frame.as_written(eqn)
     run = decision.run or widest(hard)
     plain = asked is None or asked == widest(wide)  # jnp always fills it in
+    in_float32 = _why_float32(eqn, known, region) if decision.rule is Rule.LOWER else ""
+    if in_float32:  # the result has the dtype that it has otherwise
+        decision, run = decision._replace(out=run if plain else asked), "float32"
     out = run if plain else asked
     final = decision.out or out
     if run not in LOW:
         params = {**eqn.params, "preferred_element_type": np.dtype(out)}
         reads = [run if k.dtype else None for k in known]
         returns = (final,) if final != out else None
-        return frame.step(eqn, reads, [out], Kind.BIND, params, returns), [Known(final)]
+        step = frame.step(eqn, reads, [out], Kind.BIND, params, returns)
+        return step._replace(fallback=in_float32), [Known(final, product=final in LOW)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
     how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
@@ -183,6 +189,17 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     else:
         step = step._replace(fallback=how)
     return step, [Known(final, product=final in LOW)]
+
+
+def _why_float32(eqn: Equation, known: list[Known], region: Region) -> str:
+    """Why a product with rule lower runs in float32, though it is eligible; "" if it does not."""
+    assert region.policy is not None, "it has a row"
+    if not region.policy.few_rows or eqn.primitive.name != "dot_general":
+        return ""
+    lhs, rhs = (atom.aval for atom in eqn.invars)
+    rows = free_sizes(lhs, rhs, eqn.params["dimension_numbers"])
+    facing = [n for n, k in zip(reversed(rows), known, strict=True) if k.is_parameter]
+    return why_float32(region.policy.few_rows, min(facing)) if facing else ""
 
 
 def _not_eligible(

@@ -73,7 +73,8 @@ class Step(NamedTuple):
         low: of ROUND and CONTRACT, the dtype of the operands.
         inside: of INSIDE, the programs inside.
         in_8_bits: of CONTRACT, how it runs in 8 bits; None if it does not.
-        fallback: why a product that the policy wants in 8 bits runs by rule `lower`; "" for none.
+        fallback: why a product that the policy wants in 8 bits runs by rule `lower`, or one with
+            rule `lower` in float32; "" for none.
     """
 
     eqn: Equation

@@ -32,7 +32,7 @@ class Followed(NamedTuple):
         spelling: jax's name of it.
         saved: casts that were spared, by reason.
         recipe: of a product in 8 bits; "" of others.
-        fallback: why a product with rule fp8 is not in 8 bits; "" of others.
+        fallback: why a product with rule fp8 or lower does not run by it; "" of others.
     """
 
     entry: decision_log.Entry | None

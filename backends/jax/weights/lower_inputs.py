@@ -291,7 +291,9 @@ class _LowInputs:
         else:
             winner = policy.at(region.scope).winner(op, region.dtype, spelled)
             row = str(Why(op or name, region.dtype, region.scope, winner, policy.name))
-            if winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
+            if step.fallback and step.kind is Kind.BIND:
+                row = f"{row}, but {step.fallback}"
+            elif winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
                 row = "it runs as written, as its own arguments ask"
         return f"{name!r} reads it in {dtype}: {row} ({where})"
 

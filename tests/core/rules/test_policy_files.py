@@ -198,7 +198,7 @@ def test_extending_what_is_not_there(folder, extends, message):
 
 # --- faults in a file -----------------------------------------------------------------------------
 
-KEYS = "name, summary, extends, halves, fp8, rules, scopes"
+KEYS = "name, summary, extends, halves, fp8, few_rows, rules, scopes"
 FAULTS = {
     '[rules]\nmm = "lo"\n': f"rule 'lo' for op 'mm' is not one of {RULES}.",
     '[rules]\nmm = { float16 = "lo" }\n': f"float16 'lo' for op 'mm' is not one of {RULES}.",

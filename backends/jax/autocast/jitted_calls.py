@@ -34,6 +34,9 @@ _FUNCTION = type(jax.jit(lambda: None))
 # Types of leaves of which equal ones are the same.
 _PLAIN = frozenset({_Array, bool, int, str, type(None)})
 
+# Computes the outputs of a plan from its inputs.
+Evaluate = Callable[[Sequence[object]], Sequence[object]]
+
 # Plans of a jitted function that are kept.
 KEPT = 64
 
@@ -78,7 +81,7 @@ def key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key 
     return Key(tuple(map(jax.typeof, arrays)), kinds, settings)
 
 
-def whole(plan: Plan) -> Callable[[Sequence[object]], list[object]]:
+def whole(plan: Plan) -> Evaluate:
     """The function that runs a plan, compiled as one program if that is the same."""
     evaluate = partial(run, plan)
     return jax.jit(evaluate) if len(plan.steps) == 1 and _is_plain(plan.steps[0].eqn) else evaluate

@@ -113,6 +113,7 @@ def transformed(
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
         key = jitted_calls.key(fn, statics, arrays) if once else None
+        evaluate: jitted_calls.Evaluate
         if key is None:
             traced = new(fn, region, tree, statics, arrays, kept)
             evaluate = partial(run, traced.plan)
@@ -140,7 +141,7 @@ def transformed(
         tree: jax.tree_util.PyTreeDef,
         statics: Sequence[object],
         key: jitted_calls.Key,
-    ) -> tuple[PlannedCall, Callable[[Sequence[object]], Sequence[object]]]:
+    ) -> tuple[PlannedCall, jitted_calls.Evaluate]:
         """The plan of a call of a jitted function, and what runs it."""
         made = new(fn, region, tree, statics, key.avals, kept)
         return made, jitted_calls.whole(made.plan)

@@ -6,7 +6,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 
-class ScalarsFirst(CustomGraphPass):  # type: ignore[misc]
+class ScalarsFirst(CustomGraphPass):
     """Computes numbers that an array on a CPU needs once, and not again for each of its vectors.
 
     Inductor writes the arithmetic of 0-dim tensors into the loops over arrays that use them, and

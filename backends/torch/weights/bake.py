@@ -128,5 +128,5 @@ class _Entering(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is export.ENTER or func is export.LEAVE:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         return self.recorder.__torch_function__(func, types, args, kwargs or {})

@@ -95,7 +95,7 @@ class HeldLinear(_HeldLayer):
         """Compute the layer with the held casts."""
         lows = self._lows()
         if lows is None:
-            return super().forward(input)  # type: ignore[misc,no-any-return]
+            return super().forward(input)  # type: ignore[no-any-return]
         return F.linear(input, *lows)
 
 
@@ -107,7 +107,7 @@ def _held_conv(function: Callable[..., torch.Tensor]) -> type[_HeldLayer]:
             """Compute the layer with the held casts."""
             lows = self._lows()
             if lows is None:
-                return super().forward(input)  # type: ignore[misc,no-any-return]
+                return super().forward(input)  # type: ignore[no-any-return]
             given: Any = self
             geometry = given.stride, given.padding, given.dilation, given.groups
             return function(input, *lows, *geometry)

@@ -253,8 +253,8 @@ def _fp8_losses(measured: Sequence[_Measurement], recipe: str) -> Sequence[Fp8Lo
     if not recipe:
         return ()
     found: list[Measurement] = []
-    for program, facts, _ in measured:
-        read = jax.device_get(facts)[0]
+    for program, packed, _ in measured:
+        read, _ = program.packed.read(packed)
         found += measurements(program.twin.events, read, functools.partial(call_of, program))
     return losses(RECIPES[recipe], found)
 

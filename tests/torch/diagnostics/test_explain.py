@@ -27,6 +27,7 @@ from tests.support import examples
 from tests.support import random_policies as programs
 from tests.support.torch.each_op import EachOp
 from tests.support.torch.models import MODELS, seen
+from tests.support.torch.onednn import need_lstm
 from tests.support.torch.run_random_policies import MINE, Place, arguments, mine, ran
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -84,6 +85,8 @@ COUNTED = [
 def test_casts_and_their_bytes_are_those_that_run(
     title: str, low: torch.dtype, policy: str | None
 ) -> None:
+    if title == "LSTM":
+        need_lstm(low)
     module, inputs = made(title)
     with Casts() as found:
         step(copy.deepcopy(module), inputs, low, policy)

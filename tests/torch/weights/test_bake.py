@@ -20,6 +20,7 @@ from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.torch import autocast, bake, checkpoint, custom_bwd, custom_fwd, scoped
 from tests.support import processes
 from tests.support.torch.models import MODELS
+from tests.support.torch.onednn import need_lstm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -53,6 +54,8 @@ class Baked(NamedTuple):
 
 @cache
 def baked(title: str, region: str) -> Baked:
+    if (title, region) == ("LSTM", "torch"):
+        need_lstm(torch.bfloat16)
     torch.manual_seed(0)
     module, inputs = MODELS[title]()
     with REGIONS[region]():
@@ -136,6 +139,7 @@ def test_a_program_gives_the_bits_of_the_region(title, region):
 @pytest.mark.parametrize("options", [{"bias": False}, {"num_layers": 3, "bidirectional": True}])
 def test_lstms_go_the_way_of_mkldnn(options):
     """Which a trace does not see: on fake tensors torch takes the LSTM apart step by step."""
+    need_lstm(torch.bfloat16)
     torch.manual_seed(0)
     lstm, sequences = nn.LSTM(8, 6, **options), torch.randn(5, 3, 8)
     with REGIONS["torch"]():

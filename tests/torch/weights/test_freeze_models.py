@@ -26,6 +26,7 @@ from polymp.torch import autocast, checkpoint, freeze
 from tests.support.torch.compiled import Count
 from tests.support.torch.fp8_models import RECIPES
 from tests.support.torch.fp8_models import policy as in_8_bits
+from tests.support.torch.onednn import need_lstm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -195,6 +196,8 @@ WAYS_TO_RUN = [
 @pytest.mark.parametrize(("policy", "train"), WAYS_TO_RUN)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train: bool) -> None:
+    if name == "LSTM" and policy is None:
+        need_lstm(BF16)
     model, inputs = made(name)
     model.train(train)
     plain = copy.deepcopy(model)
@@ -228,6 +231,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_is_stored_of_them(name: str) -> None:
+    if name == "LSTM":
+        need_lstm(torch.bfloat16)
     model, inputs = made(name)
     strides = [p.stride() for p in model.parameters()]
     assert EXPECTED[name] <= {*freeze(model, (inputs,)).stored}

@@ -182,7 +182,7 @@ def jax_saved(size: Size) -> dict[str, Callable[[Any], int]]:
 
 
 def _example() -> Any:
-    args = job.arguments(job.parser("fp8.py", ""), ["--quiet"])
+    args = job.arguments(job.parser("fp8.py", "", job.SMALL), ["--quiet"])
     return args, job.read(args.text, args.context)
 
 

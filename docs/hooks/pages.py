@@ -223,7 +223,7 @@ def public(module: str) -> list[str]:
     Else what it imports `X as X`, defines, or sets to what another has.
     """
     names, listed = [], list[str]()
-    for node in _tree(module).body:
+    for node in _statements(module):
         if isinstance(node, ast.ImportFrom):
             names += [a.asname or a.name for a in node.names]
             listed += [a.name for a in node.names if a.asname == a.name]
@@ -245,7 +245,7 @@ def definition(module: str, name: str) -> str:
     Raises:
         LookupError: it is not defined there.
     """
-    for node in reversed(_tree(module).body):
+    for node in reversed(_statements(module)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return f"{module}.{name}"
         if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
@@ -272,6 +272,15 @@ def _says(where: str) -> str:
         raise LookupError(f"{where} is public and has no docstring")
     paragraph = " ".join(doc.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(":.").replace("|", "\\|") + "."
+
+
+def _statements(module: str) -> list[ast.stmt]:
+    """The statements of a module, and imports below `if TYPE_CHECKING` of what comes late."""
+    found = []
+    for node in _tree(module).body:
+        late = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        found += node.body if late else [node]
+    return found
 
 
 @cache

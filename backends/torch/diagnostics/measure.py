@@ -105,6 +105,11 @@ def sample(t: torch.Tensor) -> torch.Tensor:
     return flat if flat.numel() <= SAMPLE else flat[:: -(-flat.numel() // SAMPLE)]
 
 
+def bins_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bins of float32 values, int32, in the memory of the values."""
+    return values.view(torch.int32).bitwise_right_shift_(SHIFT).bitwise_and_(BINS - 1)  # no sign
+
+
 class BinTable:
     """Counts of magnitudes by their bins, in a row for each that asks for one.
 
@@ -144,12 +149,11 @@ class BinTable:
                 self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
                 if old is not None:
                     self._counts[: len(old)] = old
-            bits = torch.cat(self._samples).view(torch.int32).bitwise_right_shift_(SHIFT)
+            bins = bins_of(torch.cat(self._samples))
             firsts = self._sent([row * BINS for row in self._of])
             sizes = self._sent([some.numel() for some in self._samples])
-            places = bits.bitwise_and_(BINS - 1)  # without the sign
-            places += firsts.repeat_interleave(sizes, output_size=len(bits))
-            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(bits))
+            places = bins.add_(firsts.repeat_interleave(sizes, output_size=len(bins)))
+            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(bins))
             self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
         self._samples.clear()
         self._of.clear()

@@ -14,6 +14,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.speed.advice import BFLOAT16, FLOAT8, FLOAT16, FLOAT32, HELD, Product
 from polymp.torch import explain
 from tests.support.torch.models import MODELS
+from tests.support.torch.onednn import need_lstm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 WAYS = (FLOAT32, BFLOAT16, FLOAT16, BFLOAT16 + HELD)
@@ -94,6 +95,8 @@ def test_what_is_left_out_has_its_flops() -> None:
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("title", MODELS)
 def test_flops_are_those_that_explain_counts(title: str) -> None:
+    if title == "LSTM":
+        need_lstm(BF16)
     torch.manual_seed(0)
     model, inputs = MODELS[title]()
     model.eval()
@@ -169,6 +172,8 @@ def test_a_gradient_of_a_weight_is_cast_to_float32(bench: ProductBench) -> None:
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("title", MODELS)
 def test_every_product_of_a_model_runs_in_every_way(bench: ProductBench, title: str) -> None:
+    if title == "LSTM":
+        need_lstm(BF16)
     torch.manual_seed(0)
     model, inputs = MODELS[title]()
     for product in products_of(model, inputs).products:

@@ -34,7 +34,7 @@ ROWS = (
     "loss after",
     "against fp32",
     "against torch",
-    "tokens/s",
+    "tokens per s",
     "saved, MiB",
     "memory, MiB",
     "steps skipped",

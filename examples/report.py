@@ -19,13 +19,13 @@ from rich.table import Table
 COLUMNS = (
     "loss",
     "against fp32",
-    "tokens/s",
+    "tokens per s",
     "saved, MiB",
     "peak, MiB",
     "steps skipped",
     "final scale",
 )
-SPEED = "tokens/s: in the median step, so a first step that compiles does not count"
+SPEED = "tokens per s: in the median step, so a first step that compiles does not count"
 SAVED = "saved: what a forward pass keeps for backward, besides the parameters"
 
 
@@ -108,7 +108,7 @@ def gains(runs: Sequence[Run], args: argparse.Namespace) -> list[str]:
         return []
     return [
         f"{run.dtype}: {run.tokens_per_second(args) / base.tokens_per_second(args):.2f} times the "
-        f"tokens/s of fp32, {run.saved / base.saved:.2f} times the bytes saved for backward"
+        f"tokens per s of fp32, {run.saved / base.saved:.2f} times the bytes saved for backward"
         for run in runs
         if run is not base
     ]

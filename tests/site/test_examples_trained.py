@@ -32,7 +32,7 @@ COLUMNS = [
     "dtype",
     "loss",
     "against fp32",
-    "tokens/s",
+    "tokens per s",
     "saved, MiB",
     "peak, MiB",
     "steps skipped",
@@ -177,7 +177,7 @@ def test_the_gains_and_the_processor_are_named(
         run = found.runs[name]
         speed = run["tokens_per_second"] / base["tokens_per_second"]
         assert (
-            f"{name}: {speed:.2f} times the tokens/s of fp32, "
+            f"{name}: {speed:.2f} times the tokens per s of fp32, "
             f"{run['saved'] / base['saved']:.2f} times the bytes saved for backward\n"
         ) in found.out
     assert parts.job.speed_of_bfloat16() in found.out
@@ -242,7 +242,7 @@ def test_the_comparison_shows_both_side_by_side(
             "against torch",
             *(cell for pair in pairs for cell in ("-", above(*(one["loss"] for one in pair)))),
         ],
-        ["tokens/s", *(f"{one['tokens_per_second']:,.0f}" for one in flat)],
+        ["tokens per s", *(f"{one['tokens_per_second']:,.0f}" for one in flat)],
         ["saved, MiB", *(f"{one['saved'] / 2**20:,.2f}" for one in flat)],
         ["memory, MiB", *(f"{one['peak_memory'] / 2**20:,.2f}" for one in flat)],
         ["steps skipped", *(str(len(one["skipped"])) for one in flat)],

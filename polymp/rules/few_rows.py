@@ -39,6 +39,4 @@ def why_float32(most: int, rows: float) -> str:
     if rows > most:
         return ""
     times = "1 row" if rows == 1 else f"{rows} rows"
-    return (
-        f"casting the float32 parameter takes longer than a product of {times} (few_rows = {most})"
-    )
+    return f"casting the float32 parameter takes longer than {times} (few_rows = {most})"

@@ -13,7 +13,7 @@ from polymp.rules.few_rows import why_float32
 
 def test_a_product_of_more_rows_has_no_reason():
     assert why_float32(4, 5) == why_float32(0, 1) == why_float32(4, float("inf")) == ""
-    why = "casting the float32 parameter takes longer than a product of {} (few_rows = 4)"
+    why = "casting the float32 parameter takes longer than {} (few_rows = 4)"
     assert why_float32(4, 4) == why.format("4 rows")
     assert why_float32(4, 1) == why.format("1 row")
 

@@ -34,7 +34,9 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     (after in-place writes, `load_state_dict`, `weight.data = ...`, `swap_tensors`), and after the
     step of any `torch.optim.Optimizer` that has the weight, fused or not. After a write that none
     of this shows, such as `weight.data.copy_(...)`, call `invalidate()`; `check=True` finds such
-    writes.
+    writes. Compiled code reads casts as they are when a region is entered: a write inside the
+    region, by the compiled code itself or by an op that does not usually update weights, reaches it
+    in the next region only.
 
     These are cast at every use as without the block: parameters assigned to a module after the
     block was entered, until `invalidate()` or `load_state_dict`; parameters that FSDP1 or FSDP2

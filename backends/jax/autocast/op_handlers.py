@@ -182,10 +182,8 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         how = how_in_8_bits()
     else:
         how = in_trial(frame, eqn, known, op_of(spelled), spelled, region) or ""
-    if (
-        isinstance(how, In8Bits) and not how.trial
-    ):  # its operands are quantised from the dtypes that they come in
-        reads = [None] * len(known)
+    if isinstance(how, In8Bits) and not how.trial:
+        reads = [None] * len(known)  # they are quantised from the dtypes that they come in
     made = out if out == run else "float32"
     returns = (final,) if final != made else None
     step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)

@@ -9,44 +9,25 @@ out nothing but measurements; they are read when somebody asks.
 """
 
 import functools
-import math
 import reprlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import numpy as np
 
 from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
-from polymp.backends.jax.diagnostics.events import Event
-from polymp.backends.jax.diagnostics.fp8_losses import measurements
-from polymp.backends.jax.diagnostics.locate import blamed, fault
-from polymp.backends.jax.diagnostics.measured_call import (
-    MeasuredCall,
-    call_of,
-    inputs,
-    measured,
-    names,
-)
-from polymp.backends.jax.diagnostics.measures import Facts
+from polymp.backends.jax.diagnostics.audit_results import Run, read
+from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, measured
 from polymp.backends.jax.diagnostics.traced_call import called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
-from polymp.backends.jax.diagnostics.written_weights import Sampled, Written, lost, written
+from polymp.backends.jax.diagnostics.written_weights import Sampled, Written, written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.diagnostics.fp8_loss import Fp8Loss, Measurement, losses
-from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
-from polymp.fp8.recipes import RECIPES, recipe_of
+from polymp.fp8.recipes import recipe_of
 from polymp.rules import policy_files
-
-# A call, the packed facts of its run, and the scale of its gradients.
-_Measurement = tuple[MeasuredCall, dict[str, jax.Array], "jax.Array | float"]
 
 
 class Audited:
@@ -67,7 +48,7 @@ class Audited:
         self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._weights: dict[Hashable, list[Written]] = {}
-        self._measured: list[_Measurement] = []
+        self._measured: list[Run] = []
         self._written: list[tuple[int, Sampled]] = []  # with the number of the call
         self._read: tuple[int, Audit] | None = None
 
@@ -103,7 +84,7 @@ class Audited:
             arrays = [leaf for leaf in leaves if is_array(leaf)]
             facts = self._programs[key].packed.run(arrays)
         program = self._programs[key]
-        self._measured.append((program, facts, _scale_of((args, kwargs))))
+        self._measured.append(Run(program, facts, _scale_of((args, kwargs))))
         if key not in self._weights:  # the twin was run
             kept = is_kept((args, kwargs))
             self._weights[key] = [] if kept else written(program, arrays)
@@ -122,8 +103,7 @@ class Audited:
     def audit(self) -> Audit:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
-            found = _read(self._measured, self._written)
-            found.fp8, found.fp8_losses = self._fp8, _fp8_losses(self._measured, self._fp8)
+            found = read(self._measured, self._written, self._fp8)
             self._read = len(self._measured), found
         return self._read[1]
 
@@ -212,139 +192,3 @@ def _scale_of(tree: object) -> jax.Array | float:
             scale: jax.Array = leaf.state.scale
             return scale
     return 1.0
-
-
-# Reading what was measured
-
-
-def _read(measured: Sequence[_Measurement], weights: Sequence[tuple[int, Sampled]]) -> Audit:
-    audit = Audit()
-    audit.steps = len(measured)
-    results: dict[Hashable, list[Measured]] = {}
-    gradients: dict[str, list[Measured]] = {}
-    read: list[Sequence[Facts]] = []
-    for program, packed, scale in measured:
-        facts, peaks = program.packed.read(packed)
-        read.append(facts)
-        audit.scale = float(np.asarray(scale))
-        forward = {call.module for call in program.calls if call.direction == FORWARD}
-        handed = parameter_names.short(_handed(program), forward)
-        for m, number in _results(program, facts, audit.scale):
-            results.setdefault(m[:-2], []).append(m)
-            for name in handed.get(number, ()):
-                gradient = m._replace(op="gradient", spelling="", module=name, source="", row=None)
-                gradients.setdefault(name, []).append(gradient)
-        if audit.fault is None:
-            found = blamed(program, facts, peaks)
-            if found is not None:
-                audit.fault = fault(program, found, None, facts, peaks)
-    audit.results = [_together(many) for many in results.values()]
-    audit.gradients = [_together(many) for many in gradients.values()]
-    samples = []
-    for number, sample in weights:
-        program = measured[number][0]
-        events = {name: event for event, many in _handed(program).items() for name in many}
-        samples.append((sample, read[number], events, program.traced.results))
-    audit.lost_updates = lost(samples)
-    return audit
-
-
-def _fp8_losses(measured: Sequence[_Measurement], recipe: str) -> Sequence[Fp8Loss]:
-    if not recipe:
-        return ()
-    found: list[Measurement] = []
-    for program, packed, _ in measured:
-        read, _ = program.packed.read(packed)
-        found += measurements(program.twin.events, read, functools.partial(call_of, program))
-    return losses(RECIPES[recipe], found)
-
-
-def _together(many: Sequence[Measured]) -> Measured:
-    return many[0]._replace(magnitudes=joined(m.magnitudes for m in many))
-
-
-def _results(
-    program: MeasuredCall, facts: Sequence[Facts], scale: float
-) -> Iterator[tuple[Measured, int]]:
-    """The measured results of a program's calls, each with the number of its event."""
-    for number, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
-        if event.group is None or not _ran(fact):
-            continue
-        call = program.calls[event.group]
-        magnitudes = _magnitudes(event, fact)
-        if call.direction == BACKWARD and scale not in (0.0, 1.0):
-            magnitudes = magnitudes.scaled(1 / scale)
-        yield Measured(
-            call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.dtype, magnitudes,
-        ), number  # fmt: skip
-
-
-def _ran(fact: Facts) -> bool:
-    """False of a branch that was not taken, and of a loop without a round."""
-    return bool(np.any((fact.peak >= 0) | np.isnan(fact.peak)))
-
-
-def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
-    sample = fact.sample.reshape(-1)
-    bins = np.bincount(sample, minlength=BINS + 1)[:BINS]
-    peaks = fact.peak.reshape(-1)
-    peaks = peaks[(peaks >= 0) | np.isnan(peaks)]  # of what ran
-    largest = float(peaks[np.isfinite(peaks)].max(initial=0.0))
-    if not np.isfinite(peaks).all():  # the peak of such an array says no more; its bins do
-        largest = max([largest, *(lower_edge(int(b)) for b in np.flatnonzero(bins[:INF]))])
-    lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
-    return Magnitudes(
-        math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
-        int(bins.sum()),
-        tuple(bins.tolist()),
-        largest,
-        bool(np.isinf(peaks).any() or (np.isnan(peaks).any() and bins[INF] > 0)),
-        bool(np.isnan(peaks).any()),
-        float(lost[:, 1].mean()),
-        float(lost[:, 2].mean()),
-    )
-
-
-# Gradients
-
-
-def _handed(program: MeasuredCall) -> dict[int, list[str]]:
-    """The gradients that the backward pass hands to the rest of a program: names, by event."""
-    twin = program.twin
-    found: dict[int, list[str]] = {}
-    for value, name in zip(twin.results, program.traced.results, strict=True):
-        if len(value.events) == 1:
-            (number,) = value.events
-            if twin.events[number].site.scope.direction == BACKWARD:
-                found.setdefault(number, []).append(name)
-    by_call = _by_call(program)
-    for number in sorted(twin.handed - found.keys()):
-        event = twin.events[number]
-        shape = tuple(event.site.eqn.outvars[0].aval.shape)
-        named = by_call.get((event.site.scope.call, shape), [])
-        if named:  # a norm's two parameters have one shape, and one name here
-            found[number] = [_shared(named)]
-    return found
-
-
-def _shared(names: Sequence[str]) -> str:
-    """The common beginning of names: "p['norm']" of its scale and its bias."""
-    same = 0
-    while all(name[: same + 1] == names[0][: same + 1] for name in names) and same < len(names[0]):
-        same += 1
-    return names[0][:same].rstrip("['.") if len(names) > 1 else names[0]
-
-
-def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[str]]:
-    """Names of the parameters that the forward of each call reads, by its name and their shapes."""
-    twin = program.twin
-    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    shapes, words = [tuple(v.aval.shape) for v in inputs(program)], names(program)
-    for event in twin.events:
-        if event.site.scope.direction == FORWARD and event.site.scope.call:
-            for at in event.outside:
-                named = found.setdefault((event.site.scope.call, shapes[at]), [])
-                if words[at] not in named:
-                    named.append(words[at])
-    return found

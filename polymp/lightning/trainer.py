@@ -159,11 +159,11 @@ class Precision(Region, trainer.FSDPPrecision):
         """Log where a logger writes, after a change, and once an epoch: a log takes 1 ms."""
         loop: Any = model.trainer  # whose type lacks an attribute
         every, scaler = loop.log_every_n_steps, self.scaler
-        known = loop.current_epoch, trainer_steps.known_figures(scaler)
+        known = loop.current_epoch, trainer_steps.known_metrics(scaler)
         written = every > 0 and (loop.global_step + 1) % every == 0
         if not loop.barebones and (written or known != self._logged):
             self._logged = known
-            model.log_dict(trainer_steps.figures_on_device(scaler), prog_bar=True)
+            model.log_dict(trainer_steps.metrics_on_device(scaler), prog_bar=True)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of all gradients; under FSDP by that of the whole model's.

@@ -100,13 +100,13 @@ def metrics(scaler: GradScaler | None) -> dict[str, float]:
     return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skipped_steps)}
 
 
-def figures_on_device(scaler: GradScaler) -> dict[str, Any]:
+def metrics_on_device(scaler: GradScaler) -> dict[str, Any]:
     """Return `metrics` as tensors of the device, for a logger that reads them later: no wait."""
     skipped = scaler.skipped_steps.float()
     return {"loss_scale": scaler._get_scale_async(), "skipped_steps": skipped}
 
 
-def known_figures(scaler: GradScaler) -> tuple[float, int] | None:
+def known_metrics(scaler: GradScaler) -> tuple[float, int] | None:
     """Return the scale and the number of skipped steps; None where the host does not know them."""
     known = scaler._state.recall()
     return None if known is None else (float(known.scale), int(known.skipped))

@@ -42,6 +42,9 @@ VERSIONED := tests/site/test_package.py tests/core/rules/test_vocabulary.py \
 ADAPTERS := tests/torch/trainers
 ADAPTED  := torch,lightning,accelerate,transformers
 
+# Many tests start processes, each of which would compile polymp again where this is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 DEVICE  ?= cuda
 MINUTES ?= 9
 OUT     ?= build/gpu

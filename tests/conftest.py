@@ -46,13 +46,14 @@ def _has(name: str) -> bool:
 
 
 def _flags() -> str:
-    """XLA's flags for tests: less is compiled, in half the time, to the same values.
+    """XLA's flags for tests: less is compiled, in a third of the time, to the same values.
 
-    Compiling is most of the time of most tests in JAX. LLVM's passes are left out and, as long as
-    XLA has the choice, before jax 0.11, its newer way to make code of a fusion. A test of what XLA
-    makes of a program compiles it with `tests.support.jax.hlo.AS_FOR_USERS`.
+    Compiling is most of the time of most tests in JAX. LLVM's passes are left out, a program is
+    compiled as one piece and not as up to 32 and, as long as XLA has the choice, before jax 0.11,
+    without its newer way to make code of a fusion. A test of what XLA makes of a program compiles
+    it with `tests.support.jax.hlo.AS_FOR_USERS`.
     """
-    flags = "--xla_backend_optimization_level=0"
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     if not _has("jax") or tuple(map(int, version("jax").split(".")[:2])) >= (0, 11):
         return flags
     return f"{flags} --xla_cpu_use_fusion_emitters=false"

@@ -88,9 +88,10 @@ def has_kernel(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
-def tensors_of(op: torch._ops.OpOverload) -> list[int]:
+@functools.cache  # reading a schema takes long, and each record of decisions asks for 500 ops
+def tensors_of(op: torch._ops.OpOverload) -> tuple[int, ...]:
     """Return the places of an op's arguments that must be tensors. Since torch 1.13."""
-    return [at for at, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"]
+    return tuple(at for at, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor")
 
 
 def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -101,7 +102,7 @@ def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """
     tensors = tensors_of(op)
     packet, entry = op.overloadpacket, op._op  # without the Python of OpOverload.__call__
-    if tensors in ([], [0]):
+    if tensors in ((), (0,)):
         return entry
 
     def call(*args: object, **kwargs: object) -> Any:

@@ -25,6 +25,23 @@ TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]
 
+# Several pages import these, and dynamo comes with the first step of an optimizer.
+IMPORTED = (
+    *("torch", "torch._dynamo", "jax", "optax", "flax.nnx"),
+    *("polymp.torch", "polymp.jax", "polymp.testing"),
+)
+# The pages that take longest and whose every function has tests of its own: for `make test-long`.
+LONG = ("fp8.md", "jax.md", "keras.md", "low-weights.md", "recipes-jax.md", "trainers.md")
+RUN = [
+    pytest.param(
+        block,
+        id=f"{block.file}:{block.line}",
+        marks=[pytest.mark.long] if block.path.name in LONG else [],
+    )
+    for block in BLOCKS
+    if block.runs
+]
+
 IMPORT = re.compile(r"^\s*(?:import|from)\s+(?:polymp\.)?(\w+)", re.MULTILINE)
 
 
@@ -33,7 +50,7 @@ def outcomes(path: Path, folder: Path) -> tuple[dict[int, Outcome], str]:
     """Return the outcome of each block of the file, by line, and the end of the output."""
     report, printed = folder / "report", folder / "printed"
     call = Call("tests.support.blocks", "report_on", (str(path), str(report)), str(printed))
-    (code,) = forks.run(FRAMEWORKS, [call._replace(strict=False)])
+    (code,) = forks.run(IMPORTED, [call._replace(strict=False)])
     lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     found = {line: Outcome(*rest) for line, *rest in map(json.loads, lines)}
     return found, f"exit code {code}\n{printed.read_text(encoding='utf-8')[-2000:]}"
@@ -56,9 +73,7 @@ def folders(tmp_path_factory):
     return {path: tmp_path_factory.mktemp(path.stem) for path in FILES}
 
 
-@pytest.mark.parametrize(
-    "block", [b for b in BLOCKS if b.runs], ids=lambda block: f"{block.file}:{block.line}"
-)
+@pytest.mark.parametrize("block", RUN)
 def test_block(block, folders):
     for framework in frameworks(block):
         need(framework)
@@ -69,6 +84,7 @@ def test_block(block, folders):
         pytest.fail(text, pytrace=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["quickstart-torch.md", "quickstart-jax.md"])
 def test_a_quickstart_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     """As a reader types it: in one process, every block after those before it."""

@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from polymp.backends.torch.diagnostics import locate as module
 from polymp.torch import locate
+from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import CUTS, Cut, cuts, data
 
 PATIENCE = timedelta(seconds=1)
+# One that has plain tensors and one that has DTensors; in `make test-long` all.
+MODELS = tuple(cuts(2)) if LONG else ("ddp", "fsdp2")
 
 
 def _step(cut: Cut, optimizer: torch.optim.Optimizer) -> Callable[[float], None]:
@@ -87,7 +90,7 @@ def received(rank: int) -> Any:
 def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Notes by the name of the model."""
     alone = torch.ones(2)
-    notes: dict[str, Any] = {name: replayed(name, rank) for name in cuts(ranks)}
+    notes: dict[str, Any] = {name: replayed(name, rank) for name in MODELS}
     notes["written"] = written()
     notes["received"] = received(rank)
     # A step without communication needs no other rank.

@@ -18,6 +18,7 @@ from polymp.backends.torch.compat import dtensor
 from polymp.backends.torch.scaler import distributed
 from polymp.errors import StuckError
 from polymp.torch import GradScaler
+from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
 from tests.support.torch.run_ranks import (
     HISTORY,
@@ -29,6 +30,7 @@ from tests.support.torch.run_ranks import (
     Run,
     go,
     local,
+    some,
 )
 from tests.support.torch.sharded_models import CUTS, named, whole
 
@@ -38,22 +40,23 @@ LAST = Plant(INF, "a.weight", -1)
 # gradients on one rank.
 BESIDE = {"everything": HISTORY, "apart": (LAST, Plant("apart", "", -1))}
 BESIDE_WAYS = ("sgd, clipped", "adamw, fused")
+FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
 
 
-def below_one(ways: tuple[str, ...] = ("sgd", "adamw, device", "adamw, fused")) -> Notes:
+def below_one() -> Notes:
     """A gradient on one rank that is finite when scaled, and Inf when not."""
     notes = {}
-    for way in ways:
+    for way in some(FIRST_WAYS, dist.get_world_size()):
         scaler = GradScaler("cpu", init_scale=2.0**-60, growth_interval=2, **WAYS[way].options)
         history = (Plant(1e30, "a.weight", -1), None, None, Plant(1e30, "b.bias", 0))
         notes["below one", way] = go(Run(CUTS["fsdp2"](), WAYS[way], scaler), history)
     return notes
 
 
-def absent(ways: tuple[str, ...] = ("sgd", "adamw, device", "adamw, fused")) -> Notes:
+def absent() -> Notes:
     """Ranks without gradients, of one parameter or of all, while others have them."""
     notes = {}
-    for way in ways:
+    for way in some(FIRST_WAYS, dist.get_world_size()):
         scaler = GradScaler("cpu", **SETTINGS, **WAYS[way].options)
         run = Run(CUTS["fsdp2"](), WAYS[way], scaler)
         every = list(named(run.cut.model))
@@ -133,7 +136,7 @@ def partial() -> Notes:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     notes = {}
-    for way in ("sgd", "adamw, device", "adamw, fused"):
+    for way in FIRST_WAYS:
         for size in (2.0, 3e38):
             start = torch.full((3, 2), 1e-30)
             w = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
@@ -202,6 +205,13 @@ def closure() -> Notes:
     return {"closure": seen}
 
 
+def defect_cases(ranks: int) -> list[tuple[str, str]]:
+    """The cuts and ways in which a plant is not told to all ranks."""
+    plain = [(cut, way) for cut in ("fsdp2", "fsdp1") for way in ("sgd", "adamw, fused")]
+    grid = [("fsdp2_and_tp", way) for way in ("sgd", "adamw, fused")]
+    return plain if ranks == 2 else [*(plain if LONG else ()), *grid]
+
+
 @contextmanager
 def without_agreement() -> Iterator[None]:
     """The library as it would be if ranks did not talk."""
@@ -220,17 +230,13 @@ def defects() -> Notes:
         "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
         "polymp": lambda: GradScaler("cpu", **SETTINGS),
     }
-    cases = [("fsdp2", "sgd", LAST), ("fsdp1", "sgd", LAST), ("fsdp1", "adamw, fused", LAST)]
-    cases += [("fsdp2", "adamw, fused", LAST)]
-    if dist.get_world_size() == 4:
-        cases += [("fsdp2_and_tp", "sgd", LAST), ("fsdp2_and_tp", "adamw, fused", LAST)]
-    for cut, way, plant in cases:
+    for cut, way in defect_cases(dist.get_world_size()):
         for who, make in makers.items():
             key = "defect", who, cut, way
-            notes[key] = go(Run(CUTS[cut](), WAYS[way], make()), [plant])
+            notes[key] = go(Run(CUTS[cut](), WAYS[way], make()), [LAST])
         with without_agreement():
             key = "defect", "mute", cut, way
-            notes[key] = go(Run(CUTS[cut](), WAYS[way], makers["polymp"]()), [plant])
+            notes[key] = go(Run(CUTS[cut](), WAYS[way], makers["polymp"]()), [LAST])
     try:
         go(Run(CUTS["tp"](), WAYS["sgd"], makers["torch"]()), [None])
     except RuntimeError as error:
@@ -249,7 +255,7 @@ def beside_torch() -> Notes:
         ("beside", who, name, way): go(Run(CUTS["fsdp2"](), WAYS[way], make()), history)
         for who, make in makers.items()
         for name, history in BESIDE.items()
-        for way in BESIDE_WAYS
+        for way in some(BESIDE_WAYS, dist.get_world_size())
     }
 
 

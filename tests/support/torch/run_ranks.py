@@ -5,7 +5,7 @@ What is planted, and where, is in `HISTORY`. The notes say what this rank saw af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from polymp.torch import GradScaler
 from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
-from tests.support.torch.sharded_models import CUTS, Cut, cuts, data, groups, named
+from tests.support.torch.sharded_models import CUTS, FOR_FOUR, Cut, cuts, data, groups, named
 
 INF, NAN = float("inf"), float("nan")
 
@@ -93,12 +93,28 @@ PLAIN_ONLY = ("sgd, fused",)  # torch 2.13 has no fused SGD for DTensors
 FEW = ("sgd", "adamw, device", "adamw, fused, clipped")
 
 
+def tried(ranks: int) -> list[str]:
+    """The names of the cuts: on four ranks, in `make test`, those that need four, and one other."""
+    return [cut for cut in cuts(ranks) if LONG or ranks == 2 or cut in ("ddp", *FOR_FOUR)]
+
+
 def ways(cut: str, ranks: int) -> list[str]:
-    """The names of the ways that are tried with the cut: in `make test-long` all, on two ranks."""
-    if ranks != 2 or not LONG:
+    """The names of the ways that are tried with the cut.
+
+    In `make test-long` all on two ranks, and a few on four; in `make test` one of these few,
+    another one for the next cut, and all of them where nothing is cut.
+    """
+    if not LONG and cut != "ddp":
+        return [FEW[[*tried(ranks), "ddp_grouped"].index(cut) % len(FEW)]]
+    if not LONG or ranks != 2:
         return list(FEW)
     plain = cut.startswith(("ddp", "fsdp1"))
     return [way for way in WAYS if plain or way not in PLAIN_ONLY]
+
+
+def some(names: Sequence[str], ranks: int) -> Sequence[str]:
+    """All of the names on two ranks; on four, in `make test`, the last of them alone."""
+    return names if LONG or ranks == 2 else names[-1:]
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
@@ -205,7 +221,7 @@ def go(run: Run, history: Iterable[Plant | None] = HISTORY) -> list[dict[str, An
 def table(ranks: int) -> dict[Any, Any]:
     """Every cut in every way."""
     notes: dict[Any, Any] = {}
-    for name in cuts(ranks):
+    for name in tried(ranks):
         for way in ways(name, ranks):
             chosen = WAYS[way]
             scaler = GradScaler("cpu", **SETTINGS, **chosen.options)

@@ -17,8 +17,8 @@ from polymp.backends.torch.diagnostics import locate as module
 from polymp.diagnostics.audit_records import Operand
 from polymp.torch import autocast
 from tests.support.torch.audit_trainings import OPTIMIZERS, Training, same
+from tests.support.torch.located_ranks import MODELS
 from tests.support.torch.ranks import launch
-from tests.support.torch.sharded_models import cuts
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 locate = polymp.torch.locate
@@ -264,7 +264,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return launch("tests.support.torch.located_ranks", 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", list(cuts(2)))
+@pytest.mark.sized
+@pytest.mark.parametrize("name", MODELS)
 def test_a_step_that_talks_is_replayed_by_all_ranks(ranks: list[Any], name: str) -> None:
     for notes in ranks:
         found = notes[name]
@@ -276,7 +277,8 @@ def test_a_step_that_talks_is_replayed_by_all_ranks(ranks: list[Any], name: str)
         assert found["goes on"]
 
 
-@pytest.mark.parametrize("name", list(cuts(2)))
+@pytest.mark.sized
+@pytest.mark.parametrize("name", MODELS)
 def test_a_step_that_talks_is_not_replayed_by_one_rank(ranks: list[Any], name: str) -> None:
     message = ranks[0][name]["alone"]
     assert re.fullmatch(

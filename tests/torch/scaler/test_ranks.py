@@ -19,7 +19,7 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.scaling.state_dict import from_state_dict, to_state_dict
 from tests.support.torch import rank_cases, rank_checkpoints
 from tests.support.torch.ranks import bits, launch
-from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, ways
+from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
 from tests.support.torch.sharded_models import FOR_FOUR, Toy, cuts, data
 from tests.support.torch.training import entries
 
@@ -34,12 +34,17 @@ ADDED_UP = ("ddp", "ddp_grouped", "fsdp1", "fsdp1_original", "fsdp2", "hsdp")
 KEYS = [
     (ranks, cut, way)
     for ranks in WORLDS
-    for cut in (*cuts(ranks), "ddp_grouped")
+    for cut in (*tried(ranks), "ddp_grouped")
     for way in ways(cut, ranks)
 ]
 EVERY = pytest.mark.parametrize(("ranks", "cut", "way"), KEYS)
 WORLD = pytest.mark.parametrize("ranks", WORLDS)
-FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
+
+
+def several(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Run a test with each number of ranks and each of the ways that these have."""
+    pairs = [(ranks, way) for ranks in WORLDS for way in some(names, ranks)]
+    return pytest.mark.parametrize(("ranks", "way"), pairs)
 
 
 @pytest.fixture(scope="module")
@@ -147,17 +152,15 @@ def test_one_rank_alone_sees_what_was_planted(worlds: Any, ranks: int, cut: str,
 
 def test_a_report_counts_the_rank_s_part(worlds: Any) -> None:
     total = sum(p.numel() for p in Toy().parameters())
-    for ranks in WORLDS:
-        for cut, copies in (("fsdp2", 1), ("fsdp1_original", 1), ("ddp", ranks), ("hsdp", 2)):
-            if (cut, "sgd") in worlds[ranks][0]:
-                counted = of_all(worlds, ranks, (cut, "sgd"), "values")
-                assert [sum(step) for step in zip(*counted, strict=True)] == [copies * total] * len(
-                    HISTORY
-                )
+    for ranks, cut, way in KEYS:
+        copies = {"fsdp2": 1, "fsdp1_original": 1, "ddp": ranks, "hsdp": 2}.get(cut)
+        if copies is not None:
+            counted = of_all(worlds, ranks, (cut, way), "values")
+            values = [sum(step) for step in zip(*counted, strict=True)]
+            assert values == [copies * total] * len(HISTORY)
 
 
-@WORLD
-@pytest.mark.parametrize("way", FIRST_WAYS)
+@several(rank_cases.FIRST_WAYS)
 def test_a_quotient_that_overflows_on_one_rank(worlds: Any, ranks: int, way: str) -> None:
     key = "below one", way
     expected = states(["overflow", "good", "good", "overflow"], start=ScaleState(2.0**-60))
@@ -166,8 +169,7 @@ def test_a_quotient_that_overflows_on_one_rank(worlds: Any, ranks: int, way: str
     assert all(map(all, of_all(worlds, ranks, key, "finite")))
 
 
-@WORLD
-@pytest.mark.parametrize("way", FIRST_WAYS)
+@several(rank_cases.FIRST_WAYS)
 def test_ranks_without_gradients(worlds: Any, ranks: int, way: str) -> None:
     key = "absent", way
     steps = ["good", "overflow", "good", "good", "nothing", "overflow"]
@@ -211,7 +213,7 @@ def test_every_rank_is_told_that_the_run_is_stuck(worlds: Any, ranks: int) -> No
 
 
 @WORLD
-@pytest.mark.parametrize("way", FIRST_WAYS)
+@pytest.mark.parametrize("way", rank_cases.FIRST_WAYS)
 def test_terms_of_a_sum_are_judged_by_the_sum(worlds: Any, ranks: int, way: str) -> None:
     for size in (2.0, 3e38):
         notes = [of_rank["partial", way, size] for of_rank in worlds[ranks]]
@@ -309,9 +311,7 @@ def test_without_its_state_a_scaler_goes_another_way(worlds: Any) -> None:
 
 # What these tests would see if ranks did not agree.
 
-CASES = [("fsdp2", "sgd"), ("fsdp2", "adamw, fused"), ("fsdp1", "sgd"), ("fsdp1", "adamw, fused")]
-GRID = [("fsdp2_and_tp", "sgd"), ("fsdp2_and_tp", "adamw, fused")]
-DEFECTS = [(2, *case) for case in CASES] + [(4, *case) for case in CASES + GRID]
+DEFECTS = [(ranks, *case) for ranks in WORLDS for case in rank_cases.defect_cases(ranks)]
 
 
 @pytest.mark.parametrize(("ranks", "cut", "way"), DEFECTS)
@@ -340,11 +340,7 @@ def test_torch_s_scaler_takes_no_mix_of_plain_and_distributed(worlds: Any, ranks
         assert "got mixed torch.Tensor and DTensor" in of_rank["defect", "torch", "tp"]
 
 
-BESIDE = pytest.mark.parametrize("way", rank_cases.BESIDE_WAYS)
-
-
-@WORLD
-@BESIDE
+@several(rank_cases.BESIDE_WAYS)
 @pytest.mark.parametrize("history", rank_cases.BESIDE)
 def test_without_a_look_at_losses_it_is_torch_s_scaler(
     worlds: Any, ranks: int, history: str, way: str
@@ -359,8 +355,7 @@ def test_without_a_look_at_losses_it_is_torch_s_scaler(
         assert one == other, what
 
 
-@WORLD
-@BESIDE
+@several(rank_cases.BESIDE_WAYS)
 def test_a_loss_of_nan_with_finite_gradients_on_one_rank(worlds: Any, ranks: int, way: str) -> None:
     """torch.amp's ranks all take the step and ours all skip it; both leave the scale."""
     for who, taken in (("torch", True), ("polymp", False)):

@@ -7,20 +7,25 @@ a call leaves in its process, such as polymp's kernels, meets no other.
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
+# What a program imports that computes with torch; dynamo comes with the first step of an optimizer.
+TORCH = ("torch", "torch._dynamo")
 
 
 class Call(NamedTuple):
@@ -57,6 +62,32 @@ def run(imported: Sequence[str], calls: Sequence[Call], limit: float = 600) -> l
     assert line, f"the process that is forked has ended: {pipe.wait()}"
     codes: list[int] = json.loads(line)
     return codes
+
+
+def program(text: str, *arguments: object, folder: Path = ROOT, strict: bool = False) -> str:
+    """Run a program, given as text, where torch alone is imported; return what it printed.
+
+    Args:
+        text: the program.
+        arguments: what it finds in `sys.argv`.
+        folder: where it runs.
+        strict: True if warnings are errors, as in the tests.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        out, errors = Path(made, "out"), Path(made, "errors")
+        given = (text, str(folder), str(out), *map(str, arguments))
+        (code,) = run(TORCH, [Call(__name__, "execute", given, str(errors), strict=strict)])
+        assert code == 0, f"exit code {code}\n{errors.read_text()[-3000:]}"
+        return out.read_text()
+
+
+def execute(text: str, folder: str, out: str, *arguments: str) -> None:
+    """Run a program as `python -c` does; what it prints goes to the file `out`."""
+    os.chdir(folder)
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    with Path(out).open("w") as file, contextlib.redirect_stdout(file):
+        exec(compile(text, "<string>", "exec"), vars(main))
 
 
 @cache
@@ -118,6 +149,7 @@ def main(*imported: str) -> None:
     for name in imported:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    gc.freeze()  # no call looks for garbage among what was imported
     for line in sys.stdin:
         limit, calls = json.loads(line)
         children = [_forked(Call(*call)) for call in calls]

@@ -21,7 +21,7 @@ import pytest
 from polymp.backends.jax.autocast import op_facts
 from polymp.rules import vocabulary as rules
 from tests.conftest import need
-from tests.support import cases, frameworks, processes
+from tests.support import cases, forks, frameworks
 
 Vocabulary = dict[str, Any]
 
@@ -219,7 +219,7 @@ def _on_autocast_keys() -> dict[str, frozenset[str]]:
         "    key = 'Autocast' + device.upper()\n"
         "    print(*torch._C._dispatch_get_registrations_for_dispatch_key(key))"
     )
-    lines = processes.run(program, *DEVICES).splitlines()
+    lines = forks.program(program, *DEVICES).splitlines()
     return {
         device: frozenset(n.removeprefix("aten::") for n in line.split() if n.startswith("aten::"))
         for device, line in zip(DEVICES, lines, strict=True)

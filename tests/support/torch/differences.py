@@ -1,6 +1,6 @@
 """The intended differences between polymp and torch.amp: one small program for each.
 
-`python -m tests.support.torch.differences torch.amp` (or `polymp.torch`) runs them all under that
+`main("torch.amp")` (or "polymp.torch") runs them all under that
 package's names and prints what each came to, as JSON. A process imports one of the two only:
 once polymp watches writes to parameters, torch.autocast in the same process profits.
 """
@@ -313,7 +313,3 @@ def main(package: str) -> None:
         torch.set_autocast_dtype("cpu", BF16)
         torch.clear_autocast_cache()
     print(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,7 +1,7 @@
-"""Whole models, run forward and backward in regions: `python -m tests.support.torch.models OUT`.
+"""Whole models, run forward and backward in regions.
 
 A model is a module and its inputs. An outcome is every bit and dtype of outputs, loss and
-gradients, or the exception. As a program this writes the outcomes of torch.autocast, taken before
+gradients, or the exception. `main` writes the outcomes of torch.autocast, taken before
 polymp is imported, and those of polymp on its compiled kernels and with every op on its own.
 """
 
@@ -329,7 +329,7 @@ def outcomes(amp: Any) -> Outcomes:
     }
 
 
-def main(path: Path) -> None:
+def main(path: str) -> None:
     torch.set_num_threads(1)
     found = {"torch": outcomes(torch.autocast)}
     assert not any(name.startswith("polymp") for name in sys.modules)
@@ -339,8 +339,4 @@ def main(path: Path) -> None:
     found["native"] = outcomes(autocast)
     with kernel_registry.all_python("cpu"):
         found["python"] = outcomes(autocast)
-    path.write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    Path(path).write_bytes(pickle.dumps(found))

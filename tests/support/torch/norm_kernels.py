@@ -1,9 +1,9 @@
 """The kernels that norms run under a policy, with the dtypes they read, on fake CUDA tensors.
 
-As a program, `python -m tests.support.torch.norm_kernels`, this prints a line of JSON: by norm,
-dtype, policy and weights, the kernels of a forward pass. It is a process of its own, as
-`saved_dtypes` is. A build of torch for CUDA has a kernel of `_fused_rms_norm`; in one for CPUs this
-registers a stand-in for it, so that torch takes the same way as there.
+`main` prints a line of JSON: by norm, dtype, policy and weights, the kernels of a forward pass. It
+has a process of its own, as `saved_dtypes` has. A build of torch for CUDA has a kernel of
+`_fused_rms_norm`; in one for CPUs this registers a stand-in for it, so that torch takes the same
+way as there.
 """
 
 from __future__ import annotations
@@ -85,7 +85,3 @@ def main() -> None:
                         key = f"{name} {str(low)[6:]} {policy} {str(weights)[6:]}"
                         found[key] = of(norm, low, policy, weights)
     json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Runs random policies in torch: `python -m tests.support.torch.run_random_policies WHAT`.
+"""Runs random policies in torch, in a process of its own.
 
 Out, as JSON on stdout: what the function of that name found. It is a process of its own, for every
 policy that was ever in force is noted for good.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -219,13 +218,9 @@ def reused(count: int) -> dict[str, Any]:
     return {"wrong": wrong, "graphs": graphs, "differ": differ}
 
 
-def main(what: str, count: str) -> None:
+def main(what: str, count: int) -> None:
     torch.set_num_threads(1)
     with given.vocabulary_put_back():
         polymp.register_op(MINE, "fp32", torch=mine)
         functions = {"eager": eager, "compiled": compiled, "reused": reused}
-        print(json.dumps(functions[what](int(count))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        print(json.dumps(functions[what](count)))

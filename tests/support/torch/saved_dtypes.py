@@ -1,6 +1,6 @@
 """The values that autograd saves for backward, by dtype, on fake CUDA tensors.
 
-As a program, `python -m tests.support.torch.saved_dtypes`, this prints a line of JSON: for
+`main` prints a line of JSON: for
 the example's model and its block, in regions of torch.autocast and of polymp's policies, the bytes
 of activations that are saved. It is a process of its own, because autograd on CUDA tensors without
 CUDA needs a device guard that stays.
@@ -160,7 +160,3 @@ def main() -> None:
                             key = f"{what} {how.__name__} {str(low)[6:]} {policy}"
                             found[key] = measure(example, "cuda", low, policy)
     json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

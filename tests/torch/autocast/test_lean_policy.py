@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from polymp.torch import autocast
-from tests import STRICT
 from tests.conftest import need
-from tests.support import processes
+from tests.support import forks, sizes
 from tests.support.examples import TINY, modules
 from tests.support.torch import language_models, saved_dtypes
 
 LOW = ("bfloat16", "float16")
+STEPS = sizes.size(80, 120)
 
 # Of torch.autocast's bytes, at most. Where attention is one kernel, there is less float32 to save:
 # all that it saves is low under torch.autocast, too.
@@ -32,10 +32,10 @@ LIMITS = {"written_out": 0.75, "fused": 0.85}
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, list[saved_dtypes.Saved]]:
     """Return the values that are saved on CUDA, by program, attention, dtype and policy."""
-    child = processes.python(*STRICT, "-m", "tests.support.torch.saved_dtypes")
+    program = "from tests.support.torch import saved_dtypes; saved_dtypes.main()"
     return {
         key: [saved_dtypes.Saved(*one) for one in found]
-        for key, found in json.loads(child.stdout).items()
+        for key, found in json.loads(forks.program(program, strict=True)).items()
     }
 
 
@@ -153,11 +153,12 @@ def losses(parts: Any, policy: str | None, steps: int) -> tuple[float, float]:
     return run.held_out[0][1], run.loss
 
 
+@pytest.mark.sized
 def test_training_ends_within_half_a_percent_of_torchs(one_thread):
     with modules("job", "train_torch") as parts:
-        before, theirs = losses(parts, None, 120)
-        _, amp = losses(parts, "amp", 120)
-        _, lean = losses(parts, "lean", 120)
+        before, theirs = losses(parts, None, STEPS)
+        _, amp = losses(parts, "amp", STEPS)
+        _, lean = losses(parts, "lean", STEPS)
     assert theirs < 0.8 * before
     assert lean != amp, "nothing of lean's own has run"
     assert math.isclose(lean, theirs, rel_tol=0.005)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support import processes
+from tests.support import forks
 
 POLICIES = """
 import torch
@@ -45,8 +45,7 @@ print((now - before) / COUNT)
 
 
 def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
-    ran = processes.python("-c", MEMORY.replace("COUNT", "12"))
-    assert float(ran.stdout) < 10_000
+    assert float(forks.program(MEMORY.replace("COUNT", "12"))) < 10_000
 
 
 # Policies without a scope agree with what they did before; of the first codes none is left.
@@ -100,6 +99,5 @@ except Exception as error:
 
 
 def test_there_is_no_last_policy() -> None:
-    ran = processes.python("-c", MANY)
-    assert ran.stderr == ""
-    assert "cannot be used in a process that has used policies" in ran.stdout
+    printed = forks.program(MANY, strict=True)
+    assert "cannot be used in a process that has used policies" in printed

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import processes
+from tests.support import forks
 from tests.support.torch.models import LOW, MODELS, STAGES, WAYS, WITH_GRADIENTS, Outcomes
 from tests.support.torch.onednn import has_lstm
 
+RUN = "import sys; from tests.support.torch import models; models.main(sys.argv[1])"
 ENGINES = tuple(stage for stage in STAGES if stage != "torch")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
     path = tmp_path_factory.mktemp("models") / "outcomes"
-    processes.python("-m", "tests.support.torch.models", path)
+    forks.program(RUN, path)
     loaded: dict[str, Outcomes] = pickle.loads(path.read_bytes())
     return loaded
 

@@ -10,14 +10,15 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support import processes
+from tests.support import forks
 from tests.support.torch import ops, run_ops, torch_lists
 from tests.support.torch.outcomes import Outcome, Seen
 from tests.support.torch.run_ops import STAGES, Case, Record
@@ -63,29 +64,36 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Run]]:
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """The run of a device; both devices are run at once, when first asked for."""
     where = tmp_path_factory.mktemp("ops")
-    started: dict[str, Future[Run]] = {}
 
-    def run(device: str) -> Run:
-        path = where / device
-        processes.python("-m", "tests.support.torch.run_ops", device, path)
-        registered, records = pickle.loads(path.read_bytes())
+    @cache
+    def started() -> None:
+        calls = [
+            forks.Call(
+                "tests.support.torch.run_ops",
+                "main",
+                (device, str(where / device)),
+                str(where / f"{device}.printed"),
+                strict=False,
+            )
+            for device in DEVICES
+        ]
+        codes = forks.run(forks.TORCH, calls)
+        assert codes == [0, 0], "".join(Path(c.printed).read_text()[-3000:] for c in calls)
+
+    @cache
+    def load(device: str) -> Run:
+        started()
+        registered, records = pickle.loads((where / device).read_bytes())
         stages: dict[str, dict[str, Record]] = {stage: defaultdict(dict) for stage in STAGES}
         for stage, record in records.items():
             for case, outcome in record.items():
                 stages[stage][case.op][case] = outcome
         return Run(tuple(registered), stages)
 
-    with ThreadPoolExecutor(len(DEVICES)) as pool:
-
-        def load(device: str) -> Run:
-            if not started:
-                started.update({each: pool.submit(run, each) for each in DEVICES})
-            return started[device].result()
-
-        yield load
+    return load
 
 
 def differences(theirs: Outcome, ours: Outcome) -> list[str]:

@@ -9,7 +9,7 @@ from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules import policy_files
 from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, checkpoint
-from tests.support import processes
+from tests.support import forks
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -136,7 +136,7 @@ def test_a_policy_that_is_torchs_own_installs_nothing(tmp_path):
         "with autocast('cpu', policy=other.override(rules={'mm': low})): pass\n"
         "assert ours.installed('cpu') == ('exp', 'linear', 'mm'), ours.installed('cpu')\n"
     )
-    processes.run(code, cwd=tmp_path)
+    forks.program(code, folder=tmp_path)
 
 
 def test_numbers_go_through_an_op_without_a_rule():

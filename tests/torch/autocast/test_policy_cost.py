@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import processes
+from tests.support import forks
 from tests.support.torch.version_changes import VERSION
 
 # Regions are entered and ops run under the policy `mine`; a CUDA region has fake tensors.
@@ -80,7 +80,7 @@ def test_a_policy_that_says_what_torch_does_installs_no_kernel(device, tmp_path)
         pytest.skip("torch 2.11 does not register rms_norm, for which torch-cuda has a row")
     same = [part + "assert use(mine) == (), kernel_registry.installed(device)\n" for part in OWN]
     program = "".join([_head(device), USE, *same, AS_FILE, DIFFERS, WIDENS])
-    processes.run(program, cwd=tmp_path)
+    forks.program(program, folder=tmp_path)
 
 
 def _head(device: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import processes
+from tests.support import forks
 from tests.support.random_policies import WRONG
 from tests.support.sizes import size
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.sized
 
 @cache
 def ran(what: str, count: int) -> dict[str, Any]:
-    run = processes.python("-m", "tests.support.torch.run_random_policies", what, count)
-    found: dict[str, Any] = json.loads(run.stdout)
+    program = f"from tests.support.torch.run_random_policies import main; main({what!r}, {count})"
+    found: dict[str, Any] = json.loads(forks.program(program))
     print(f"\n{what}: { {key: value for key, value in found.items() if key not in ('wrong',)} }")
     return found
 

@@ -12,7 +12,7 @@ import torch
 
 import polymp.torch
 from polymp.scaling.scale_rule import as_float32
-from tests.support import processes
+from tests.support import forks
 from tests.support.threads import in_thread
 from tests.support.torch.differences import PROGRAMS, after_a_change
 from tests.support.torch.training import ENTRIES
@@ -99,8 +99,8 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
 
 
 def outcomes(package: str) -> dict[str, Any]:
-    run = processes.python("-m", "tests.support.torch.differences", package, timeout=300)
-    found: dict[str, Any] = json.loads(run.stdout)
+    program = f"from tests.support.torch import differences; differences.main({package!r})"
+    found: dict[str, Any] = json.loads(forks.program(program))
     return found
 
 

@@ -24,7 +24,7 @@ from polymp import PolicyError
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, bake, checkpoint, scoped
-from tests.support import processes
+from tests.support import forks
 from tests.support.threads import in_threads
 from tests.support.torch.compiled import Count
 from tests.support.torch.inside import inside
@@ -404,7 +404,7 @@ def test_a_pickle_in_a_fresh_process(x: torch.Tensor, tmp_path: Path) -> None:
         "with torch.autocast('cpu', torch.bfloat16): y = model(x)\n"
         "assert y.dtype is torch.float32, y.dtype\n"
     )
-    processes.run(code, tmp_path / "model")
+    forks.program(code, tmp_path / "model")
 
 
 class CopiesItself(nn.Linear):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from polymp.backends.torch.autocast import regions
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.torch import GradScaler, LossScalers, autocast, expect_scaler
-from tests.support import processes
+from tests.support import forks
 
 LOW = torch.float16
 
@@ -346,4 +346,4 @@ def test_nothing_is_hooked_unless_asked_for() -> None:
         "assert len(o._global_optimizer_pre_hooks) == before == 0\n"
         "expect_scaler(); assert len(o._global_optimizer_pre_hooks) == 1"
     )
-    processes.run(code)
+    forks.program(code)

@@ -19,8 +19,7 @@ from torch import nn
 
 from polymp.backends.torch.autocast import held_casts
 from polymp.torch import autocast, bake, hold_casts, pin, scoped
-from tests import STRICT
-from tests.support import processes
+from tests.support import forks
 from tests.support.torch.held_models import Net, loss_of
 from tests.support.torch.held_ranks import CUTS
 from tests.support.torch.ranks import launch
@@ -250,10 +249,9 @@ def test_a_compiled_fused_step_leaves_no_stale_cast(x: torch.Tensor) -> None:
     torch._dynamo.reset()
 
 
-def test_torch_s_regions_alone(tmp_path: Path) -> None:
+def test_torch_s_regions_alone() -> None:
     """Steps are noticed though no region of ours was ever entered."""
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import torch\n"
         "from polymp.torch import hold_casts\n"
         "from polymp.backends.torch.autocast import held_casts, kernel_registry\n"
@@ -271,7 +269,7 @@ def test_torch_s_regions_alone(tmp_path: Path) -> None:
         "assert kernel_registry.installed('cpu') == (), kernel_registry.installed('cpu')\n"
         "assert not torch.equal(*seen)\n"
     )
-    processes.python(*STRICT, program)
+    forks.program(program, strict=True)
 
 
 def test_models_that_torch_cuts_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def advice() -> ModuleType:
     return benchmark("advice")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.long  # four processes; `make test` has the try-outs of other benchmarks
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_try_out(advice: ModuleType, framework: str, tmp_path: Path) -> None:
     need(framework)

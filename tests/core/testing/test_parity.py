@@ -60,6 +60,7 @@ def in_jax(x: Any, w: Any) -> Any:
 # --- the tolerance --------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("both")
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_an_error_of_three_times_the_tolerance_fails(dtype: str | None) -> None:

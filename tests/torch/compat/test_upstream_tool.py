@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ DISGUISED = """
         return STOCK(*args, **kwargs)
 """
 
-Runs = dict[str, Run]
+Runs = dict[str, Run]  # by the module of the classes
 Tool = Callable[..., int]
 
 
@@ -88,14 +88,18 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(source: Path) -> Runs:
-    """The file, run once with each set of classes."""
+def runs(source: Path) -> Iterator[Runs]:
+    """The file, run once with each set of classes that is asked for."""
+    run_child = upstream.run_child  # `tool` puts what was run in its place
+
+    class Made(Runs):
+        def __missing__(self, classes: str) -> Run:
+            self[classes] = run_child(source, Selection(FILE), classes, timeout=300.0)
+            return self[classes]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(source))
-        return {
-            classes: upstream.run_child(source, Selection(FILE), classes, timeout=300.0)
-            for classes in (STOCK, "polymp.torch", "broken", "disguised")
-        }
+        yield Made()
 
 
 @pytest.fixture
@@ -178,6 +182,7 @@ def test_a_region_that_does_nothing_and_a_crash_are_named(
     assert "the run with polymp's classes did not reach its end" in out
 
 
+@pytest.mark.long  # a run more; that the tool can fail, the run above shows
 def test_torchs_own_class_in_disguise_proves_nothing(
     tool: Tool, capsys: pytest.CaptureFixture
 ) -> None:
@@ -207,9 +212,12 @@ def test_a_substitute_must_have_every_name() -> None:
         upstream_child.substitute("json", upstream_child.NAMES, stock)
 
 
-def test_a_substitute_that_cannot_be_imported_is_refused(source: Path) -> None:
-    run = upstream.run_child(source, Selection(FILE), "no_such_module", timeout=300.0)
-    assert run.refused == "no_such_module has no 'autocast' to put at torch.autocast"
+@pytest.mark.long  # a run more; why it is refused, the two tests above show
+def test_a_substitute_that_cannot_be_imported_is_refused(runs: Runs) -> None:
+    assert (
+        runs["no_such_module"].refused
+        == "no_such_module has no 'autocast' to put at torch.autocast"
+    )
 
 
 def line(test: str, outcome: str, **more: Any) -> str:

@@ -23,6 +23,7 @@ from polymp.backends.torch.autocast.fp8_weight import WeightInBits
 from polymp.backends.torch.weights import compare_bits, originals
 from polymp.fp8 import fallback
 from polymp.torch import autocast, checkpoint, freeze
+from tests.support.sizes import size
 from tests.support.torch.compiled import Count
 from tests.support.torch.fp8_models import RECIPES
 from tests.support.torch.fp8_models import policy as in_8_bits
@@ -193,6 +194,7 @@ WAYS_TO_RUN = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("policy", "train"), WAYS_TO_RUN)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train: bool) -> None:
@@ -297,6 +299,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("policy", "again"), TRAINED)
 def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: str) -> None:
     frozen, plain = LM(lora=True, again=AGAIN[again]), LM(lora=True, again=AGAIN[again])
@@ -490,7 +493,7 @@ def outcome(model: nn.Module, region: Any) -> list[Any]:
 several = st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=size(8, 25))
 @given(
     several,
     st.sampled_from(POLICIES),
@@ -513,7 +516,7 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
     assert not math.isnan(expected[0].float().sum().item())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=size(5, 15))
 @given(several, st.sampled_from(RECIPES))
 def test_random_models_in_8_bits(ways: list[tuple[str, bool]], recipe: str) -> None:
     model, other = Random(ways), Random(ways)

@@ -187,6 +187,7 @@ def gone(pid: int) -> bool:
     return status == "Z"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("at", [0, 1, 3], ids=["in the first step", "in the second", "in the last"])
 def test_killed_it_goes_on_where_it_was_and_the_page_is_whole(tmp_path: Path, at: int) -> None:

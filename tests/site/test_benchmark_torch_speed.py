@@ -249,6 +249,7 @@ def test_every_bar_has_its_row(speed: ModuleType) -> None:
     assert set(speed.BARS) <= whats
 
 
+@pytest.mark.long  # a process with torch; the one below ends with an error, too
 def test_a_process_says_why_it_cannot(speed: ModuleType, workloads: ModuleType) -> None:
     worker = speed.Worker("Apex O1", "cpu", workloads.SMALL, sys.executable)
     try:

@@ -31,7 +31,18 @@ IMPORTED = (
     *("polymp.torch", "polymp.jax", "polymp.testing"),
 )
 # The pages that take longest and whose every function has tests of its own: for `make test-long`.
-LONG = ("fp8.md", "jax.md", "keras.md", "low-weights.md", "recipes-jax.md", "trainers.md")
+LONG = (
+    *(
+        "fp8.md",
+        "jax.md",
+        "keras.md",
+        "low-weights.md",
+        "recipes-jax.md",
+        "scaling.md",
+        "seeing.md",
+    ),
+    "trainers.md",
+)
 RUN = [
     pytest.param(
         block,

@@ -261,6 +261,7 @@ def test_what_cannot_be_compared_gets_one_line(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("script", "argv", "message"),
     [

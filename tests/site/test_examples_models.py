@@ -46,6 +46,7 @@ def test_the_models_are_the_same_forward_backward_and_in_training(example: Any, 
     assert max(low) < {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}[name]
 
 
+@pytest.mark.long  # tests/shared/test_parity_cases.py plants as much into smaller models
 def test_a_model_that_differs_in_one_weight_is_noticed(example: Any) -> None:
     text = example.job.read(None, SIZES.context)
     weights = example.job.first_weights(text.alphabet, SIZES)

@@ -47,7 +47,7 @@ def test_an_overflow_on_the_last_rank_is_skipped_by_all() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.long  # other examples say as much of bad arguments
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

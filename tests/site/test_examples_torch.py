@@ -55,6 +55,7 @@ def test_that_the_loss_falls_is_no_matter_of_course(parts: Any) -> None:
     assert not falls(vars(one))
 
 
+@pytest.mark.long  # test_examples_trained.py runs the same script
 def test_another_text_one_dtype_and_a_progress_bar(tmp_path: Path) -> None:
     text = tmp_path / "a [b] $c$ :smile:.txt"
     text.write_text("to be or not to be, that is the question. " * 40)

@@ -315,6 +315,7 @@ def test_the_users_own_style_does_not_change_it() -> None:
         assert matplotlib.rcParams["font.size"] == 30
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", ["float16", "float8_e5m2"])
 def test_every_spelling_of_a_dtype(low: str) -> None:
     audit = small()

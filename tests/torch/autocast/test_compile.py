@@ -132,6 +132,7 @@ INSIDE: dict[Callable[..., Any], list[torch.dtype]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "function",
     [f for f in INSIDE if VERSION >= (2, 12) or f not in (policy_as_object, policies_nested)],

@@ -61,6 +61,7 @@ def around(function: Callable[[], Any], region: Ambient) -> Any:
         return function()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_graph_is_used_in_another_region(
     order: str, count: Count, net: Net, x: torch.Tensor

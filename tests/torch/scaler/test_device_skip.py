@@ -119,6 +119,7 @@ def first_difference(name: str, history: str, step: Any) -> int | None:
     return None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("history", HISTORIES)
 @every
 def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:

@@ -130,6 +130,7 @@ def test_float16_and_complex_are_those_of_torchs_kernel(kind) -> None:
         assert bits(p.grad) == bits(q.grad)
 
 
+@pytest.mark.one_in(3)
 @every
 @kinds
 @given(

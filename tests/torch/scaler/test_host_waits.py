@@ -109,6 +109,7 @@ def loop(
     return counts, scaler
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("name", FREE)
 def test_nothing_is_read_after_the_first_iteration(name: str, clip: bool) -> None:

@@ -158,7 +158,7 @@ WAYS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 @every
 @settings(max_examples=20)

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 import polymp
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.torch import autocast, bake, checkpoint, custom_bwd, custom_fwd, scoped
-from tests.support import processes
+from tests.support import forks
+from tests.support.sizes import size
 from tests.support.torch.models import MODELS
 from tests.support.torch.onednn import need_lstm
 
@@ -123,7 +124,7 @@ def check(
 # --- the same bits -------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("title", TITLES)
 def test_a_program_gives_the_bits_of_the_region(title, region):
@@ -466,14 +467,15 @@ assert "polymp" not in sys.modules
 """
 
 
+@pytest.mark.sized
 def test_a_saved_program_runs_without_polymp(tmp_path: Path):
     """In a process where polymp cannot be imported: as loaded, compiled, and decomposed."""
-    asked = [("convnet", "own"), ("GRU", "torch"), ("spectral", "lean")]
+    asked = [("convnet", "own"), ("GRU", "torch"), ("spectral", "lean")][: size(1, 3)]
     for at, (title, region) in enumerate(asked):
         _, inputs, _, program = baked(title, region)
         torch.export.save(program, tmp_path / f"{at}.pt2")
         torch.save(inputs, tmp_path / f"{at}.inputs")
-    processes.run(ELSEWHERE, tmp_path)
+    forks.program(ELSEWHERE, tmp_path)
     found = torch.load(tmp_path / "found")
     for at, case in enumerate(asked):
         for way in ("run", "compiled", "decomposed"):

@@ -60,6 +60,7 @@ def test_every_class_of_torch_optim_has_a_row() -> None:
     assert {name.partition("-")[0] for name in OPTIMIZERS} | set(EXCLUDED) == classes
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_optimizer_trains_in_every_mode(name: str, mode: str) -> None:

@@ -38,14 +38,19 @@ def run(script: str, *argv: object, python: Sequence[str] = STRICT) -> Any:
 
 @contextmanager
 def modules(*names: str) -> Iterator[argparse.Namespace]:
-    """The examples' modules, imported as the scripts import them."""
+    """The examples' modules, imported as the scripts import them, and afresh."""
+
+    def forget() -> None:
+        for name in ("job", "report", "picture", *names):
+            sys.modules.pop(name, None)
+
+    forget()  # a benchmark may have imported some of them
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield argparse.Namespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(EXAMPLES))
-        for name in ("job", "report", "picture", *names):
-            sys.modules.pop(name, None)
+        forget()
 
 
 def rows(printed: str) -> list[list[str]]:

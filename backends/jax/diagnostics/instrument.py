@@ -13,11 +13,13 @@ out what was measured inside.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT, OURS
@@ -43,6 +45,11 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 _Made = tuple[Sequence[Tracked], list[Facts]]
 # What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
 _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
+
+# What was not measured.
+_NOTHING: Any = np.empty(0, np.float32)
+_NO_BINS: Any = np.empty(0, np.int32)
+_NO_OPERANDS: Any = np.empty((0, 5), np.float32)
 
 
 class Twin:
@@ -157,14 +164,13 @@ class Twin:
         )  # fmt: skip
         self.events.append(event)
         self._carried[number] = through.carried
-        nothing, none = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs) if event.dtype == "float16" else nothing,
-            measures.sample(made[0]) if group is not None and self.samples else none,
-            measures.operands(eqn, args) if number == self.ask else jnp.zeros((0, 5)),
-            none,
-            fp8_losses.loss_of(eqn, args) if tried else nothing,
+            measures.lost(eqn, args, outs) if event.dtype == "float16" else _NOTHING,
+            measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
+            measures.operands(eqn, args) if number == self.ask else _NO_OPERANDS,
+            _NO_BINS,
+            fp8_losses.loss_of(eqn, args) if tried else _NOTHING,
         )  # fmt: skip
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]
@@ -250,40 +256,35 @@ class Twin:
     ) -> _Made:
         given = branches[0].of(read)
         values, origins = values_of(given), origins_of(given)
-        first = len(self.events)
         came: list[list[Origin]] = []
 
-        def made(number: int, values: Sequence[jax.Array]) -> _Made:
-            return self._program(
-                branches[number].closed, tracked(values, origins), (*place, number)
-            )
+        def made(number: int) -> tuple[ClosedProgram, list[Facts]]:
+            """A branch that is measured, and the shapes of the facts of its events."""
 
-        def shape_of(number: int) -> tuple[list[Facts], list[Event]]:
-            """The facts of a branch, by their shapes, and its events."""
-
-            def shape(values: Sequence[jax.Array]) -> list[Facts]:
-                outs, facts = made(number, values)
+            def run(*values: jax.Array) -> tuple[list[jax.Array], list[Facts]]:
+                given = tracked(values, origins)
+                outs, facts = self._program(branches[number].closed, given, (*place, number))
                 came.append(origins_of(outs))
-                return facts
+                return values_of(outs), facts
 
-            start = len(self.events)
-            return jax.eval_shape(shape, values), self.events[start:]
+            program, (_, shapes) = jax.make_jaxpr(run, return_shape=True)(*values)
+            return program, shapes
 
-        shapes, spans = zip(*map(shape_of, range(len(branches))), strict=True)
+        # Traced once: else a branch in a branch in a branch is traced eight times.
+        programs, shapes = zip(*map(made, range(len(branches))), strict=True)
 
         def branch_of(number: int) -> Callable[..., object]:
             def run(*values: jax.Array) -> tuple[list[jax.Array], list[Facts]]:
-                self.events[first:] = chain.from_iterable(spans[:number])
-                outs, facts = made(number, values)
+                made = jaxpr_as_fun(programs[number])(*values)
+                count = len(came[number])
                 parts = [list(map(measures.absent, found)) for found in shapes]
-                parts[number] = facts
-                return values_of(outs), list(chain.from_iterable(parts))
+                parts[number] = jax.tree.unflatten(jax.tree.structure(shapes[number]), made[count:])
+                return made[:count], list(chain.from_iterable(parts))
 
             return run
 
         which = read[0].value
         outs, facts = lax.switch(which, list(map(branch_of, range(len(branches)))), *values)
-        self.events[first:] = chain.from_iterable(spans)
         return tracked(outs, map(Origin.of_all, zip(*came, strict=True))), facts
 
 

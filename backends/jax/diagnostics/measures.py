@@ -1,6 +1,7 @@
 """Measurements of an equation's results, as arrays: each of these runs beside the program.
 
-Arrays in, small arrays out. What of a program is measured, and when, is `instrument`'s part.
+Arrays in, small arrays out. What of a program is measured, and when, is `instrument`'s part. What
+every event has is made by `jax.lax`: to trace a function of `jax.numpy` takes several times longer.
 """
 
 import functools
@@ -59,22 +60,23 @@ def is_measured(x: Any) -> bool:
 
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
-    sizes = [jnp.abs(x) for x in arrays]
-    sizes = [x if x.dtype == np.float64 else x.astype(jnp.float32) for x in sizes]
+    sizes = [lax.abs(x) for x in arrays]
+    sizes = [x if x.dtype == np.float64 else lax.convert_element_type(x, np.float32) for x in sizes]
     peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
     return functools.reduce(jnp.maximum, peaks)
 
 
 def few(x: jax.Array) -> jax.Array:
     """A sample of an array's values, in one row."""
-    flat = jnp.ravel(x)
-    return flat if flat.size <= SAMPLE else flat[:: -(-flat.size // SAMPLE)]
+    flat = lax.reshape(x, (x.size,))
+    step = -(-x.size // SAMPLE)
+    return flat if step <= 1 else lax.slice(flat, (0,), (x.size,), (step,))
 
 
 def sample(x: jax.Array) -> jax.Array:
     """The bins of a sample of an array's values; int32."""
-    bits = lax.bitcast_convert_type(few(x).astype(jnp.float32), jnp.int32)
-    return lax.shift_right_logical(bits, np.int32(SHIFT)) & (BINS - 1)
+    bits = lax.bitcast_convert_type(lax.convert_element_type(few(x), np.float32), np.int32)
+    return lax.bitwise_and(lax.shift_right_logical(bits, np.int32(SHIFT)), np.int32(BINS - 1))
 
 
 def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
@@ -160,11 +162,13 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
 
 def absent(shape: Facts) -> Facts:
     """The facts of an event that did not run."""
-    return Facts(
-        jnp.full(shape.peak.shape, -1, shape.peak.dtype),
-        jnp.zeros(shape.lost.shape),
-        jnp.full(shape.sample.shape, ABSENT, jnp.int32),
-        jnp.zeros(shape.operands.shape),
-        jnp.zeros(shape.when.shape, jnp.int32),
-        jnp.zeros(shape.fp8.shape),
-    )
+    return Facts(*(_filled(x, value) for x, value in zip(shape, _ABSENT, strict=True)))
+
+
+_ABSENT = (-1, 0, ABSENT, 0, 0, 0)
+
+
+@functools.cache
+def _filled(shape: jax.ShapeDtypeStruct, value: int) -> Any:
+    """One value everywhere: a constant of a program, where `jax.numpy` would add an equation."""
+    return np.full(shape.shape, value, shape.dtype)

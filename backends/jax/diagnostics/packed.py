@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class Packed:
@@ -35,8 +35,9 @@ class Packed:
         self._kinds = [(x.dtype.name, tuple(x.shape)) for x in leaves]
         rows: dict[str, list[jax.Array]] = {}
         for x in leaves:
-            rows.setdefault(x.dtype.name, []).append(jnp.ravel(x))
-        return {dtype: jnp.concatenate(many) for dtype, many in rows.items()}
+            if x.size:
+                rows.setdefault(x.dtype.name, []).append(lax.reshape(x, (x.size,)))
+        return {dtype: lax.concatenate(many, 0) for dtype, many in rows.items()}
 
     def read(self, packed: Mapping[str, jax.Array]) -> Any:
         """Return the function's results, of a call of `run`, as numpy arrays. Waits for the device.
@@ -48,9 +49,11 @@ class Packed:
             The tree that the function returns.
         """
         rows: dict[str, np.ndarray[Any, Any]] = jax.device_get(dict(packed))
-        done, leaves = dict.fromkeys(rows, 0), []
+        done: dict[str, int] = {}
+        leaves = []
         for dtype, shape in self._kinds:
-            start = done[dtype]
+            start = done.setdefault(dtype, 0)
             done[dtype] += math.prod(shape)
-            leaves.append(rows[dtype][start : done[dtype]].reshape(shape))
+            row = rows.get(dtype, np.empty(0, dtype))  # none if there are no values of it
+            leaves.append(row[start : done[dtype]].reshape(shape))
         return jax.tree.unflatten(self._structure, leaves)

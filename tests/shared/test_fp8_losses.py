@@ -115,6 +115,7 @@ def made(request):
     return partial(layers, request.param)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_layer_that_8_bits_would_hurt_is_named_and_stays_in_bfloat16(made, recipe, tmp_path):
     model = made(planted=True)

@@ -52,7 +52,7 @@ def audited(fn, ws, x, policy="lean", dtype=jnp.bfloat16, recipe="rowwise"):
 
 
 def given():
-    return jnp.stack([*layers().values()]), batch()
+    return jnp.stack([*layers().values()][:2]), batch()
 
 
 def worst(losses):

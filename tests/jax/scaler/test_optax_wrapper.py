@@ -101,6 +101,7 @@ def run_scan(step: Any, params: Any, state: Any) -> Any:
     return params, state, seen
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "run"),
     [*((name, run_scan) for name in OPTIMIZERS), ("adam", run_each), ("steps", run_each)],
@@ -125,6 +126,7 @@ def scaled_grads(state: Any, value: float) -> Any:
     return jax.tree.map(lambda p: state.scaler.scale(jnp.full_like(p, value)), PARAMS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "wrap"),
     [*((name, jax.jit) for name in OPTIMIZERS), ("adam", lambda f: f), ("parts", lambda f: f)],

@@ -257,6 +257,7 @@ def with_rules_of_their_own(p, x):
     return turned(halved(x, p["w"]), p["v"])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("it", CASES, ids=str)
 def test_what_is_stored_and_that_the_bits_are_the_same(it):
     fn = autocast(it.fn)

@@ -81,7 +81,7 @@ def wide(mode: str, params: Any, state: Any, dtype: str = "bfloat16") -> Any:
     return jax.tree.map(leaf.loaded, params, beside)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_steps_as_on_float32(name, mode):

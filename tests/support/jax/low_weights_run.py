@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def start(mode: str, params: Any = None) -> Any:
     return {"state": tx.init(params), "params": tx.weights(params)}
 
 
+@cache
 def step_of(mode: str) -> Any:
     tx = transformation(mode)
 

@@ -76,8 +76,8 @@ def passed(low: str) -> dict[str, Parity]:
 
 
 def asked(low: str) -> tuple[str, ...]:
-    """The ops that are compared: a half in one of the dtypes in `make test`, all in both else."""
-    return OPS if LONG else OPS[LOW.index(low) :: 4]
+    """The ops that are compared: a third in one of the dtypes in `make test`, all in both else."""
+    return OPS if LONG else OPS[LOW.index(low) :: 6]
 
 
 @pytest.mark.sized
@@ -87,7 +87,7 @@ def test_ops_agree(low: str) -> None:
     margins = [gap.margin for parity in found.values() for gap in parity.gaps if gap.error]
     print(f"\nparity in {low}: {len(found)} of {len(asked(low))} ops pass; tolerance by error: "
           f"least {min(margins):.1f}, median {statistics.median(margins):.0f}")  # fmt: skip
-    assert len(found) == len(set(asked(low))) >= size(7, 30)
+    assert len(found) == len(set(asked(low))) >= size(5, 30)
     assert all(gap.tolerance > 0 for parity in found.values() for gap in parity.gaps[:1]
                if "result" in gap.what)  # fmt: skip
     assert min(margins) > 1
@@ -208,7 +208,7 @@ def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> N
 
 
 @pytest.mark.sized
-@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("low", LOW if LONG else LOW[1:])
 def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
     for framework in FRAMEWORKS:
         need(framework)

@@ -107,14 +107,14 @@ def _same_bits(a: Ran, b: Ran) -> bool:
     return all(x.dtype == y.dtype and bool((x == y).all()) for x, y in pairs)
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("fmt", RUNS)
 @pytest.mark.parametrize("name", ALL)
 def test_results_and_gradients(it, fmt):
     assert faults_of_run(it, fmt, autocast) == []
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("fmt", RUNS)
 @pytest.mark.parametrize("name", ALL)
 def test_dtypes_in_the_trace(it, fmt):
@@ -172,6 +172,7 @@ def narrows_all(fn: Any, dtype: Any, **_: Any) -> Any:
 SMALL = ["mlp_logits", "mlp_cross_entropy", "conv_2d_classifier", "scan_rnn", "causal_attention"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_lowering_nothing_is_caught(it):
     faults = faults_of_trace(it, "bfloat16", identity)
@@ -197,12 +198,14 @@ def test_a_lost_derivative_rule_is_caught(it):
     assert all(fault.startswith("grads") for fault in faults)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_coarser_dtype_is_caught(it):
     assert too_far(name_of(it), "bfloat16", emulated(it, nearest("four bits")))
     assert too_far(name_of(it), "float16", emulated(it, nearest("bfloat16")))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_dtype_itself_is_not(it):
     for fmt in RUNS:
@@ -224,6 +227,7 @@ def test_a_transform_that_is_not_off_is_caught(it):
 LOOPS = ["scan_rnn", "while_newton", "branches", "scan_over_layers_remat", "custom_vjp_linear"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_reference_is_the_program_itself(it):
     assert not rounds(name_of(it), run(it, it.fn))

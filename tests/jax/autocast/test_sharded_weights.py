@@ -6,7 +6,7 @@ from tests.support.jax import eight_devices
 from tests.support.sizes import LONG
 
 pytestmark = pytest.mark.sized
-EVERY = slice(None, None, 1 if LONG else 2)  # one in two programs of each kind in `make test`
+EVERY = slice(None, None, 1 if LONG else 3)  # one in three programs of each kind in `make test`
 
 # Where the program gathers its weights itself.
 OWN = (

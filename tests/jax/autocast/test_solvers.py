@@ -161,7 +161,7 @@ def close(got, want, rtol):
     assert np.abs(got - want).max() <= rtol * np.abs(want).max()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", SOLVERS)
 def test_what_is_iterated_runs_in_float32(name):
     solve = SOLVERS[name]
@@ -183,7 +183,7 @@ def test_the_gradient_of_a_solver(name, policy):
     close(got, gradient(solve), 1e-4 if policy == "amp" else 0.05)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", sorted(SOLVERS.keys() - NO_TANGENT))
 def test_the_tangent_of_a_solver(name):
     def derivative(fn):

@@ -131,7 +131,7 @@ def told(derivative: Callable[[Any], Any]) -> tuple[Any, set[tuple[bool, ...]]]:
     return derivative(X), set(TOLD)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("how", DERIVATIVES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_symbolic_zero_stays_one(program, how):

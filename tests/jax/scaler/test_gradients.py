@@ -33,6 +33,7 @@ def test_scale_and_unscale_are_in_float32_or_wider(dtype):
     assert finite
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64", "complex128"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients_of_every_dtype(wrap, dtype):
@@ -104,6 +105,7 @@ def test_quotients_are_torchs_bit_for_bit(exponent, mantissa, grads):
 UNSCALE = jax.jit(lambda scaler, grads: scaler.unscale(grads))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("size", [1, 100, 4096, 10_001])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_one_inf_or_nan_anywhere_is_found(dtype, size):

@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 
 from tests.support.jax import eight_devices, planted_run
+from tests.support.sizes import LONG
+
+pytestmark = pytest.mark.sized
 
 HELPERS = ("summed", "by_value_and_grad", "by_optimizer")
 JITTED = ("jit-8x1", "jit-1x8", "jit-4x2")
 ONE_PER_DEVICE = tuple(
     f"{way}-{helper}" for way in ("shard_map-True", "shard_map-False", "pmap") for helper in HELPERS
-)
+)[:: 1 if LONG else 4]  # in `make test` each way once, and each helper
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return eight_devices.run("scaler_over_meshes")
+    return eight_devices.run("scaler_over_meshes", *ONE_PER_DEVICE)
 
 
 @pytest.mark.parametrize("way", [*JITTED, *ONE_PER_DEVICE, "by types"])

@@ -52,7 +52,7 @@ def frozen(name: str) -> tuple[Any, Frozen, Any]:
         return fn, *freeze(fn, it.args)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("name", ALL)
 def test_every_program_of_the_corpus_gives_the_same_bits(name):
     need(PROGRAMS[name].needs)

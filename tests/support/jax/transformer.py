@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -39,11 +40,14 @@ SMALL = Size(layers=2, width=64, heads=4, hidden=128, vocabulary=96, batch=2, le
 
 def parameters(size: Size, seed: int = 0, *, scanned: bool = False) -> Params:
     """Random float32 parameters: a list of layers, or one stack of them to scan over."""
-    keys = iter(jax.random.split(jax.random.key(seed), 3 + 4 * size.layers))
+    random = np.random.default_rng(seed)
     width, hidden = size.width, size.hidden
 
+    def normal(rows: int, columns: int, scale: float) -> Array:
+        return jnp.asarray(random.standard_normal((rows, columns), np.float32) * np.float32(scale))
+
     def weight(rows: int, columns: int) -> Array:
-        return jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
+        return normal(rows, columns, rows**-0.5)
 
     def norm() -> Params:
         return {"gain": jnp.ones(width), "bias": jnp.zeros(width)}
@@ -62,8 +66,8 @@ def parameters(size: Size, seed: int = 0, *, scanned: bool = False) -> Params:
 
     layers: Any = [one_layer() for _ in range(size.layers)]
     return {
-        "embedding": 0.02 * jax.random.normal(next(keys), (size.vocabulary, width)),
-        "position": 0.02 * jax.random.normal(next(keys), (size.length, width)),
+        "embedding": normal(size.vocabulary, width, 0.02),
+        "position": normal(size.length, width, 0.02),
         "layers": jax.tree.map(lambda *p: jnp.stack(p), *layers) if scanned else layers,
         "norm": norm(),
         "head": weight(width, size.vocabulary),
@@ -72,8 +76,9 @@ def parameters(size: Size, seed: int = 0, *, scanned: bool = False) -> Params:
 
 def tokens(size: Size, seed: int = 0) -> Array:
     """A batch of random tokens, one longer than the context: inputs and targets in one array."""
-    key = jax.random.key(seed + 1000)
-    return jax.random.randint(key, (size.batch, size.length + 1), 0, size.vocabulary)
+    random = np.random.default_rng(seed + 1000)
+    shape = size.batch, size.length + 1
+    return jnp.asarray(random.integers(0, size.vocabulary, shape, np.int32))
 
 
 def layer_norm(p: Params, x: Array, compute: DTypeLike) -> Array:

@@ -487,7 +487,7 @@ def test_torch_func(way: str) -> None:
     assert torch.equal(grad, torch.autograd.grad(run(w).float().sum(), w)[0])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", JAX)
 def test_jax_transformations(way: str) -> None:
     _, op = made(way)

@@ -38,6 +38,7 @@ def products(fn: Any, *args: Any) -> list[str]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_few_rows_by_parameters_are_float32(rows):
     args = inputs(rows)

@@ -40,6 +40,7 @@ def numbers(*shapes):
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("turned", [False, True], ids=["x @ w", "w.T @ x.T"])
 @pytest.mark.parametrize("name", NAMES)
 def test_result_and_gradients_are_those_of_numpy(name, turned):

@@ -240,6 +240,7 @@ def test_the_table_is_tried_whole():
     assert set(MOVED) == set(NARROWED)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("name", MOVED)
 def test_a_cast_may_come_before_or_after(name, low):

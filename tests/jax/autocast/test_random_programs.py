@@ -326,7 +326,7 @@ def some() -> list[Program]:
     return some_programs(len(SOME))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("at", SOME)
 def test_with_the_checks_of_jax_on(some, at):
     it = some[at]
@@ -358,7 +358,7 @@ except Exception as error:
     assert processes.run(program) == "True\n"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("at", SOME)
 def test_with_jit_off(some, at):
     """Then loops are unrolled as they are traced, and what they carry has no dtype of its own.
@@ -564,6 +564,7 @@ WRONG = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rewriter_is_found(name, monkeypatch):
     where, attribute, wrong, which, block = WRONG[name]

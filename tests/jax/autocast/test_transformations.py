@@ -122,6 +122,7 @@ ROWS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_transformation_of_jax(name):
     row = ROWS[name]

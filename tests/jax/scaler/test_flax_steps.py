@@ -109,6 +109,7 @@ def scanned(step: Any, norm: bool) -> Any:
     return jax.jit(lambda start: jax.lax.scan(body, start, BATCHES))(start)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch statistics"])
 @pytest.mark.parametrize("run", [each, scanned])
 def test_linen_is_a_loop_by_hand_bit_for_bit(run, norm):
@@ -250,6 +251,7 @@ def test_nnx_is_a_loop_by_hand_bit_for_bit(norm):
     assert ours[0].dropout.rngs.count[...] == len(BATCHES)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_an_nnx_step_that_is_skipped(wrap, bad):

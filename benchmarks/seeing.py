@@ -9,8 +9,9 @@ on one core: of a step inside the block in torch, of a call in JAX, with its twi
 takes to enter the block, and to read all when it ends, is a row of its own. In torch the same is
 measured of a 24-layer BERT, and `locate` where nothing is wrong; beside them is a mode that sees
 every op and does nothing. In JAX the first calls of `audit` and `locate`, which compile, are
-compared with the first call of the step. The sizes are those that the example has on this machine;
-the record has them. `make bench` runs it.
+compared with the first call of the step. The sizes are those that the example has on this machine,
+but for float16 its small ones: there a step of the others takes seconds in torch on a CPU. The
+record has them. `make bench` runs it.
 """
 
 import argparse
@@ -52,14 +53,19 @@ ALPHABET = 100
 Program = Callable[[], Any]
 
 
-def sizes() -> argparse.Namespace:
-    """The example's sizes on this machine."""
-    return job.arguments(job.parser("train.py", "", job.default_sizes()), [])
+def sizes_of(name: str) -> job.Sizes:
+    """The example's sizes for a dtype on this machine."""
+    return job.SMALL if name == "fp16" else job.default_sizes()
+
+
+def arguments(name: str) -> argparse.Namespace:
+    """The example's arguments for a dtype on this machine."""
+    return job.arguments(job.parser("train.py", "", sizes_of(name)), [])
 
 
 def in_jax(layers: int) -> dict[str, Program]:
     """The example's loss and gradient: traced, and explained to the last row."""
-    args = sizes()
+    args = arguments("bf16")
     model = train_jax.Transformer(
         ALPHABET, args.context, args.width, layers, args.heads, nnx.Rngs(0)
     )
@@ -80,9 +86,9 @@ def in_jax(layers: int) -> dict[str, Program]:
     }
 
 
-def in_torch(dtype: torch.dtype) -> dict[str, Program]:
+def in_torch(name: str) -> dict[str, Program]:
     """The example's training step, without an optimizer: alone, and explained."""
-    args = sizes()
+    args, dtype = arguments(name), train_torch.DTYPES[name]
     torch.manual_seed(args.seed)
     model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
     tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
@@ -106,7 +112,7 @@ Training = tuple[torch.nn.Module, polymp.torch.GradScaler, Callable[[], torch.Te
 
 def training_in_torch(name: str) -> Training:
     """The example's model, its scaler, and its training step."""
-    args = sizes()
+    args = arguments(name)
     torch.manual_seed(args.seed)
     model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -209,7 +215,7 @@ def caught_in_torch(name: str) -> dict[str, Timed]:
 
 def training_in_jax(name: str) -> tuple[Any, tuple[Any, ...]]:
     """The example's training step, and its arguments."""
-    args = sizes()
+    args = arguments(name)
     shape = args.context, args.width, args.layers, args.heads
     graph, params = nnx.split(train_jax.Transformer(ALPHABET, *shape, nnx.Rngs(0)))
     scaler = polymp.jax.GradScaler(enabled=name == "fp16")
@@ -345,8 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for layers in args.layers
     ]  # fmt: skip
     rows += [
-        compared(f"explain, torch, {dtype}: explain / step", in_torch(dtype), args.rounds)
-        for dtype in (torch.bfloat16, torch.float16)
+        compared(f"explain, torch, {name}: explain / step", in_torch(name), args.rounds)
+        for name in ("bf16", "fp16")
     ]
     rows += audits(args.rounds)
     rows += of_bert(max(args.rounds // 4, 1))
@@ -358,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = {
         "machine": machine("torch", "jax", "jaxlib", "flax"),
         "rounds": args.rounds,
-        "sizes": job.default_sizes()._asdict(),
+        "sizes": {name: sizes_of(name)._asdict() for name in DTYPES},
         "tables": {title: rows},
         "notes": [
             "In JAX, the time of `explain` includes making all rows of the report.",

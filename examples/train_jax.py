@@ -1,6 +1,6 @@
 """Trains a small language model in float32, bfloat16 and float16, and compares the three.
 
-    python examples/train_jax.py                         # on the CPU, in about a minute
+    python examples/train_jax.py                         # on the CPU, within two minutes
     python examples/train_jax.py --device gpu --width 512 --heads 8 --layers 6 --batch 64
 
 The same job as in train_torch.py, with flax's nnx and optax. The step in `train` is the usual one;

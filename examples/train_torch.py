@@ -1,6 +1,6 @@
 """Trains a small language model in float32, bfloat16 and float16, and compares the three.
 
-    python examples/train_torch.py                       # on the CPU, in about a minute
+    python examples/train_torch.py                       # on the CPU, within two minutes
     python examples/train_torch.py --device cuda --width 512 --heads 8 --layers 6 --batch 64
 
 The loop in `train` is the one for torch.amp; only the import is polymp's. Every dtype starts

@@ -130,7 +130,7 @@ def test_a_tenth_is_held_out(parts: Any, tmp_path: Path, size: int, context: int
     path.write_bytes((b"ab" * size)[:size])
     text = parts.job.read(path, context)
     assert (len(text.train), len(text.held_out)) == (size - size // 10, size // 10)
-    args = argparse.Namespace(context=context)
+    args = argparse.Namespace(context=context, held_out=128)
     shape = parts.job.held_out(text, args).shape
     assert shape[0] == min(128, size // 10 - context)
     assert shape[1] == context + 1

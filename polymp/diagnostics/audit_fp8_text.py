@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.equal_layers import folded, label
 from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss, together
@@ -37,14 +37,14 @@ def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -
     Returns:
         The lines.
     """
-    title = plain_text.heading(f"products in 8 bits, by recipe {audit.fp8}", width)
+    title = text_table.heading(f"products in 8 bits, by recipe {audit.fp8}", width)
     if not audit.fp8_losses:
         none = "no product that ran in bfloat16 would run in 8 bits; `explain` has the reasons"
-        return [title, *plain_text.folded(none, width)]
+        return [title, *text_table.folded(none, width)]
     recipe = RECIPES[audit.fp8]
     formats = dict.fromkeys(recipe.format_of(role) for role in _OPERANDS)
     alone = " and ".join(
-        f"{_percent(loss.rounding_error(name))} in {plain_text.short(name)}" for name in formats
+        f"{_percent(loss.rounding_error(name))} in {text_table.short(name)}" for name in formats
     )
     legend = (
         "percent by which 8 bits would change operands and results, and of operands, after a "
@@ -57,8 +57,8 @@ def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -
         rows.append(label(module, OUTSIDE))
         rows += map(_cells, module.rows)
     return [
-        title, *plain_text.folded(legend, width), "",
-        *plain_text.columns(_HEADS, rows, _RIGHT, width),
+        title, *text_table.folded(legend, width), "",
+        *text_table.columns(_HEADS, rows, _RIGHT, width),
     ]  # fmt: skip
 
 

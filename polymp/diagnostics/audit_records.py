@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.equal_layers import ModuleRows, folded
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
@@ -149,7 +149,7 @@ class Operand(NamedTuple):
 
 
 def _percent(share: float) -> str:
-    return "all" if share == 1 else plain_text.share(share)
+    return "all" if share == 1 else text_table.share(share)
 
 
 class Fault(NamedTuple):

@@ -9,7 +9,7 @@ needed.
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics import audit_fp8_text
 from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
@@ -29,7 +29,7 @@ SORTS = (PROGRAM, LARGEST)
 _FIRST, *_OTHERS = NARROW
 _HEADS = (
     "op", "source", "largest |x|", "over", "under", "sub",
-    *(f"in {plain_text.short(name)}" for name in _OTHERS), "here",
+    *(f"in {text_table.short(name)}" for name in _OTHERS), "here",
 )  # fmt: skip
 _RIGHT = _HEADS[2:-1]
 _WORST = 8  # parameters named of those that lose updates
@@ -53,17 +53,17 @@ def audit_table(
         ValueError: `sort` is neither "program" nor "largest".
     """
     check_sort(sort, SORTS)
-    lines = [f"audit of {plain_text.plural(audit.steps, 'step')}"]
+    lines = [f"audit of {text_table.plural(audit.steps, 'step')}"]
     if audit.fault is not None:
         lines += [
             "",
             "first value that is not finite:",
-            *plain_text.folded(str(audit.fault), width),
+            *text_table.folded(str(audit.fault), width),
         ]
     if audit.backward:
-        lines += ["", *plain_text.folded("\n".join(scales(audit)), width)]
+        lines += ["", *text_table.folded("\n".join(scales(audit)), width)]
     if audit.lost_updates:
-        lines += ["", *plain_text.folded("\n".join(lost(audit)), width)]
+        lines += ["", *text_table.folded("\n".join(lost(audit)), width)]
     results, owners = by_module(audit.results, fold), by_owner(audit.gradients, fold)
     rows: list[str | tuple[str, ...]] = []
     for direction, name in SECTIONS.items():
@@ -74,9 +74,9 @@ def audit_table(
         legend = (
             f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal"
         )
-        lines += ["", *plain_text.folded(legend, width)]
-        lines += plain_text.folded(folding([*results, *owners]), width)
-        lines += ["", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
+        lines += ["", *text_table.folded(legend, width)]
+        lines += text_table.folded(folding([*results, *owners]), width)
+        lines += ["", *text_table.columns(_HEADS, rows, _RIGHT, width)]
     if audit.fp8:
         lines += ["", *audit_fp8_text.fp8_table(audit, width, fold)]
     return "\n".join(lines)
@@ -93,7 +93,7 @@ def _section(
     if sort == LARGEST:
         modules = sorted(modules, key=lambda one: -max(m.magnitudes.largest for m in one.rows))
     if modules:
-        yield plain_text.heading(title, width)
+        yield text_table.heading(title, width)
     for one in modules:
         yield label(one, OUTSIDE)
         found = one.rows
@@ -108,7 +108,7 @@ def scales(audit: AuditRecord) -> list[str]:
     fitting = audit.fitting_scale(_FIRST)
     if fitting is None:
         return [f"loss scale: {used}; no finite gradient other than zero to fit one to"]
-    lost = [plain_text.share(audit.lost_gradients(_FIRST, s)) or "none" for s in (1.0, fitting)]
+    lost = [text_table.share(audit.lost_gradients(_FIRST, s)) or "none" for s in (1.0, fitting)]
     return [
         f"loss scale: {used}; the largest at which no {_FIRST} gradient overflows: "
         f"{power(fitting)}",
@@ -119,12 +119,12 @@ def scales(audit: AuditRecord) -> list[str]:
 def lost(audit: AuditRecord) -> list[str]:
     """The share of updates of low weights that were rounded away, and the worst parameters."""
     records = audit.lost_updates
-    share = plain_text.share(lost_updates.share(records)) or "none"
+    share = text_table.share(lost_updates.share(records)) or "none"
     advice = "" if share == "none" else "; low_weights() keeps them"
     worst = [each for each in lost_updates.worst(records, _WORST) if each.lost]
     return [
         f"updates of low weights that were rounded away: {share}{advice}",
-        *(f"  {each.name} ({each.dtype}): {plain_text.share(each.share)}" for each in worst),
+        *(f"  {each.name} ({each.dtype}): {text_table.share(each.share)}" for each in worst),
     ]
 
 
@@ -157,11 +157,11 @@ def _here(measured: Measured) -> Iterator[str]:
     """Words on the Inf, NaN and zeros that the values became in this run."""
     m = measured.magnitudes
     yield from (what for what, found in (("Inf", m.inf), ("NaN", m.nan)) if found)
-    run = plain_text.short(measured.run)
+    run = text_table.short(measured.run)
     if m.burst:
-        yield f"{plain_text.share(m.burst)} Inf because of {run}"
+        yield f"{text_table.share(m.burst)} Inf because of {run}"
     if m.vanished:
-        yield f"{plain_text.share(m.vanished)} zero because of {run}"
+        yield f"{text_table.share(m.vanished)} zero because of {run}"
     yield from (f"{number:g} is zero in {run}" for number in measured.numbers)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.report_text import SECTIONS
 
 
@@ -113,7 +113,7 @@ def html(page: Page) -> str:
         selects=_joined(_select(at, name, page) for at, name in enumerate(page.selects)),
         orders=_orders(page),
         what=page.what,
-        count=plain_text.plural(len(page.lines), page.what),
+        count=text_table.plural(len(page.lines), page.what),
         heads=_joined(_head(head, page.sorted) for head in page.heads),
         rows=_joined(map(_row, page.lines)),
         script=_Markup(_file("page.js")),

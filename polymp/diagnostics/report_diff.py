@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics import module_paths, page
 from polymp.diagnostics.call_differences import (
     DTYPES,
@@ -151,7 +151,7 @@ class ReportDiff:
         if not self.rows:
             return "no difference"
         dtypes = "the same dtypes" if self.same else "other dtypes"
-        return f"{plain_text.plural(len(self.rows), 'difference')}, {dtypes}"
+        return f"{text_table.plural(len(self.rows), 'difference')}, {dtypes}"
 
     def __iter__(self) -> Iterator[Difference]:
         return iter(self.rows)
@@ -184,7 +184,7 @@ class ReportDiff:
         rows = list[str | tuple[str, ...]]()
         for direction, name in SECTIONS.items():
             section = [one for one in modules if one.section == direction]
-            rows += ["", plain_text.heading(name, width)] if section else []
+            rows += ["", text_table.heading(name, width)] if section else []
             for one in ranked(section, difference_cost) if sort == COST else section:
                 rows += [label(one, OUTSIDE), *((f"  {r.op}", *_sides(r)) for r in one.rows)]
         lines = [f"{names[0]} and {names[1]}: {self._headline()}"]
@@ -192,11 +192,11 @@ class ReportDiff:
             (what, *(_words(what, count) for count in pair)) for what, pair in self.totals().items()
         ]
         if sums:
-            lines += ["", *plain_text.columns(("totals", *names), sums, names, width)]
+            lines += ["", *text_table.columns(("totals", *names), sums, names, width)]
         if note := folding(modules):
-            lines += ["", *plain_text.folded(note, width)]
+            lines += ["", *text_table.folded(note, width)]
         if rows:
-            lines += ["", *plain_text.columns(("op", *names), rows, width=width)]
+            lines += ["", *text_table.columns(("op", *names), rows, width=width)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -218,14 +218,14 @@ def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
     alone = not changed
     parts = []
     if alone or {*DTYPES} & {*changed}:
-        parts.append(plain_text.dtypes(call.inputs, call.run, call.outputs))
+        parts.append(text_table.dtypes(call.inputs, call.run, call.outputs))
     if alone or {*RULES} & {*changed}:
         parts.append(ruled(call) or "no region")
     if {"casts", "cast_bytes"} & {*changed} or (alone and call.casts):
-        casts = f"{plain_text.plural(call.casts, 'cast')} of {plain_text.size(call.cast_bytes)}"
+        casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
         parts.append(casts if call.casts else "no cast")
     if "times" in changed or (alone and call.times > 1):
-        parts.append(f"ran {plain_text.plural(call.times, 'time')}")
+        parts.append(f"ran {text_table.plural(call.times, 'time')}")
     return "; ".join([*parts, *filter(None, [call.source])])
 
 
@@ -252,5 +252,5 @@ def _kind_of_sum(name: str) -> int:
 
 def _words(what: str, count: int) -> str:
     if "bytes" in what:
-        return plain_text.size(count)
-    return plain_text.amount(count) if what.startswith("FLOPs") else f"{count:,}"
+        return text_table.size(count)
+    return text_table.amount(count) if what.startswith("FLOPs") else f"{count:,}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.call_record import Call, CallList, by_module
 from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
@@ -48,7 +48,7 @@ def page(report: CallList, fold: bool = True) -> Page:
 def _figures(report: CallList, modules: Iterable[ModuleRows[Call]]) -> list[tuple[str, list[Bar]]]:
     flops, total = report.flops, sum(report.flops.values())
     by_dtype = [
-        Bar(dtype, n, f"{plain_text.amount(n)}, {plain_text.share(n / total)}")
+        Bar(dtype, n, f"{text_table.amount(n)}, {text_table.share(n / total)}")
         for dtype, n in sorted(flops.items(), key=lambda item: -item[1])
     ]
     counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
@@ -62,24 +62,24 @@ def _figures(report: CallList, modules: Iterable[ModuleRows[Call]]) -> list[tupl
     return [
         ("FLOPs by dtype", by_dtype),
         ("Casts", counts),
-        (f"Bytes cast: {plain_text.size(report.cast_bytes)}", _widest(moved)),
-        (f"float32 kept: {plain_text.size(report.kept)}", _widest(kept)),
+        (f"Bytes cast: {text_table.size(report.cast_bytes)}", _widest(moved)),
+        (f"float32 kept: {text_table.size(report.kept)}", _widest(kept)),
     ]
 
 
 def _widest(by_module: dict[str, int]) -> list[Bar]:
     """A bar for each of the modules with most bytes; the others as a number."""
     ranked = sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: -item[1])
-    bars = [Bar(m, n, plain_text.size(n)) for m, n in ranked[:_MODULES]]
+    bars = [Bar(m, n, text_table.size(n)) for m, n in ranked[:_MODULES]]
     if others := ranked[_MODULES:]:
         rest = sum(n for _, n in others)
-        bars.append(Bar(plain_text.plural(len(others), "other module"), 0, plain_text.size(rest)))
+        bars.append(Bar(text_table.plural(len(others), "other module"), 0, text_table.size(rest)))
     return bars
 
 
 def _line(call: Call, module: str, at: int) -> Line:
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
-    words = plain_text.dtypes(call.inputs, call.run, call.outputs)
+    words = text_table.dtypes(call.inputs, call.run, call.outputs)
     full = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     cells = (
         Cell(str(at + 1), at),
@@ -91,10 +91,10 @@ def _line(call: Call, module: str, at: int) -> Line:
         Cell(ruled(call), about=str(call.row or "")),
         Cell(words.replace("->", "\u2192"), about=full),  # a browser breaks lines after dashes
         _number(call.casts, f"{call.casts:,}"),
-        _number(call.cast_bytes, plain_text.size(call.cast_bytes)),
+        _number(call.cast_bytes, text_table.size(call.cast_bytes)),
         _number(sum(count for _, count in call.saved), saved),
-        _number(call.flops, plain_text.amount(call.flops)),
-        _number(call.kept, plain_text.size(call.kept)),
+        _number(call.flops, text_table.amount(call.flops)),
+        _number(call.kept, text_table.size(call.kept)),
     )
     return Line(cells, (call.direction, call.run or "no float", call.rule or "no region"))
 

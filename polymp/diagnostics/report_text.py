@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.call_record import (
     BACKWARD,
     FORWARD,
@@ -68,14 +68,14 @@ def report_table(
     for direction, name in SECTIONS.items():
         section = [one for one in modules if one.section == direction]
         if shown := list(_section(section, listed, report.policy, sort)):
-            rows += ["", plain_text.heading(name, width), *shown]
+            rows += ["", text_table.heading(name, width), *shown]
     lines = [headline(report)]
     if len(report):
         lines += ["", *totals(report, width)]
-        lines += plain_text.folded(folding(modules), width)
-    lines += ["", *plain_text.columns(_HEADS, rows, _RIGHT, width)]
+        lines += text_table.folded(folding(modules), width)
+    lines += ["", *text_table.columns(_HEADS, rows, _RIGHT, width)]
     if hidden := len(calls) - len(listed):
-        lines += ["", f"{plain_text.plural(hidden, 'row')} with lower costs not listed"]
+        lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]
     return "\n".join(lines).rstrip()
 
 
@@ -110,7 +110,7 @@ def folding(modules: Iterable[ModuleRows[R]]) -> str:
 def headline(report: CallList) -> str:
     """The first line: name, number of call sites, policy and low dtype."""
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
-    sites = plain_text.plural(len(report), "call site")
+    sites = text_table.plural(len(report), "call site")
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
@@ -147,11 +147,11 @@ def _cells(call: Call, policy: str) -> tuple[str, ...]:
         f"{call.times:,}",
         call.source,
         ruled(call, policy),
-        plain_text.dtypes(call.inputs, call.run, call.outputs),
+        text_table.dtypes(call.inputs, call.run, call.outputs),
         f"{call.casts:,}" if call.casts else "",
-        plain_text.size(call.cast_bytes) if call.cast_bytes else "",
+        text_table.size(call.cast_bytes) if call.cast_bytes else "",
         ", ".join(f"{count:,} {reason}" for reason, count in call.saved),
-        plain_text.amount(call.flops) if call.flops else "",
+        text_table.amount(call.flops) if call.flops else "",
     )
 
 
@@ -182,9 +182,9 @@ def by(row: Row, op: str, known: str = "") -> str:
 def in_8_bits(report: CallList) -> str:
     """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
     ran = sum(call.times for call in report if call.recipe)
-    parts = [f"{plain_text.plural(ran, 'product')} in 8 bits"] if ran else []
+    parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
     if report.kept_fp8:
-        kept = plain_text.size(report.kept_fp8)
+        kept = text_table.size(report.kept_fp8)
         parts.append(f"{kept} kept for the backward pass, half as much as in bfloat16")
     return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
 
@@ -199,23 +199,23 @@ def totals(report: CallList, width: int | None = None) -> list[str]:
     """The report's sums, a line for each kind; long lines are broken."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
-        f"{plain_text.amount(count)} ({plain_text.share(count / total)}) "
-        f"in {plain_text.short(dtype)}"
+        f"{text_table.amount(count)} ({text_table.share(count / total)}) "
+        f"in {text_table.short(dtype)}"
         for dtype, count in sorted(flops.items(), key=lambda item: -item[1])
     ]
     saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
-    moved = f"{report.casts:,}, {plain_text.size(report.cast_bytes)} read and written"
+    moved = f"{report.casts:,}, {text_table.size(report.cast_bytes)} read and written"
     pairs = [
         ("FLOPs", ", ".join(parts) or "none"),
         ("casts", moved if report.casts else "none"),
         ("saved", ", ".join(saved) or "none"),
-        ("kept", f"{plain_text.size(report.kept)} of float32 for the backward pass"),
+        ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
         ("fp8", in_8_bits(report)),
         ("few rows", "; ".join(_fallbacks(report, "lower", "in float32"))),
         ("widened", widening(report).removeprefix("widened ")),
     ]
     rows = [(name, text) for name, text in pairs if text]
-    return plain_text.columns(("", ""), rows, width=width)[2:]
+    return text_table.columns(("", ""), rows, width=width)[2:]
 
 
 def widening(report: CallList) -> str:
@@ -227,7 +227,7 @@ def widening(report: CallList) -> str:
         for c, one in found[:_NAMED]
     ]
     if more := len(calls) - sum(one.layers for _, one in found[:_NAMED]):
-        named.append(f"and {plain_text.plural(more, 'more call')}")
+        named.append(f"and {text_table.plural(more, 'more call')}")
     return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
 
 

@@ -8,7 +8,7 @@ times that of rounding alone: then its numbers do not fit into the range that on
 
 import os
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.suggest import scope_of
@@ -97,10 +97,10 @@ def _why(one: Fp8Loss) -> str:
     worst = one.worst
     at = " ".join(filter(None, (one.op, one.module and f"in {one.module}", one.source)))
     why = (
-        f"{at}: its {NAMES[worst.of]} would be off by {plain_text.share(worst.error)}, "
-        f"{worst.times:.3g} times as much as by rounding alone, {plain_text.share(worst.expected)}"
+        f"{at}: its {NAMES[worst.of]} would be off by {text_table.share(worst.error)}, "
+        f"{worst.times:.3g} times as much as by rounding alone, {text_table.share(worst.expected)}"
     )
     operand = one.operands.get(worst.of)
     if operand is not None and operand.zero:
-        why += f"; {plain_text.share(operand.zero)} of its values would become zero"
+        why += f"; {text_table.share(operand.zero)} of its values would become zero"
     return f"{why}."

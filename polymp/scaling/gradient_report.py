@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.code_origin import outside
 from polymp.dtypes import FORMATS
 from polymp.errors import ScalerWarning, StuckError
@@ -98,7 +98,7 @@ class GradientReport(NamedTuple):
         for g in by_trouble[:_SHOWN]:
             shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
             rows.append((g.name, str(g.size), str(g.inf), str(g.nan), *shares))
-        lines += plain_text.aligned(rows, numeric=range(1, 6))
+        lines += text_table.aligned(rows, numeric=range(1, 6))
         if many > _SHOWN:
             lines.append(f"... and {many - _SHOWN} more in .gradients")
         return "\n".join(lines)

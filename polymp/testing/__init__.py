@@ -11,7 +11,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from polymp import plain_text
+from polymp import text_table
 from polymp._api import explain
 from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
@@ -119,7 +119,7 @@ def assert_casts(
         found = sum(call.casts for call in (report.of(op) if op else report))
         if found != count:
             name = f"{op!r} casts" if op else "there are"
-            wrong.append((op, f"{name} {plain_text.plural(found, 'array')}, not {count}"))
+            wrong.append((op, f"{name} {text_table.plural(found, 'array')}, not {count}"))
     if wrong:
         rows = _casting(report)
         text = f"{'; '.join(said for _, said in wrong)}.\n\n{rows}"
@@ -131,7 +131,7 @@ def _casting(report: Report) -> str:
         (
             call.op,
             call.module,
-            plain_text.dtypes(call.inputs, call.run, call.outputs),
+            text_table.dtypes(call.inputs, call.run, call.outputs),
             call.rule,
             str(call.casts),
             call.source,
@@ -142,7 +142,7 @@ def _casting(report: Report) -> str:
     if not rows:
         return "Nothing is cast."
     heads = ("op", "module", "dtypes", "rule", "casts", "source")
-    return "\n".join(plain_text.columns(heads, rows, ("casts",)))
+    return "\n".join(text_table.columns(heads, rows, ("casts",)))
 
 
 # --- one test for both ----------------------------------------------------------------------------

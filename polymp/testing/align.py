@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 from itertools import chain, permutations
 from typing import Any, NamedTuple
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.rounding import Run, factor, spread
 from polymp.dtypes import FORMATS
@@ -181,7 +181,7 @@ def side_by_side(
     def cells(call: Call | None) -> tuple[str, ...]:
         if call is None:
             return ("no such call", "", "", "", "")
-        dtypes = plain_text.dtypes(call.inputs, call.run, call.outputs)
+        dtypes = text_table.dtypes(call.inputs, call.run, call.outputs)
         row = str(call.row) if call.row is not None else call.rule or "no region"
         rule = ", ".join(filter(None, (row, call.recipe, call.fallback)))
         return call.op, call.module or "(top level)", dtypes, rule, call.source
@@ -189,7 +189,7 @@ def side_by_side(
     heads = ("op", "module", "dtypes", "row or rule", "source")
     both = cells(parted.one), cells(parted.other)
     rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
-    return "\n".join(plain_text.columns(("", *names), rows))
+    return "\n".join(text_table.columns(("", *names), rows))
 
 
 def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:

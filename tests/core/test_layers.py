@@ -17,7 +17,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin plain_text progress
+errors dtypes code_origin text_table progress
 versions
 integrations
 adapter_checks

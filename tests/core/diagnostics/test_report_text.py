@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from polymp import plain_text
+from polymp import text_table
 from polymp.diagnostics import report_text
 from polymp.diagnostics.report import Report
 from tests.support import processes, reports
@@ -247,7 +247,7 @@ def test_no_package_is_needed_to_print() -> None:
     ],
 )
 def test_dtypes_in_short(dtypes: tuple, words: str) -> None:
-    assert plain_text.dtypes(*dtypes) == words
+    assert text_table.dtypes(*dtypes) == words
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_dtypes_in_short(dtypes: tuple, words: str) -> None:
     ],
 )
 def test_sizes_and_numbers_to_three_digits(count: int, bytes: str, number: str) -> None:
-    assert (plain_text.size(count), plain_text.amount(count)) == (bytes, number)
+    assert (text_table.size(count), text_table.amount(count)) == (bytes, number)
 
 
 @pytest.mark.parametrize(
@@ -277,4 +277,4 @@ def test_sizes_and_numbers_to_three_digits(count: int, bytes: str, number: str) 
     ],
 )  # fmt: skip
 def test_a_share_is_all_or_nothing_only_if_it_is(part: float, words: str) -> None:
-    assert plain_text.share(part) == words
+    assert text_table.share(part) == words

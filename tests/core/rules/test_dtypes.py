@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polymp import dtypes, plain_text
+from polymp import dtypes, text_table
 from polymp.dtypes import FORMATS, Format, widest
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
@@ -128,7 +128,7 @@ def test_an_alias_is_of_one_dtype_and_no_full_name():
 
 def test_what_tables_print_is_a_name():
     for full in FORMATS:
-        assert dtypes.name(plain_text.short(full)) == full
+        assert dtypes.name(text_table.short(full)) == full
 
 
 @pytest.mark.parametrize(

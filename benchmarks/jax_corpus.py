@@ -12,6 +12,7 @@ the ratio of the two float32 programs shows how noisy a row is.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -26,6 +27,7 @@ from pairing import Row, machine, measure, missed, row, save, show
 
 from polymp.jax import autocast
 
+os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.jax.corpus import Program, corpus
 from tests.support.jax.corpus_runs import problem

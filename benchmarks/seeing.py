@@ -10,12 +10,13 @@ takes to enter the block, and to read all when it ends, is a row of its own. In 
 measured of a 24-layer BERT, and `locate` where nothing is wrong; beside them is a mode that sees
 every op and does nothing. In JAX the first calls of `audit` and `locate`, which compile, are
 compared with the first call of the step. The sizes are those that the example has on this machine,
-but for float16 its small ones: there a step of the others takes seconds in torch on a CPU. The
+but for float16 in torch its small ones: a step of the others takes seconds there on a CPU. The
 record has them. `make bench` runs it.
 """
 
 import argparse
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ BERT_BAR = 3.0  # audit
 LOCATE_BAR = 8.0  # of the same BERT
 FIRST_BAR = 3.0  # audit and locate in JAX, against a first step
 CATCH_BAR = 1.03
+LAYERS = (2, 8)  # of the model explained in JAX
 EVERY = 100  # steps from one copy of `catch` to the next
 STEPS = 4  # in a block
 DTYPES = ("fp32", "bf16", "fp16")
@@ -53,19 +55,19 @@ ALPHABET = 100
 Program = Callable[[], Any]
 
 
-def sizes_of(name: str) -> job.Sizes:
+def sizes_of(framework: str, name: str) -> job.Sizes:
     """The example's sizes for a dtype on this machine."""
-    return job.SMALL if name == "fp16" else job.default_sizes()
+    return job.SMALL if (framework, name) == ("torch", "fp16") else job.default_sizes()
 
 
-def arguments(name: str) -> argparse.Namespace:
+def arguments(framework: str, name: str) -> argparse.Namespace:
     """The example's arguments for a dtype on this machine."""
-    return job.arguments(job.parser("train.py", "", sizes_of(name)), [])
+    return job.arguments(job.parser("train.py", "", sizes_of(framework, name)), [])
 
 
 def in_jax(layers: int) -> dict[str, Program]:
     """The example's loss and gradient: traced, and explained to the last row."""
-    args = arguments("bf16")
+    args = arguments("JAX", "bf16")
     model = train_jax.Transformer(
         ALPHABET, args.context, args.width, layers, args.heads, nnx.Rngs(0)
     )
@@ -88,7 +90,7 @@ def in_jax(layers: int) -> dict[str, Program]:
 
 def in_torch(name: str) -> dict[str, Program]:
     """The example's training step, without an optimizer: alone, and explained."""
-    args, dtype = arguments(name), train_torch.DTYPES[name]
+    args, dtype = arguments("torch", name), train_torch.DTYPES[name]
     torch.manual_seed(args.seed)
     model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
     tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
@@ -112,7 +114,7 @@ Training = tuple[torch.nn.Module, polymp.torch.GradScaler, Callable[[], torch.Te
 
 def training_in_torch(name: str) -> Training:
     """The example's model, its scaler, and its training step."""
-    args = arguments(name)
+    args = arguments("torch", name)
     torch.manual_seed(args.seed)
     model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
@@ -203,19 +205,16 @@ def audited_in_torch(training: Training) -> dict[str, Timed]:
 
 
 def caught_in_torch(name: str) -> dict[str, Timed]:
-    """As many steps as from one copy of the state to the next: alone, and with `catch`."""
-    _, _, step = training_in_torch(name)
+    """A step, and a step of a training of its own with `catch`."""
+    (_, _, plain), (_, _, step) = training_in_torch(name), training_in_torch(name)
     caught = polymp.torch.catch(step, every=EVERY)
-
-    def many(step: Program) -> Timed:
-        return timed(lambda: [step() for _ in range(EVERY)], clock=time.process_time)
-
-    return {"step": many(step), "caught": many(caught)}
+    programs: dict[str, Program] = {"step": plain, "caught": caught}
+    return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
 
 
 def training_in_jax(name: str) -> tuple[Any, tuple[Any, ...]]:
     """The example's training step, and its arguments."""
-    args = arguments(name)
+    args = arguments("JAX", name)
     shape = args.context, args.width, args.layers, args.heads
     graph, params = nnx.split(train_jax.Transformer(ALPHABET, *shape, nnx.Rngs(0)))
     scaler = polymp.jax.GradScaler(enabled=name == "fp16")
@@ -244,20 +243,20 @@ def training_in_jax(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def caught_in_jax(name: str) -> dict[str, Timed]:
-    """As many steps as from one copy of the state to the next: alone, and with `catch`."""
-    step, given = training_in_jax(name)
-    caught = polymp.jax.catch(step, every=EVERY)
+    """A step, and a step of a training of its own with `catch`."""
 
-    def many(step: Any) -> Timed:
-        def steps() -> None:
-            *state, tokens = given
-            for _ in range(EVERY):
-                *state, _ = step(*state, tokens)
+    def going(step: Any, state: Any, tokens: Any) -> Program:
+        def once() -> None:
+            nonlocal state
+            *state, _ = step(*state, tokens)
             jax.block_until_ready(state)
 
-        return timed(steps, clock=time.process_time)
+        return once
 
-    return {"step": many(step), "caught": many(caught)}
+    step, (*state, tokens) = training_in_jax(name)
+    caught = polymp.jax.catch(step, every=EVERY)
+    programs = {"step": going(step, state, tokens), "caught": going(caught, state, tokens)}
+    return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
 
 
 def audited_in_jax(name: str) -> dict[str, Timed]:
@@ -320,10 +319,17 @@ def first_calls(rounds: int) -> Iterator[Row]:
 
 
 def catches(rounds: int) -> Iterator[Row]:
-    """Steps with `catch` beside plain ones, in each dtype."""
+    """Steps with `catch` beside plain ones, in each dtype.
+
+    The steps are taken in turn; a figure is the mean of as many as from one copy to the next.
+    """
     for framework, programs in (("torch", caught_in_torch), ("JAX", caught_in_jax)):
         for name in DTYPES:
-            base, caught = measure(programs(name), rounds, warm=1).values()
+            steps = measure(programs(name), rounds * EVERY).values()
+            base, caught = (
+                [statistics.mean(each[at : at + EVERY]) for at in range(0, len(each), EVERY)]
+                for each in steps
+            )
             yield row(f"catch, {framework}, {name}: step / plain step", base, caught, CATCH_BAR)
 
 
@@ -334,37 +340,47 @@ def compared(what: str, programs: dict[str, Program], rounds: int, bar: float | 
     return row(what, base, ours, bar)
 
 
+def explains(rounds: int) -> Iterator[Row]:
+    """The example explained, in JAX with several numbers of layers."""
+    for layers in LAYERS:
+        what = f"explain, JAX, {layers} layers: explain / make_jaxpr"
+        yield compared(what, in_jax(layers), rounds, BAR)
+    for name in ("bf16", "fp16"):
+        yield compared(f"explain, torch, {name}: explain / step", in_torch(name), rounds)
+
+
+PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "explain": explains,
+    "audit": audits,
+    "bert": lambda rounds: of_bert(max(rounds // 4, 1)),
+    "first": lambda rounds: first_calls(max(rounds // 10, 1)),
+    "catch": lambda rounds: catches(max(rounds // 5, 1)),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all comparisons, print the table, save it as JSON; 1 if a bar is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20, help="paired rounds")
-    parser.add_argument("--layers", type=int, nargs="*", default=[2, 8], help="of JAX's model")
+    parser.add_argument("--only", nargs="*", default=[*PARTS], choices=[*PARTS], help="what to run")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    rows = [
-        compared(f"explain, JAX, {layers} layers: explain / make_jaxpr",
-                 in_jax(layers), args.rounds, BAR)
-        for layers in args.layers
-    ]  # fmt: skip
-    rows += [
-        compared(f"explain, torch, {name}: explain / step", in_torch(name), args.rounds)
-        for name in ("bf16", "fp16")
-    ]
-    rows += audits(args.rounds)
-    rows += of_bert(max(args.rounds // 4, 1))
-    rows += first_calls(max(args.rounds // 10, 1))
-    rows += catches(max(args.rounds // 5, 1))
+    rows = [each for part in args.only for each in PARTS[part](args.rounds)]
     title = "explain, audit, locate and catch, compared with the training step that they examine"
     show(title, rows)
     print(f"Bars missed: {', '.join(missed(rows)) or 'none'}.")
     record = {
         "machine": machine("torch", "jax", "jaxlib", "flax"),
         "rounds": args.rounds,
-        "sizes": {name: sizes_of(name)._asdict() for name in DTYPES},
+        "sizes": {
+            f"{framework}, {name}": sizes_of(framework, name)._asdict()
+            for framework in ("torch", "JAX")
+            for name in DTYPES
+        },
         "tables": {title: rows},
         "notes": [
             "In JAX, the time of `explain` includes making all rows of the report.",

@@ -124,7 +124,7 @@ def with_lightning(way: str, mode: str, every: int, steps: int) -> Run:
         enable_model_summary=False,
     )  # fmt: skip
     # Without units for float16, a processor is slow in it.
-    data = images(steps * every, 4 if mode == "fp16" else 64)
+    data = images(steps * every, 16 if mode == "fp16" else 512)
     trainer.fit(AutoEncoder(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return clock.run(losses)
 
@@ -214,7 +214,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "Lightning": Program(with_lightning, ("bf16", "fp16"), 50),
+    "Lightning": Program(with_lightning, ("bf16", "fp16"), 20),
     "accelerate": Program(with_accelerate, ("bf16",), 12),
     "transformers": Program(with_transformers, ("bf16",), 12),
 }

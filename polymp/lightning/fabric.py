@@ -24,8 +24,8 @@ class FabricPrecision(Region, FSDPPrecision):
     they come in. To cast less, write `with polymp.torch.hold_casts(model):` around the loop.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true": no region, so no effect of the policy.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
+        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         device: the device type; None for that of the parameters of the module set up last, which
             differs from it where FSDP offloads them.

@@ -64,10 +64,11 @@ def epoch(fabric: Any, model: Any, optimizer: Any, clip: float | None = None) ->
 def test_losses_are_fabrics_bit_for_bit(precision: str, clip: float | None) -> None:
     expected, *_ = train(theirs(precision), clip=clip)
     assert train(ours(precision), clip=clip)[0] == expected
+    if precision == "32-true":  # which takes no policy
+        return
     assert train(ours(precision, "torch-cpu"), clip=clip)[0] == expected
     policy = {"name": "mine", "rules": {"linear": "fp32"}}
-    changed = train(ours(precision, policy), clip=clip)[0] != expected
-    assert changed == (precision != "32-true"), "the comparison above could not fail"
+    assert train(ours(precision, policy), clip=clip)[0] != expected, "this could not fail"
 
 
 def test_outputs_are_float32_and_the_autocast_of_fabric_has_the_policy() -> None:

@@ -21,7 +21,11 @@ class FabricPrecision(Region, FSDPPrecision):
     `fabric.backward`, `fabric.clip_gradients`, `fabric.autocast` and `optimizer.step` work as with
     Fabric's own plugin. LBFGS trains in float16, and gradients of fused optimizers are clipped.
     Outputs of modules become float32, as with Fabric's plugin; their inputs are not rounded before
-    they come in. To cast less, write `with polymp.torch.hold_casts(model):` around the loop.
+    they come in.
+
+    There is no `hold_casts=True` as for `Precision`: Fabric shows its plugin a module before DDP or
+    FSDP is around it, and does not say when training ends. To cast less, write `with
+    polymp.torch.hold_casts(model):` around the loop, with the model that `fabric.setup` returned.
 
     Args:
         precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.

@@ -185,7 +185,7 @@ def test_held_casts_change_no_bit_and_are_let_go(precision: str) -> None:
 
     model = fit(plugin, Watched(), **settings)
     assert model.losses == plain.losses
-    assert blocks[0].saved == blocks[0].made * 3  # two weights, cast once for four batches
+    assert blocks[0].saved == blocks[0].made * 3 > 0  # cast once for four batches
     assert plugin._held is None
 
 

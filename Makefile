@@ -65,10 +65,10 @@ test: lint
 	@$(MAKE) --no-print-directory -j2 types pytest
 
 pytest: $(READY)
-	POLYMP_REQUIRE=jax,$(ADAPTED) $(PY) $(PYTEST) -m "not long"
+	POLYMP_REQUIRE=jax,keras,$(ADAPTED) $(PY) $(PYTEST) -m "not long"
 
 test-long: $(READY)
-	POLYMP_REQUIRE=jax,$(ADAPTED) POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"
+	POLYMP_REQUIRE=jax,keras,$(ADAPTED) POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"
 
 test-versions: test-oldest test-newest
 
@@ -106,7 +106,7 @@ dist: $(DIST)
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
 	@missed=0; \
-	for name in torch_overhead policies jax_overhead contraction scaler seeing advice low_weights low_weights_jax fp8 torch_speed jax_speed jax_corpus trainers speed_page feature_costs; do \
+	for name in torch_overhead policies jax_overhead contraction scaler seeing advice low_weights low_weights_jax fp8 torch_speed jax_speed jax_corpus trainers trainers_jax speed_page feature_costs; do \
 	    .venv-bench/bin/python benchmarks/$$name.py || missed=1; \
 	done; \
 	exit $$missed

@@ -8,7 +8,6 @@ The Trainer leaves regions and scaling to its `Accelerator`, and so does this mo
 
 from typing import Any, NamedTuple, TypeVar
 
-from polymp import accelerate
 from polymp.adapter_checks import require
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import trainer_steps
@@ -18,6 +17,8 @@ from polymp.torch._trainers import extend
 require("transformers")
 
 from transformers import Trainer  # noqa: E402
+
+from polymp import accelerate  # noqa: E402
 
 __all__ = ["use"]
 

@@ -21,11 +21,15 @@ class FabricPrecision(Region, FSDPPrecision):
     `fabric.backward`, `fabric.clip_gradients`, `fabric.autocast` and `optimizer.step` work as with
     Fabric's own plugin. LBFGS trains in float16, and gradients of fused optimizers are clipped.
     Outputs of modules become float32, as with Fabric's plugin; their inputs are not rounded before
-    they come in. To cast less, write `with polymp.torch.hold_casts(model):` around the loop.
+    they come in.
+
+    There is no `hold_casts=True` as for `Precision`: Fabric shows its plugin a module before DDP or
+    FSDP is around it, and does not say when training ends. To cast less, write `with
+    polymp.torch.hold_casts(model):` around the loop, with the model that `fabric.setup` returned.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true": no region, so no effect of the policy.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
+        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         device: the device type; None for that of the parameters of the module set up last, which
             differs from it where FSDP offloads them.

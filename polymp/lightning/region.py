@@ -47,7 +47,7 @@ class Region(Plain):
                 f"Write {name}({meant!r}, policy=...). Lightning's other modes work without this "
                 "plugin."
             )
-        self.policy = _without_scopes(policy, f"plugins=[{name}({precision!r})]")
+        self.policy = _for_region(policy, name, precision)
         asked, half = f"{name}({precision!r})", precision == "16-mixed"
         check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
         self.precision: Any = precision
@@ -73,7 +73,7 @@ class Region(Plain):
             self.scaler = GradScaler(device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the region; a context that does nothing for 32-true."""
+        """Return the region; a context that does nothing for 32-true, which has no policy."""
         if self.device is None:
             self._find_device()
         if self._opener is None:
@@ -96,15 +96,23 @@ class Region(Plain):
         return super().state_dict()
 
 
-def _without_scopes(policy: PolicyLike | None, write: str) -> Policy | None:
-    """Return a policy for a region; raises if it has rules for modules, which no region sees."""
+def _for_region(policy: PolicyLike | None, name: str, precision: str) -> Policy | None:
+    """Return the policy of a plugin's region; raises if there is no region that it could act in.
+
+    Also if it has rules for modules, which no region sees.
+    """
     if policy is None:
         return None
     loaded = policy_files.load(policy)
+    if _DTYPES[precision] is None:
+        raise ValueError(
+            f"{name}({precision!r}) opens no region that policy {loaded.name!r} could act in. "
+            f"Write {name}('bf16-mixed', policy=...), or {name}({precision!r}) without a policy."
+        )
     if loaded.scopes:
         raise PolicyError(
             f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
             "paths a region does not see. Write polymp.torch.scoped(model, policy), and then "
-            f"{write}."
+            f"plugins=[{name}({precision!r})]."
         )
     return loaded

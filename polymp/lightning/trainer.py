@@ -38,8 +38,8 @@ class Precision(Region, trainer.FSDPPrecision):
     Lightning's plugin.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true": no region, so no effect of the policy.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
+        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         hold_casts: keep the casts of weights until the next optimizer step; pays with
             `accumulate_grad_batches`.
@@ -50,8 +50,8 @@ class Precision(Region, trainer.FSDPPrecision):
         device: the device type, "cpu", "cuda", ...; None until the fit begins.
 
     Raises:
-        ValueError: `precision` is another one, a scaler is given for another mode than 16-mixed, or
-            it is disabled.
+        ValueError: `precision` is another one, a policy is given for 32-true, a scaler is given for
+            another mode than 16-mixed, or it is disabled.
         TypeError: `scaler` is no `polymp.torch.GradScaler`.
         PolicyError: the policy cannot be read, or has rules for modules; later, when a step begins:
             a region around `fit` has another dtype or policy.

@@ -1,173 +1,81 @@
 """`polymp.torch.fsdp`: what is sent in which dtype, and that nothing else changes.
 
-`main` is run on each of two ranks: it notes what the ranks send, and loss and gradients of their
-batch. On one rank a sharded model has to give the bits of a region without FSDP.
+Two ranks note what they send, and loss and gradients of their batch. On one rank a sharded model
+has to give the bits of a region without FSDP.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_s_fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import FSDPModule
 
 import polymp
 from polymp.backends.torch.diagnostics import perturb
 from polymp.diagnostics import rounding
-from polymp.errors import PolicyError
-from polymp.torch import autocast, explain
+from polymp.torch import autocast
 from polymp.torch.fsdp import fully_shard, mixed_precision
-from polymp.torch.torchtitan import Converter
+from tests.support.torch.fsdp_models import (
+    BF16,
+    FULL,
+    HEAD_FULL,
+    LOW,
+    Block,
+    Model,
+    by_torch,
+    data,
+    gradients,
+    loss_of,
+    made,
+    shard,
+    step,
+)
 from tests.support.torch.ranks import launch
-
-BF16, FP32 = torch.bfloat16, torch.float32
-LOW = MixedPrecisionPolicy(BF16, FP32, None, cast_forward_inputs=False)
-FULL = MixedPrecisionPolicy(None, FP32, None, cast_forward_inputs=False)
-HEAD_FULL = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}})
 
 # FSDP's, of outputs that a dropped alias would spoil; nothing is written in place here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm1(x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 11, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def made(tied: bool = False) -> Model:
-    torch.manual_seed(0)
-    return Model(tied)
-
-
-def data() -> torch.Tensor:
-    return torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(1))
-
-
-def shard(model: Model, policy: Any, how: Callable[..., Any] = fully_shard) -> Model:
-    for i, block in enumerate(model.blocks):
-        how(block, policy, path=f"blocks.{i}")
-    return how(model, policy)
-
-
-def by_torch(module: nn.Module, policy: Any, path: str = "") -> Any:
-    return torch_s_fully_shard(module, mp_policy=mixed_precision(policy, BF16, path))
-
-
-def loss_of(call: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    logits = call(ids[:, :-1]).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-def step(model: nn.Module, ids: torch.Tensor, policy: Any) -> torch.Tensor:
-    """Loss of one forward pass, with gradients left on the model."""
-    with autocast("cpu", BF16, policy=policy):
-        loss = loss_of(model, ids)
-    loss.backward()
-    return loss.detach()
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    grads = [p.grad for p in model.parameters()]
-    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
-
-
 # Two ranks
-
-
-class Sent(TorchDispatchMode):
-    """Notes the dtypes of what ranks send, as (collective, dtype)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[tuple[str, str]] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            of = next(t for t in torch.utils._pytree.tree_leaves(args) if hasattr(t, "dtype"))
-            self.found.add((func.overloadpacket.__name__, str(of.dtype).removeprefix("torch.")))
-        return func(*args, **(kwargs or {}))
-
-
-def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    model, mine = shard(made(), "amp"), data()[rank::ranks]
-    loss = step(model, mine, "amp")
-    dist.all_reduce(loss)
-    notes = {
-        "loss": (loss / ranks).numpy(),
-        "gradients": [g.numpy() for g in gradients(model)],
-    }
-    with Sent() as sent:
-        step(model, mine, "amp")
-    with explain(model=model) as report:
-        step(model, mine, "amp")
-    casts = [
-        (c.op, c.module, c.direction, c.inputs, c.outputs, c.casts)
-        for c in report
-        if c.op in ("all_gather", "reduce_scatter")
-    ]
-    return notes | {"sent": sent.found, "casts": casts}
 
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.torch.modules.test_fsdp", 2, tmp_path_factory.mktemp("ranks"))
+    return launch("tests.support.torch.fsdp_ranks", 2, tmp_path_factory.mktemp("ranks"))
 
 
-def test_linear_weights_are_gathered_low_and_gradients_added_up_in_float32(notes: Any) -> None:
+SENT = {"polymp": {"bfloat16", "float32"}, "torch": {"bfloat16"}}  # by whose `fully_shard`
+
+
+@pytest.mark.parametrize("whose", SENT)
+def test_weights_are_gathered_low_and_gradients_added_up_in_float32(notes: Any, whose: str) -> None:
+    """By torch's `fully_shard` all weights are, by polymp's those of linear layers."""
     for of_rank in notes:
-        gathers = {dtype for name, dtype in of_rank["sent"] if "allgather" in name}
-        reduces = {dtype for name, dtype in of_rank["sent"] if "reduce_scatter" in name}
-        assert (gathers, reduces) == ({"bfloat16", "float32"}, {"float32"})
+        sent = of_rank[whose]["sent"]
+        gathers = {dtype for name, dtype in sent if "allgather" in name}
+        reduces = {dtype for name, dtype in sent if "reduce_scatter" in name}
+        assert (gathers, reduces) == (SENT[whose], {"float32"})
 
 
 def test_explain_shows_both_casts_of_every_group(notes: Any) -> None:
     block, head = ("float32",) * 8, ("float32",)
     low = ("bfloat16",)
     for of_rank in notes:
-        forward = [c for c in of_rank["casts"] if c[2] == "forward"]
+        casts = of_rank["polymp"]["casts"]
+        forward = [c for c in casts if c[2] == "forward"]
         assert forward == [
             ("all_gather", "", "forward", head, low, 1),
             ("all_gather", "blocks.0", "forward", block, low, 8),
             ("all_gather", "blocks.1", "forward", block, low, 8),
         ]
-        reduces = [c[3:] for c in of_rank["casts"] if c[0] == "reduce_scatter"]
+        reduces = [c[3:] for c in casts if c[0] == "reduce_scatter"]
         assert sorted(reduces) == [
             (low, head, 1),
             (low * 8, head, 8),
@@ -175,15 +83,22 @@ def test_explain_shows_both_casts_of_every_group(notes: Any) -> None:
         ]
 
 
-def tolerated(model: Model, ids: torch.Tensor, probes: int = 4) -> tuple[Any, Any, Any]:
+def loss_of_cast(
+    model: Model, sent: torch.dtype, given: Sequence[torch.Tensor], ids: torch.Tensor
+) -> torch.Tensor:
+    """The loss with all of the parameters in the dtype in which they are sent."""
+    cast = {name: p.to(sent) for (name, _), p in zip(model.named_parameters(), given, strict=True)}
+    return loss_of(lambda ids: torch.func.functional_call(model, cast, (ids,)), ids)
+
+
+def tolerated(
+    model: Model, ids: torch.Tensor, sent: torch.dtype, probes: int = 4
+) -> tuple[Any, Any, Any]:
     """Loss, gradients, and how far rounding moves each, as `polymp.testing` measures it."""
-    names, params = zip(*model.named_parameters(), strict=True)
+    params = list(model.parameters())
 
     def loss(*given: torch.Tensor) -> torch.Tensor:
-        def call(ids: torch.Tensor) -> Any:
-            return torch.func.functional_call(model, dict(zip(names, given, strict=True)), (ids,))
-
-        return loss_of(call, ids)
+        return loss_of_cast(model, sent, given, ids)
 
     arrays = tuple(p.detach().numpy() for p in params)
     program = perturb.Program(
@@ -211,23 +126,22 @@ def gaps(base: Any, results: Any, grads: Any, loss: Any, found: Sequence[Any]) -
     return [rounding.gap(n, x, np.float64(other), both * s) for n, x, other, s in rows]
 
 
-def test_two_ranks_compute_what_one_does_up_to_rounding(notes: Any) -> None:
-    measured = tolerated(made(), data())
+@pytest.mark.parametrize(("whose", "sent"), [("polymp", torch.float32), ("torch", BF16)])
+def test_two_ranks_compute_what_one_does_up_to_rounding(
+    notes: Any, whose: str, sent: torch.dtype
+) -> None:
+    """Torch's `fully_shard` rounds every parameter; polymp's those that the region casts anyway."""
+    measured = tolerated(made(), data(), sent)
     for of_rank in notes:
-        found = gaps(*measured, of_rank["loss"], of_rank["gradients"])
+        found = gaps(*measured, of_rank[whose]["loss"], of_rank[whose]["gradients"])
         assert [str(gap) for gap in found if gap.part] == []
-    spoiled = [g * 2 for g in notes[0]["gradients"]]  # added up, not averaged
-    assert any(gap.part for gap in gaps(*measured, notes[0]["loss"], spoiled))
+    loss, grads = notes[0][whose]["loss"], notes[0][whose]["gradients"]
+    spoiled = [g * 2 for g in grads]  # added up, not averaged
+    assert any(gap.part for gap in gaps(*measured, loss, spoiled))
+    assert gaps(*measured, loss * 1.1, grads)[0].part  # of one rank's batch, not of both
 
 
 # One rank
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_region_that_uses_weights_in_another_dtype_warns(alone: None) -> None:
@@ -263,6 +177,17 @@ def test_sharding_changes_no_bit_of_a_region(alone: None, policy: Any, tied: boo
         dict(plain.named_parameters()), gradients(plain), gradients(sharded), strict=True
     ):
         assert torch.equal(one, other), name
+
+
+def test_by_torch_one_rank_gives_the_bits_of_parameters_that_are_all_cast(alone: None) -> None:
+    plain, sharded = made(), shard(made(), "amp", by_torch)
+    params = list(plain.parameters())
+    with autocast("cpu", BF16, policy="amp"):
+        loss = loss_of_cast(plain, BF16, params, data())
+    loss.backward()
+    assert torch.equal(loss, step(sharded, data(), "amp"))
+    for (name, one), other in zip(plain.named_parameters(), gradients(sharded), strict=True):
+        assert torch.equal(one.grad, other), name
 
 
 def test_gathering_norms_low_does_change_bits(alone: None) -> None:
@@ -325,81 +250,3 @@ def test_arguments_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"mixed_precision\(\): dtype 'float32' is not"):
         mixed_precision(dtype="float32")
-
-
-# torchtitan: the protocol of its model converters, and a trainer of the shape of its own
-
-REGISTERED: dict[str, Callable[[Any, Any], Any]] = {
-    "table": lambda *_: Converter(device="cpu"),
-    "lean": lambda *_: Converter("lean", device="cpu"),
-    "head full": lambda *_: Converter(HEAD_FULL, device="cpu"),
-}
-
-
-class Trainer:
-    """Builds registered converters by name, converts, shards, trains: torchtitan 0.2's order."""
-
-    def __init__(self, model: Model, names: Sequence[str]) -> None:
-        job_config, parallel_dims = object(), object()
-        self.converters = [REGISTERED[name](job_config, parallel_dims) for name in names]
-        for converter in self.converters:
-            converter.convert(model)
-        for block in model.blocks:
-            torch_s_fully_shard(block)
-        self.model = torch_s_fully_shard(model)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train(self, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            loss = loss_of(self.model, data())
-            loss.backward()
-            self.optimizer.step()
-            for converter in self.converters:
-                converter.post_optimizer_hook([self.model])
-            losses.append(loss.item())
-        return losses
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"), [("table", None), ("lean", "lean"), ("head full", HEAD_FULL)]
-)
-def test_a_converter_opens_the_region_of_a_trainer_that_opens_none(
-    alone: None, name: str, policy: Any
-) -> None:
-    plain = made()
-    scopes = policy is HEAD_FULL
-    if scopes:
-        polymp.torch.scoped(plain, policy)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-
-        def call(ids: torch.Tensor) -> torch.Tensor:
-            with autocast("cpu", BF16, policy=None if scopes else policy):
-                return plain(ids)
-
-        loss = loss_of(call, data())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    trainer = Trainer(made(), [name])
-    assert trainer.train(3) == losses
-    assert losses != Trainer(made(), []).train(3)
-    assert [*trainer.model.state_dict()] == [*plain.state_dict()]
-
-
-def test_a_converted_model_is_copied_with_its_region() -> None:
-    model = made()
-    converter = Converter("lean", device="cpu")
-    converter.convert(model)
-    with autocast("cpu", BF16, policy="lean"):
-        expected = made()(data())
-    assert torch.equal(copy.deepcopy(model)(data()), expected)
-    with pytest.raises(PolicyError) as error:
-        converter.convert(model)
-    assert str(error.value) == (
-        "Converter(): Model: its calls open a region already. Give one converter alone."
-    )

@@ -55,22 +55,22 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("precision", MODES)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_losses_and_norms_are_lightnings_bit_for_bit(precision: str, loop: str) -> None:
-    policy = "torch-cpu" if loop == "plain" else None
+    policy = "torch-cpu" if loop == "plain" and precision != "32-true" else None
     expected = fit(theirs(precision), **LOOPS[loop])
     model = fit(ours(precision, policy), **LOOPS[loop])
     assert model.losses == expected.losses
     assert model.norms == expected.norms
 
 
-@pytest.mark.parametrize("precision", MODES)
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@pytest.mark.parametrize("precision", MIXED)
 def test_the_policy_decides(precision: str) -> None:
-    """So that equal losses above are no matter of course; in 32-true it has no effect."""
+    """So that equal losses above are no matter of course."""
     policy = {"name": "mine", "rules": {"linear": "fp32"}}
-    plain = fit(ours(precision)).losses
-    mixed = precision != "32-true"
-    assert (fit(ours(precision, policy)).losses != plain) == mixed
-    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, torch.float32)
-    assert fit(ours(precision, "lean")).dtypes == {low}
+    assert fit(ours(precision, policy)).losses != fit(ours(precision)).losses
+    assert fit(ours(precision, "lean")).dtypes == {MIXED[precision]}
 
 
 def test_manual_optimization() -> None:
@@ -185,7 +185,7 @@ def test_held_casts_change_no_bit_and_are_let_go(precision: str) -> None:
 
     model = fit(plugin, Watched(), **settings)
     assert model.losses == plain.losses
-    assert blocks[0].saved == blocks[0].made * 3  # two weights, cast once for four batches
+    assert blocks[0].saved == blocks[0].made * 3 > 0  # cast once for four batches
     assert plugin._held is None
 
 

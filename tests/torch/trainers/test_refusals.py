@@ -274,24 +274,26 @@ def test_every_refusal_of_the_table_is_another_one() -> None:
 
 MISSING = """
 import sys
-sys.modules.update(dict.fromkeys(("lightning", "accelerate", "transformers")))
 import polymp.torch
-for name in ("lightning", "accelerate"):
+names = ("lightning", "accelerate", "transformers", "keras")
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {*names, "jax"}))
+sys.modules.update(dict.fromkeys(names))
+for name in names:
     try:
         __import__(f"polymp.{name}")
     except polymp.BackendMissingError as error:
         print(error)
-loaded = {name.partition(".")[0] for name, module in sys.modules.items() if module}
-print(*sorted(loaded & {"lightning", "accelerate", "transformers", "jax"}))
 """
 
 
 def test_a_missing_package_is_named() -> None:
     """In a fresh interpreter without them; polymp.torch imports none of them."""
     assert processes.run(MISSING).splitlines() == [
+        "",
         "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'.",
         "polymp.accelerate needs the accelerate package: pip install 'polymp[accelerate]'.",
-        "",
+        "polymp.transformers needs the transformers package: pip install 'polymp[transformers]'.",
+        "polymp.keras needs the keras package: pip install 'polymp[keras]'.",
     ]
 
 

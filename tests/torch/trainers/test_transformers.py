@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 FP32 = {"name": "mine", "extends": "amp", "rules": {"linear": "fp32"}}
+ALL_FP32 = {"name": "mine", "extends": "amp", "rules": {"all": "fp32"}}
 NON_REENTRANT, REENTRANT = (
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": kind}}
     for kind in (False, True)
@@ -98,12 +99,20 @@ def test_losses_and_norms_are_the_trainers_bit_for_bit(make: Any, kind: str) -> 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_checkpointing_keeps_the_policy(make: Any, kind: str) -> None:
-    """Of the second kind, gradients of weights used twice are added up in another order."""
+    """Of the second kind, the gradients of T5 differ by the order in which some are added up.
+
+    All blocks of the decoder read what the encoder returns. So they do without polymp; in float32
+    little comes of it.
+    """
     plain = train(make(kind, policy=FP32, bf16=True))
     assert train(make(kind, policy=FP32, bf16=True, **NON_REENTRANT)) == plain
     with polymp.recording() as record:
         again = train(make(kind, policy=FP32, bf16=True, **REENTRANT))
-    if kind != "t5":  # its own Trainer differs, too, and so it does in float32
+    if kind == "t5":
+        close = [pytest.approx(step, rel=1e-5) for step in train(make(kind))]
+        assert train(make(kind, policy=ALL_FP32, bf16=True, **REENTRANT)) == close
+        assert plain != close, "this could not fail"
+    else:
         assert again == plain
     rules = [str(entry.row.rule) for entry in record.of("linear") if entry.row]
     with polymp.recording() as record:

@@ -4,6 +4,7 @@
     a region of polymp around that of the adapter
     float16 without a scaler
     a policy with rules for modules, where only a region is opened
+    a policy, but no mixed precision, so no region in which it could act
 
 Also those of Keras on JAX, where it is installed.
 """
@@ -172,6 +173,10 @@ SCOPES = (
     "policy 'mine' has rules for modules (head), whose paths a region does not see. Write "
     "polymp.torch.scoped(model, policy), and then plugins="
 )
+NO_REGION = (
+    "('32-true') opens no region that policy 'mine' could act in. Write {0}('bf16-mixed', "
+    "policy=...), or {0}('32-true') without a policy."
+)
 LIGHTNING, FABRIC, KERAS = "Lightning", "Fabric", "Keras"
 COMBINATIONS: dict[tuple[str, str], Combination] = {
     (LIGHTNING, "two scalers"): Combination(
@@ -265,6 +270,30 @@ COMBINATIONS: dict[tuple[str, str], Combination] = {
         lambda: called(use_trainer(trainer(bf16=True), SCOPED).accelerator, Head())
     ),
     (KERAS, "rules for modules"): Combination(keras_with_scopes),
+    (LIGHTNING, "no mixed precision"): Combination(
+        lambda: Precision("32-true", SCOPED), ValueError,
+        f"Precision{NO_REGION.format('Precision')}",
+    ),
+    (FABRIC, "no mixed precision"): Combination(
+        lambda: FabricPrecision("32-true", SCOPED), ValueError,
+        f"FabricPrecision{NO_REGION.format('FabricPrecision')}",
+    ),
+    ("accelerate", "no mixed precision"): Combination(
+        lambda: use(accelerator("no"), SCOPED), ValueError,
+        "polymp.accelerate.use(): Accelerator(mixed_precision='no') opens no region that a policy "
+        "could act in, and does not unscale gradients before it clips them. Write "
+        "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16').",
+    ),
+    ("transformers", "no mixed precision"): Combination(
+        lambda: use_trainer(trainer(), SCOPED), ValueError,
+        "polymp.transformers.use(): the Trainer opens no region that a policy could act in. Write "
+        "TrainingArguments(bf16=True), or fp16=True.",
+    ),
+    (KERAS, "no mixed precision"): Combination(
+        lambda: keras_model(policy=SCOPED, dtype="float32"), ValueError,
+        "polymp.keras.use(): dtype 'float32' is not accepted here. Write float16 (fp16), bfloat16 "
+        "(bf16), or such a dtype of torch, jax or numpy.",
+    ),
 }  # fmt: skip
 
 
@@ -281,5 +310,5 @@ def test_a_wrong_combination_is_refused(case: tuple[str, str]) -> None:
 
 def test_the_table_has_every_combination_of_every_adapter() -> None:
     adapters, combinations = (dict.fromkeys(names) for names in zip(*COMBINATIONS, strict=True))
-    assert (len(adapters), len(combinations)) == (5, 4)
+    assert (len(adapters), len(combinations)) == (5, 5)
     assert len(COMBINATIONS) == len(adapters) * len(combinations)

@@ -122,3 +122,24 @@ def test_the_step_and_the_op_are_named(case: tuple[str, ...]) -> None:
     made = importlib.import_module(f"tests.support.faults.language_{framework}").Broken
     training = made(shape == "llama", dtype, scaler == "scaled")
     caught(training, importlib.import_module(f"polymp.{framework}").catch, name, dtype)
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "dtype", "scaler", "table"),
+    [
+        ("torch.amp", "attention", "float16", "scaled", "policies/torch-cpu.toml"),
+        ("torch.amp", "a weight", "bfloat16", "plain", "policies/torch-cpu.toml"),
+        ("", "attention", "float32", "plain", ""),
+    ],
+)
+def test_in_torchs_own_regions_and_without_any(
+    by: str, name: str, dtype: str, scaler: str, table: str
+) -> None:
+    need("torch")
+    from polymp.torch import catch
+    from tests.support.faults.language_torch import Broken
+
+    report = caught(Broken(True, dtype, scaler == "scaled", by), catch, name, dtype)
+    assert report.fault.run == dtype
+    row = report.fault.row
+    assert (row.source if row else "") == table, "of torch, not of policy amp"

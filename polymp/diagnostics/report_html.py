@@ -105,12 +105,12 @@ def _line(call: Call, module: str, at: int) -> Line:
         Cell(words.replace("->", "\u2192"), about=full),  # a browser breaks lines after dashes
         _number(call.casts, f"{call.casts:,}"),
         _number(call.cast_bytes, plain_text.size(call.cast_bytes)),
-        _number(sum(count for _, count in call.saved), saved),
+        _number(sum(count for _, count in call.saved), saved, "spaces"),
         _number(call.flops, plain_text.amount(call.flops)),
         _number(call.kept, plain_text.size(call.kept)),
     )
     return Line(cells, (call.direction, call.run or "no float", call.rule or "no region"))
 
 
-def _number(value: int, words: str) -> Cell:
-    return Cell(words if value else "", value)
+def _number(value: int, words: str, breaks: str = "") -> Cell:
+    return Cell(words if value else "", value, breaks=breaks)

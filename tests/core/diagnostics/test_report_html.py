@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,49 @@ def test_totals_are_bars_of_the_right_length() -> None:
     assert lengths[:2] == ["width:100.0%", "width:0.5%"]
     assert lengths[2:4] == ["width:100.0%", f"width:{100 * 2 / 11:.1f}%"]
     assert "widened to float32 by a float32 input: add in head, model.py:32" in parsed.texts["p"]
+
+
+def least_widths(page: str) -> dict[str, float]:
+    """The least width in pixels of each column, as page.css has it, in a font of wide letters."""
+    css = page_module._file("page.css")
+    for rule in (
+        "border-spacing: 0; font-size: 13px; }",
+        "td { padding: 5px 7px;",
+        "td.parts { overflow-wrap: anywhere; min-width: 9em; }",
+        "td.n { white-space: nowrap; ",
+        "td.n.spaces { white-space: normal; }",
+    ):
+        assert rule in css, "measure anew with the style as it is now"
+    letter, around = 0.64 * 13, 14  # a digit of DejaVu Sans, where most letters are narrower
+
+    def least(kind: str | None, text: str) -> float:
+        if kind == "parts":
+            return 9 * 13
+        words = [text] if kind in ("n", "never") else text.split() or [""]
+        return max(map(len, words)) * letter + around
+
+    parsed = Parsed(page)
+    heads, kinds = parsed.rows[0], [td.get("class") for td in parsed.of("td")]
+    found = {head: len(head) * letter + around for head in heads}
+    for at, text in enumerate(text for row in parsed.rows[1:] for text in row):
+        head = heads[at % len(heads)]
+        found[head] = max(found[head], least(kinds[at], text))
+    return found
+
+
+def test_all_columns_fit_on_a_screen_of_1280_pixels() -> None:
+    given: dict[str, Any] = {"casts": 36, "cast_bytes": 2**25, "kept": 2**27, "flops": 10**11}
+    saved = (("cached", 36), ("held", 18))
+    modules = [f"model.layers.{n}.self_attn.q_proj" for n in range(32)]
+    layers = [
+        reports.linear(module, "modeling_llama.py:370", saved=saved, **given) for module in modules
+    ]
+    backward = [call._replace(direction="recompute", saved=()) for call in layers]
+    widths = least_widths(Report(layers + backward).to_html())
+    print({head: round(width) for head, width in widths.items()}, round(sum(widths.values())))
+    assert widths["source"] > 180, "a file and its line stay in one piece"
+    # The page's margins, the table's border, and two bars to scroll with.
+    assert sum(widths.values()) <= 1280 - 2 * 24 - 2 - 2 * 15
 
 
 def test_many_rows_stay_small() -> None:

@@ -70,7 +70,9 @@ def _matches(policy: Policy, text: str) -> list[Data]:
 
 def _paths(text: str) -> list[str]:
     """The paths of the modules of a model, as rules by path have them."""
-    framework, model, inputs = doctor_inputs.example(text)
+    with progress.line("polymp check") as line:
+        line.stage("loading the model")
+        framework, model, inputs = doctor_inputs.example(text)
     if framework == "torch":
         return [path for path, _ in model.named_modules() if path]
     from polymp.backends.jax.diagnostics.explain import explain

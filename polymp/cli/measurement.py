@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polymp import backends
+from polymp import backends, progress
 from polymp.cli.doctor import leave_memory
 from polymp.cli.doctor_inputs import example, failed
 from polymp.errors import UsageError
@@ -65,7 +65,9 @@ def _installed() -> list[str]:
 
 
 def _of_model(text: str, frameworks: Sequence[str], budget: float) -> Data:
-    framework, model, inputs = example(text)
+    with progress.line("polymp doctor") as line:
+        line.stage("loading the model")
+        framework, model, inputs = example(text)
     if frameworks and list(frameworks) != [framework]:
         what = {"torch": "a torch module", "jax": "a JAX function"}[framework]
         raise UsageError(
@@ -97,9 +99,11 @@ def _products(framework: str, model: Any, inputs: tuple[Any, ...]) -> tuple[Foun
 
 
 def _of_shapes(framework: str, shapes: Sequence[tuple[int, int, int]], budget: float) -> Data:
-    backends.get(framework)
-    bench = _bench(framework, "")
-    found = Found([bench.linear(*shape) for shape in shapes], {})
+    with progress.line("polymp doctor") as line:
+        line.stage(f"asking {framework}")
+        backends.get(framework)
+        bench = _bench(framework, "")
+        found = Found([bench.linear(*shape) for shape in shapes], {})
     return _data(framework, "", found, bench, budget, OF_SHAPES)
 
 

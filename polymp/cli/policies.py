@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from polymp import backends
+from polymp import backends, progress
 from polymp.errors import UsageError
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
@@ -123,12 +123,14 @@ def _against(
     policy: Policy, device: str, selector: str, ops: Sequence[Op], dtypes: Sequence[str]
 ) -> Data:
     """The overloads for which a policy differs from the kernels torch has compiled for a device."""
-    backends.get("torch")
-    from polymp.backends.torch.autocast import kernel_registry, torch_table
+    with progress.line("polymp show") as line:
+        line.stage("asking torch")
+        backends.get("torch")
+        from polymp.backends.torch.autocast import kernel_registry, torch_table
 
-    theirs, names = torch_table.policy(device), {op.name for op in ops}
-    entries = []
-    for overload in sorted(kernel_registry.differing(policy, device)):
+        theirs, differing = torch_table.policy(device), kernel_registry.differing(policy, device)
+    names, entries = {op.name for op in ops}, []
+    for overload in sorted(differing):
         if all(torch_table.agrees(device, policy, overload, low) for low in dtypes):
             continue
         name = vocabulary().of_aten(overload)

@@ -79,15 +79,17 @@ class Audit(AuditRecord):
 
         Args:
             width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and ops were first reached; "largest" to
-                put those with the largest magnitudes first.
+            sort: "program" for the order in which modules and ops were first reached; "cost" to put
+                those first of which float16 would lose most: by the share of values that become
+                Inf, of these that become zero, of these that become subnormal; "largest" to put
+                those with the largest magnitudes first.
             fold: False to show equal layers one by one.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: `sort` is neither "program" nor "largest".
+            ValueError: `sort` is none of these three.
         """
         return audit_text.audit_table(self, width, sort, fold)
 
@@ -97,6 +99,7 @@ class Audit(AuditRecord):
         dtype: object = None,
         dark: bool = False,
         *,
+        sort: str = "program",
         fold: bool = True,
     ) -> "Figure":
         """Draw the magnitudes, layer by layer, against the ranges of the dtypes.
@@ -111,6 +114,7 @@ class Audit(AuditRecord):
             dtype: the one whose range to show, by name or as a dtype object; None for float16,
                 bfloat16, float8_e4m3fn and float8_e5m2.
             dark: True for light marks on a dark page.
+            sort: as in `table`; a module stands where the first of its two sides would.
             fold: False to draw equal layers one by one.
 
         Returns:
@@ -118,11 +122,11 @@ class Audit(AuditRecord):
 
         Raises:
             TypeError: `dtype` is neither a string nor a dtype.
-            ValueError: nothing was measured, `dtype` is another dtype than these four, or there is
-                no such suffix.
+            ValueError: nothing was measured, `dtype` is another dtype than these four, `sort` is no
+                order, or there is no such suffix.
             ImportError: matplotlib is not installed.
         """
-        return audit_plot.audit_figure(self, path, dtype, dark, fold)
+        return audit_plot.audit_figure(self, path, dtype, dark, fold, sort)
 
     def __str__(self) -> str:
         return audit_text.audit_table(self)

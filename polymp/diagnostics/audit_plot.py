@@ -8,16 +8,17 @@ range goes on through the rows as a shade. matplotlib is imported here only.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from polymp import progress
 from polymp.diagnostics.audit_layers import Layer, layers
+from polymp.diagnostics.audit_order import SORTS, ordered
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
-from polymp.diagnostics.report_text import OUTSIDE
+from polymp.diagnostics.report_text import OUTSIDE, PROGRAM, check_sort
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 
@@ -68,12 +69,14 @@ def audit_figure(
     dtype: object = None,
     dark: bool = False,
     fold: bool = True,
+    sort: str = PROGRAM,
 ) -> "Figure":
     """Draw an audit; see `Audit.plot`, which raises the same."""
+    check_sort(sort, SORTS)
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
-    rows = layers(audit, fold)
+    rows = ordered(layers(audit, fold), sort, lambda row: (row.forward, row.gradient))
     if not rows:
         raise ValueError("nothing was measured: run a step in the audit's block first.")
     try:
@@ -103,7 +106,7 @@ def audit_figure(
 def _figure(
     make: "type[Figure]",
     audit: AuditRecord,
-    rows: list[Layer],
+    rows: Sequence[Layer],
     dtypes: tuple[str, ...],
     look: Look,
     line: progress.Line,
@@ -164,7 +167,7 @@ def _label(row: Layer) -> str:
     return name + times
 
 
-def _span(rows: list[Layer]) -> tuple[float, float]:
+def _span(rows: Sequence[Layer]) -> tuple[float, float]:
     """The ends of the axis, as powers of two: all that is drawn, and float16's range."""
     edges = [-26.0, 18.0]
     for row in rows:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from polymp import text_table
 from polymp.diagnostics import audit_fp8_text
+from polymp.diagnostics.audit_order import SORTS, ordered
 from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.equal_layers import ModuleRows, label
@@ -24,8 +25,6 @@ SECTIONS = {
     BACKWARD: "backward: gradients that ops made",
 }
 PARAMETERS = "backward: gradients of parameters"
-LARGEST = "largest"
-SORTS = (PROGRAM, LARGEST)
 _FIRST, *_OTHERS = NARROW
 _HEADS = (
     "op", "source", "largest |x|", "over", "under", "sub",
@@ -43,14 +42,14 @@ def audit_table(
     Args:
         audit: the measurements.
         width: of a line, in characters; None for the terminal's.
-        sort: "program" or "largest"; see `Audit.table`.
+        sort: "program", "cost" or "largest"; see `Audit.table`.
         fold: True to show equal layers as one.
 
     Returns:
         The text.
 
     Raises:
-        ValueError: `sort` is neither "program" nor "largest".
+        ValueError: `sort` is something else.
     """
     check_sort(sort, SORTS)
     lines = [f"audit of {text_table.plural(audit.steps, 'step')}"]
@@ -90,15 +89,11 @@ def _section(
     sort: str,
 ) -> Iterator[str | tuple[str, ...]]:
     """The rows of a section, under their modules."""
-    if sort == LARGEST:
-        modules = sorted(modules, key=lambda one: -max(m.magnitudes.largest for m in one.rows))
     if modules:
         yield text_table.heading(title, width)
-    for one in modules:
+    for one in ordered(modules, sort, lambda one: (m.magnitudes for m in one.rows)):
         yield label(one, OUTSIDE)
-        found = one.rows
-        if sort == LARGEST:
-            found = tuple(sorted(found, key=lambda m: -m.magnitudes.largest))
+        found = ordered(one.rows, sort, lambda m: (m.magnitudes,))
         yield from (_cells(m, f"  {name(m)}") for m in found)
 
 

@@ -44,8 +44,8 @@ class Cell(NamedTuple):
         text: that it shows.
         value: to sort by, if that is not the text.
         about: a hint that the browser shows over it.
-        breaks: "never", "parts" for a path, which may be broken after each of its parts; "" for
-            spaces alone.
+        breaks: where a line of it may end: "never", "parts" of a path, after each of them, or
+            "spaces". "" for "never" in a cell with a value, and "spaces" in others.
     """
 
     text: str
@@ -202,7 +202,7 @@ def _row(line: Line) -> _Markup:
 def _cell(cell: Cell) -> _Markup:
     number: dict[str, object] = {"class": cell.breaks}
     if cell.value is not None:
-        number = {"class": "n", "data-v": cell.value}
+        number = {"class": f"n {cell.breaks}".rstrip(), "data-v": cell.value}
     given = _attributes({**number, "title": cell.about})
     return _part("cell", text=cell.text, attributes=given)
 

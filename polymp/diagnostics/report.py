@@ -99,19 +99,30 @@ class Report(CallList):
             "calls": [call.to_dict() for call in self.calls],
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
+    def to_html(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        sort: str = "cost",
+        fold: bool = True,
+    ) -> str:
         """Return an HTML page: totals, and a table to sort and to filter.
 
         The page loads nothing, so it can be mailed or kept with a run.
 
         Args:
             path: file to write it to as well, in UTF-8.
+            sort: "cost" or "program", as in `table`, but of all rows together; in a browser the
+                page can be sorted by any column.
             fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
+
+        Raises:
+            ValueError: `sort` is neither "program" nor "cost".
         """
-        return page.written(page.html(report_html.page(self, fold)), path)
+        return page.written(page.html(report_html.page(self, sort, fold)), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.

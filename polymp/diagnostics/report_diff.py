@@ -101,26 +101,40 @@ class ReportDiff:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
+    def to_html(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        sort: str = "program",
+        fold: bool = True,
+    ) -> str:
         """Return an HTML page, as `Report.to_html` does.
 
         Args:
             path: file to write it to as well, in UTF-8.
+            sort: as in `table`, but of all rows together.
             fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
-        """
-        return page.written(page.html(self._page(fold)), path)
 
-    def _page(self, fold: bool) -> Page:
+        Raises:
+            ValueError: `sort` is neither "program" nor "cost".
+        """
+        return page.written(page.html(self._page(sort, fold)), path)
+
+    def _page(self, sort: str, fold: bool) -> Page:
+        check_sort(sort)
         names, modules = self.names, by_module(self.rows, fold)
         figures = [
             (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
             for what, pair in self.totals().items()
         ]
         heads = (Head("#", True), *map(Head, ("module", "op", "direction", "what", *names)))
-        listed = [(label(one, ""), row) for one in modules for row in one.rows]
+        every = ((label(one, ""), row) for one in modules for row in one.rows)
+        listed = list(enumerate(every, 1))
+        if sort == COST:
+            listed.sort(key=lambda pair: difference_cost(pair[1][1]))
         lines = [
             Line(
                 (
@@ -129,13 +143,14 @@ class ReportDiff:
                 ),
                 (row.direction, kind),
             )
-            for at, (module, row) in enumerate(listed, 1)
+            for at, (module, row) in listed
             for kind in [self._kind(row)]
         ]
         note = folding(modules)
         return Page(
             f"{names[0]} and {names[1]}", self._headline(), figures, (note,) if note else (), heads,
-            ("#", True), ("direction", "what"), lines, "row" if note else "difference",
+            None if sort == COST else ("#", True), ("direction", "what"), lines,
+            "row" if note else "difference",
         )  # fmt: skip
 
     def _kind(self, row: Difference) -> str:

@@ -6,7 +6,16 @@ from polymp import text_table
 from polymp.diagnostics.call_record import Call, CallList, by_module
 from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
-from polymp.diagnostics.report_text import cost, folding, headline, in_8_bits, ruled, widening
+from polymp.diagnostics.report_text import (
+    COST,
+    check_sort,
+    cost,
+    folding,
+    headline,
+    in_8_bits,
+    ruled,
+    widening,
+)
 
 _HEADS = (
     Head("#", True, "the order in which modules, and calls in them, were first reached"),
@@ -26,11 +35,15 @@ _HEADS = (
 _MODULES = 4  # in the figure of bytes by module
 
 
-def page(report: CallList, fold: bool = True) -> Page:
-    """The page of a report; equal layers are one if `fold`."""
+def page(report: CallList, sort: str = COST, fold: bool = True) -> Page:
+    """The page of a report, sorted as in `Report.table`; equal layers are one if `fold`."""
+    check_sort(sort)
     modules = by_module(report.calls, fold)
     calls = [(call, one) for one in modules for call in one.rows]
     lines = [(cost(c), _line(c, label(one, ""), at)) for at, (c, one) in enumerate(calls)]
+    if sort == COST:
+        lines.sort(key=lambda pair: pair[0])
+    by_bytes = ("bytes", False) if report.cast_bytes else None
     note = folding(modules)
     return Page(
         title=report.title or "report",
@@ -38,9 +51,9 @@ def page(report: CallList, fold: bool = True) -> Page:
         figures=_figures(report, modules),
         notes=list(filter(None, [in_8_bits(report), widening(report), note])),
         heads=_HEADS,
-        sorted=("bytes", False) if report.cast_bytes else None,
+        sorted=by_bytes if sort == COST else ("#", True),
         selects=("direction", "ran in", "rule"),
-        lines=[line for _, line in sorted(lines, key=lambda pair: pair[0])],
+        lines=[line for _, line in lines],
         what="row" if note else "call site",
     )
 
@@ -92,12 +105,12 @@ def _line(call: Call, module: str, at: int) -> Line:
         Cell(words.replace("->", "\u2192"), about=full),  # a browser breaks lines after dashes
         _number(call.casts, f"{call.casts:,}"),
         _number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        _number(sum(count for _, count in call.saved), saved),
+        _number(sum(count for _, count in call.saved), saved, "spaces"),
         _number(call.flops, text_table.amount(call.flops)),
         _number(call.kept, text_table.size(call.kept)),
     )
     return Line(cells, (call.direction, call.run or "no float", call.rule or "no region"))
 
 
-def _number(value: int, words: str) -> Cell:
-    return Cell(words if value else "", value)
+def _number(value: int, words: str, breaks: str = "") -> Cell:
+    return Cell(words if value else "", value, breaks=breaks)

@@ -80,18 +80,19 @@ def report_table(
 
 
 def check_sort(sort: str, orders: Sequence[str] = SORTS) -> None:
-    """Refuse an order that a table does not have.
+    """Refuse an order that there is not.
 
     Args:
         sort: that was asked for.
-        orders: that it has.
+        orders: that there are, two or more.
 
     Raises:
         ValueError: it is none of them.
     """
     if sort not in orders:
-        known = " or ".join(f'"{order}"' for order in orders)
-        raise ValueError(f"sort={sort!r} is no order of this table: write {known}.")
+        *others, last = (f'"{order}"' for order in orders)
+        known = f"{', '.join(others)} or {last}"
+        raise ValueError(f"sort={sort!r} is no order of these rows: write {known}.")
 
 
 def folding(modules: Iterable[ModuleRows[R]]) -> str:

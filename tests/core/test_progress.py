@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from polymp import progress
+from polymp import cli, progress
 from polymp.diagnostics.audit import Audit
 from tests.support import audits
 from tests.support.audits import measured
@@ -149,3 +152,54 @@ def test_jax(terminal: Stream) -> None:
         terminal.truncate(0)
         call()
         assert what in terminal.getvalue()
+
+
+@contextlib.contextmanager
+def standard_error(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> Iterator[int]:
+    """Make standard error a pseudo-terminal or a pipe, and yield the end that reads it."""
+    reader, writer = pytest.importorskip("pty").openpty() if terminal else os.pipe()
+    with os.fdopen(writer, "w", buffering=1) as stream, os.fdopen(reader, "rb"):
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
+        os.set_blocking(reader, False)
+        yield reader
+
+
+def read(reader: int) -> str:
+    """Return all that was written so far."""
+    parts = list[bytes]()
+    with contextlib.suppress(BlockingIOError):  # there is no more
+        while part := os.read(reader, 4096):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("check", "amp", "--backend", "torch"), ("check: asking torch",)),
+        (("show", "amp", "--device", "cpu"), ("show: asking torch",)),
+        (
+            ("doctor", "--shapes", "1x8x8", "--seconds", "0.5"),
+            ("doctor: asking torch", "doctor: asking the frameworks"),
+        ),
+    ],
+    ids=["check", "show", "doctor"],
+)
+def test_commands(
+    argv: tuple[str, ...], told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch"), pytest.importorskip("tqdm")
+    with standard_error(monkeypatch, terminal=True) as reader:
+        assert cli.main((*argv, *(() if argv[0] == "check" else ("--json",)))) == 0
+        text = read(reader)
+        print(repr(text))
+    assert [what for what in told if f"polymp {what} ..." not in text] == []
+    assert text.endswith("\r"), "the line is wiped, and the cursor at its beginning"
+    assert not text.split("\r")[-2].strip()
+
+
+def test_commands_tell_nothing_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    with standard_error(monkeypatch, terminal=False) as reader:
+        assert cli.main(("check", "amp", "--backend", "torch")) == 0
+        assert read(reader) == ""

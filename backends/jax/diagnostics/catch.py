@@ -68,6 +68,10 @@ def catch(
     and are computed again; others, such as the batch, are kept for up to `every` calls, and must
     not be donated.
 
+    Gradients are inside of the step. If one is not finite and the loss is, that shows in the state,
+    up to `every` calls later, and the step that had it is named. A norm of them that the step
+    returns is checked at every call.
+
     Args:
         step: does one step of training: jitted or not, with any optimizer and scaler, or without.
         every: calls between two copies.

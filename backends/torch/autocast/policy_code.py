@@ -5,7 +5,8 @@ restores around backward and checkpoints, by which torch.compile guards its grap
 torch's own autocast class restores. So the policies in force are written there: every set of
 policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of two
 devices that no build of torch has tensors on. Pairs are enough for two thousand sets; a process
-that uses more gets codes of three dtypes, the third of a device that hardly anyone has.
+that uses more gets codes of three dtypes, the third of a device that hardly anyone has. When these
+are gone, too, a policy is refused.
 """
 
 import threading
@@ -33,6 +34,12 @@ NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
 # The third slot, of codes that are given out once there is no pair left.
 THIRD = "mtia"
 NO_THIRD: torch.dtype = get_autocast_dtype(THIRD)
+
+# How many sets of policies have a pair, and how many have a code.
+PAIRS: int = len(NAMES) ** 2 - 1
+ALL: int = PAIRS * len(NAMES)
+
+_WRITTEN = "polymp writes them into torch's autocast state of that device."
 
 # In a set of policies by device: that of the module which is running, for devices without one.
 SCOPE = ""
@@ -106,14 +113,18 @@ def inside(region: Region, outer: Code) -> Code:
         The code.
 
     Raises:
-        PolicyError: the region is for a device whose state holds codes.
+        PolicyError: the region is for a device whose state holds codes, or there is no code left.
     """
-    used = (*SLOTS, THIRD) if codes.three else SLOTS
-    if region.device in used and len(codes.policies) > 1:
+    if region.device in SLOTS and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
-            "polymp writes them into torch's autocast state of that device. Use it in a process "
-            "without policies."
+            f"{_WRITTEN} Use it in a process without policies."
+        )
+    if region.device == THIRD and codes.three:
+        raise PolicyError(
+            f"autocast({region.device!r}) cannot be used in a process that has used more than "
+            f"{PAIRS:,} sets of policies: {_WRITTEN} Use it in a process with fewer policies; "
+            "equal ones count once."
         )
     policies = {d: p for d, p in codes.policies.get(outer, {}).items() if d != region.device}
     if region.policy is not None:
@@ -122,7 +133,17 @@ def inside(region: Region, outer: Code) -> Code:
 
 
 def of_scope(policy: Policy) -> Code:
-    """Return the code of a policy for all devices, as `scoped` gives it to a module."""
+    """Return the code of a policy for all devices, as `scoped` gives it to a module.
+
+    Args:
+        policy: of the module.
+
+    Returns:
+        The code.
+
+    Raises:
+        PolicyError: there is no code left.
+    """
     return _code(frozenset({(SCOPE, policy)}))
 
 
@@ -131,7 +152,14 @@ def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
     if not policies:
         return NONE
     with codes.lock:
-        code = next(codes.free)
+        code = next(codes.free, None)
+        if code is None:
+            names = " and ".join(sorted({repr(policy.name) for _, policy in policies}))
+            raise PolicyError(
+                f"no code is left for policy {names}: this process has used as many sets of "
+                f"policies as torch's autocast state can tell apart, {ALL:,}. Use fewer policies, "
+                "of which equal ones count once, or start another process."
+            )
         codes.three = len(code) == 3
         codes.policies[code] = dict(policies)
         return code

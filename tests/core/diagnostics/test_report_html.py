@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polymp.diagnostics import page as page_module
+from polymp.diagnostics.call_differences import difference_cost
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from tests.support import reports
@@ -123,6 +125,16 @@ def test_every_call_has_its_row_widest_first() -> None:
     assert linear[7:] == ["fp32 x3 \u2192 bf16", "7", "168 KiB", "2 cached", "6.00 M", ""]
 
 
+def test_rows_are_by_cost_or_in_the_order_of_the_program() -> None:
+    report = reports.in_torch()
+    parsed = Parsed(report.to_html(sort="program"))
+    assert parsed.column("#") == [str(at) for at in range(1, 10)]
+    assert [th["aria-sort"] for th in parsed.of("th") if "aria-sort" in th] == ["ascending"]
+    assert report.to_html(sort="cost") == report.to_html() != report.to_html(sort="program")
+    with pytest.raises(ValueError, match=r"sort='bytes' is no order of these rows: write "):
+        report.to_html(sort="bytes")
+
+
 def test_numbers_sort_by_their_values_and_not_by_their_words() -> None:
     report = reports.in_torch()
     cells = [td for td in Parsed(report.to_html()).of("td")]
@@ -178,6 +190,49 @@ def test_totals_are_bars_of_the_right_length() -> None:
     assert "widened to float32 by a float32 input: add in head, model.py:32" in parsed.texts["p"]
 
 
+def least_widths(page: str) -> dict[str, float]:
+    """The least width in pixels of each column, as page.css has it, in a font of wide letters."""
+    css = page_module._file("page.css")
+    for rule in (
+        "border-spacing: 0; font-size: 13px; }",
+        "td { padding: 5px 7px;",
+        "td.parts { overflow-wrap: anywhere; min-width: 9em; }",
+        "td.n { white-space: nowrap; ",
+        "td.n.spaces { white-space: normal; }",
+    ):
+        assert rule in css, "measure anew with the style as it is now"
+    letter, around = 0.64 * 13, 14  # a digit of DejaVu Sans, where most letters are narrower
+
+    def least(kind: str | None, text: str) -> float:
+        if kind == "parts":
+            return 9 * 13
+        words = [text] if kind in ("n", "never") else text.split() or [""]
+        return max(map(len, words)) * letter + around
+
+    parsed = Parsed(page)
+    heads, kinds = parsed.rows[0], [td.get("class") for td in parsed.of("td")]
+    found = {head: len(head) * letter + around for head in heads}
+    for at, text in enumerate(text for row in parsed.rows[1:] for text in row):
+        head = heads[at % len(heads)]
+        found[head] = max(found[head], least(kinds[at], text))
+    return found
+
+
+def test_all_columns_fit_on_a_screen_of_1280_pixels() -> None:
+    given: dict[str, Any] = {"casts": 36, "cast_bytes": 2**25, "kept": 2**27, "flops": 10**11}
+    saved = (("cached", 36), ("held", 18))
+    modules = [f"model.layers.{n}.self_attn.q_proj" for n in range(32)]
+    layers = [
+        reports.linear(module, "modeling_llama.py:370", saved=saved, **given) for module in modules
+    ]
+    backward = [call._replace(direction="recompute", saved=()) for call in layers]
+    widths = least_widths(Report(layers + backward).to_html())
+    print({head: round(width) for head, width in widths.items()}, round(sum(widths.values())))
+    assert widths["source"] > 180, "a file and its line stay in one piece"
+    # The page's margins, the table's border, and two bars to scroll with.
+    assert sum(widths.values()) <= 1280 - 2 * 24 - 2 - 2 * 15
+
+
 def test_many_rows_stay_small() -> None:
     page = reports.long(5000).to_html()
     assert len(Parsed(page).rows) == 5001
@@ -203,6 +258,18 @@ def test_a_page_of_differences() -> None:
     assert len(parsed.rows) == 1 + len(diff)
     assert parsed.texts["figcaption"] == list(diff.totals())
     assert Parsed(diff._repr_html_()).of("iframe")[0]["srcdoc"] == page
+
+
+def test_differences_by_cost() -> None:
+    diff = reports.in_torch().diff(reports.in_jax())
+    parsed = Parsed(diff.to_html(sort="cost"))
+    costs = [difference_cost(row) for row in diff]
+    order = [int(at) for at in parsed.column("#")]
+    assert order != sorted(order)
+    assert [costs[at - 1] for at in order] == sorted(costs)
+    assert Parsed(diff.to_html()).column("#") == [str(at) for at in sorted(order)]
+    with pytest.raises(ValueError, match="sort='largest' is no order of these rows"):
+        diff.to_html(sort="largest")
 
 
 def test_differences_of_markup_are_only_text() -> None:

@@ -173,6 +173,44 @@ def test_a_bad_state_under_a_finite_loss() -> None:
     )  # of sqrt's derivative
 
 
+def test_a_bad_gradient_under_finite_losses_is_found_later_and_its_step_named() -> None:
+    """A row of a table becomes NaN, and later steps read other rows: no loss shows it."""
+
+    def loss_fn(table: Any, at: Any, x: Any) -> Any:
+        return jnp.sqrt(jnp.abs(table[at] * x)).sum()  # at x = 0 its derivative is Inf times 0
+
+    def step(table: Any, at: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(loss_fn)(table, at, x)
+        return table - 0.1 * grad, loss
+
+    def with_norm(table: Any, at: Any, x: Any) -> Any:
+        grad = jax.grad(loss_fn)(table, at, x)
+        return *step(table, at, x), jnp.linalg.norm(grad)
+
+    def trained(step: Any, many: int) -> Any:
+        table = jnp.ones((128, 2))
+        for at in range(many):
+            table, loss, *_ = step(table, at, jnp.array([1.0, 0.0 if at == 1 else 2.0]))
+            assert jnp.isfinite(loss)
+        return table
+
+    caught = catch(jax.jit(step), every=4)
+    assert jnp.isnan(trained(caught, 4)).sum() == 1
+    caught = catch(jax.jit(step), every=4)
+    with pytest.raises(BadStepError, match=r"^step 1: argument \[0\] is NaN after it\n") as raised:
+        trained(caught, 100)
+    assert caught.step == 4, "the weights are checked when the fifth call begins"
+    report: Any = raised.value.report
+    assert (report.undone, report.fault.op, report.fault.kind) == (3, "reciprocal", "operation")
+    (good, *_), _ = raised.value.last_good
+    assert same(good, trained(jax.jit(step), 1))
+
+    # What the step returns is checked at every call, and so is a norm that it returns.
+    caught = catch(jax.jit(with_norm), every=1000)
+    with pytest.raises(BadStepError, match=r"^step 1: the loss is NaN\n"):
+        trained(caught, 100)
+
+
 def test_flax_objects_are_put_back_in_place() -> None:
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,20 +77,26 @@ class Broken:
         llama: the shape.
         dtype: "float16" or "bfloat16".
         scaled: whether a scaler scales the loss.
+        by: "polymp", "torch.amp" for torch's region and scaler, or "" for no region.
     """
 
-    def __init__(self, llama: bool, dtype: str, scaled: bool) -> None:
+    def __init__(self, llama: bool, dtype: str, scaled: bool, by: str = "polymp") -> None:
         torch.manual_seed(0)
-        self.model, self.dtype = Language(llama), getattr(torch, dtype)
+        self.model, self.dtype, self.by = Language(llama), getattr(torch, dtype), by
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
         self.scaler: Any = GradScaler("cpu", enabled=scaled and dtype == "float16")
-        if scaled and dtype == "bfloat16":  # ours says that it is of no use there
-            self.scaler = torch.amp.GradScaler("cpu")
+        if scaled and (dtype == "bfloat16" or by == "torch.amp"):
+            self.scaler = torch.amp.GradScaler("cpu")  # ours says that it is of no use in bfloat16
+
+    def region(self) -> AbstractContextManager[Any]:
+        if self.by == "torch.amp":
+            return torch.autocast("cpu", self.dtype)
+        return autocast("cpu", self.dtype, policy="amp") if self.by else nullcontext()
 
     def step(self, tokens: Tensor, sizes: Tensor, gap: Tensor, rate: float) -> Tensor:
         self.optimizer.zero_grad()
         self.optimizer.param_groups[0]["lr"] = rate
-        with autocast("cpu", self.dtype, policy="amp"):
+        with self.region():
             scores = self.model(tokens[:, :-1], sizes[:, :-1])
             loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten()) + gap.log()
         self.scaler.scale(loss).backward()

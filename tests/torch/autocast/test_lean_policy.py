@@ -52,12 +52,14 @@ def in_float32(found: list[saved_dtypes.Saved]) -> list[saved_dtypes.Saved]:
 
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("attention", LIMITS)
-def test_the_example_saves_less_than_under_torch(on_cuda, attention, low):
-    theirs, cuda, lean = (
+def test_the_example_saves_less_than_under_torch_and_amp(on_cuda, attention, low):
+    theirs, cuda, amp, lean = (
         size(on_cuda[f"model {attention} {low} {policy}"])
-        for policy in ("torch.autocast", "torch-cuda", "lean")
+        for policy in ("torch.autocast", "torch-cuda", "amp", "lean")
     )
+    print(f"{attention} {low}: {lean / theirs:.3f} of torch.autocast, {lean / amp:.3f} of amp")
     assert cuda == theirs > 1_000_000
+    assert lean / amp <= 0.92, f"{lean} of {amp} bytes"
     assert lean / theirs <= LIMITS[attention], f"{lean} of {theirs} bytes"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.support import forks
 
 POLICIES = """
@@ -50,6 +52,7 @@ def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
 
 # Policies without a scope agree with what they did before; of the first codes none is left.
 MANY = f"""{POLICIES}
+import polymp
 from polymp.backends.torch.autocast import policy_code
 from polymp.backends.torch.autocast.policy_code import codes, in_force
 
@@ -90,14 +93,37 @@ with outer:
     y = torch.utils.checkpoint.checkpoint(lambda: torch.exp(w @ w), use_reentrant=False)
 y.sum().backward()
 
-try:
-    with autocast("mtia", torch.bfloat16):
-        pass
-except Exception as error:
-    print(error)
+def refused(device, policy=None):
+    try:
+        autocast(device, torch.bfloat16, policy=policy)
+    except polymp.PolicyError as error:
+        print(error)
+
+refused("mtia")
+refused("ipu")
+left = sum(1 for _ in codes.free)
+three = len(codes.policies) - 2 + 1  # not NONE and the code of `first`, but the code above
+assert policy_code.PAIRS + three + left == policy_code.ALL
+refused("cpu", policy(77))
+with outer:
+    assert dtypes() == wanted(6)
 """
 
 
-def test_there_is_no_last_policy() -> None:
-    printed = forks.program(MANY, strict=True)
-    assert "cannot be used in a process that has used policies" in printed
+def test_more_than_two_thousand_policies_and_what_is_said_when_no_code_is_left() -> None:
+    of_mtia, of_ipu, of_policy = forks.program(MANY, strict=True).splitlines()
+    print(of_mtia, of_ipu, of_policy, sep="\n")
+    written = "policies: polymp writes them into torch's autocast state of that device. "
+    assert re.sub(r"[12],\d{3}", "N", of_mtia) == (
+        "autocast('mtia') cannot be used in a process that has used more than N sets of "
+        f"{written}Use it in a process with fewer policies; equal ones count once."
+    )
+    assert of_ipu == (
+        "autocast('ipu') cannot be used in a process that has used "
+        f"{written}Use it in a process without policies."
+    )
+    assert re.sub(r"\d\d,\d{3}", "N", of_policy) == (
+        "no code is left for policy 'p77': this process has used as many sets of policies as "
+        "torch's autocast state can tell apart, N. Use fewer policies, of which equal ones count "
+        "once, or start another process."
+    )

@@ -1,0 +1,64 @@
+"""The orders of an audit: by the program, by what float16 loses, and by size; table and picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import audits
+from tests.support.audits import gradient, measured
+
+
+def unequal() -> Any:
+    """Four modules, that are in another order by what float16 loses and in another by size."""
+    results = [
+        measured("linear", "plain", [1.0] * 4),
+        measured("exp", "zeros", [2.0**-20] * 4),
+        measured("linear", "zeros", [2.0**-30] * 3 + [4.0]),
+        measured("linear", "wide", [70_000.0, 1.0, 1.0, 1.0], run="bfloat16"),
+        measured("linear", "large", [60_000.0] * 4),
+    ]
+    return audits.audit(results, [gradient("large.weight", [2.0**-16] * 4)])
+
+
+def listed(text: str) -> tuple[list[str], list[str]]:
+    """The modules and the ops of a table's forward section, in its order."""
+    section = text.partition("-- forward")[2].partition("-- backward")[0].splitlines()[1:]
+    modules = [line for line in section if not line.startswith(" ")]
+    return modules, [line.split()[0] for line in section if line.startswith(" ")]
+
+
+IN_ORDER = {
+    "program": ["plain", "zeros", "wide", "large"],
+    "cost": ["wide", "zeros", "plain", "large"],  # some Inf, some zero, and two that lose nothing
+    "largest": ["wide", "large", "zeros", "plain"],
+}
+
+
+@pytest.mark.parametrize("sort", IN_ORDER)
+def test_a_table_in_each_order(sort: str) -> None:
+    modules, ops = listed(unequal().table(sort=sort))
+    assert modules == IN_ORDER[sort]
+    assert ops.index("exp") == (1 if sort == "program" else modules.index("zeros") + 1)
+    assert sort != "program" or unequal().table() == str(unequal()) == unequal().table(sort=sort)
+
+
+@pytest.mark.parametrize("sort", IN_ORDER)
+def test_a_picture_in_each_order(sort: str) -> None:
+    pytest.importorskip("matplotlib")
+    figure = unequal().plot(sort=sort)
+    left, right = (axes for axes in figure.axes if axes.get_xlabel() == "magnitude")
+    order = ["wide", "zeros", "large", "plain"] if sort == "cost" else IN_ORDER[sort]
+    assert [t.get_text() for t in left.get_yticklabels()] == order, "gradients count, too"
+    at = order.index("large")
+    assert [at, at] in [list(line.get_ydata()) for line in right.lines], "its gradient"
+
+
+def test_an_order_that_there_is_not() -> None:
+    for call in (unequal().table, unequal().plot):
+        with pytest.raises(ValueError, match="sort='price'") as raised:
+            call(sort="price")
+        assert str(raised.value) == (
+            'sort=\'price\' is no order of these rows: write "program", "cost" or "largest".'
+        )

@@ -5,7 +5,7 @@ tensors that it wrote get their old values back, so that training can go on.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics import own_ops
-from polymp.backends.torch.diagnostics.op_kinds import tensors
+from polymp.backends.torch.diagnostics.op_kinds import kind_of, tensors
 from polymp.backends.torch.diagnostics.operand_tracer import OperandTracer
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.scaler.properties import PARTS
@@ -73,9 +73,9 @@ def locate(
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
     tracer = OperandTracer(model)
-    with _put_back():
+    with _put_back(model) as undo:
         try:
-            with tracer:
+            with tracer, undo:  # the outer one measures, in ops that the inner one does not see
                 step_fn(*args, **kwargs)
         except Exception:
             fault = tracer.fault()
@@ -95,15 +95,17 @@ class _Undo(modes.OpMode):
         self.written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        given = tensors((args, kwargs))
+    def keep_grads(self, given: Iterable[torch.Tensor]) -> None:
+        """Keep the gradients of leaves."""
         for t in given:
             if t.is_leaf and t.requires_grad:
                 self.grads.setdefault(id(t), (t, t.grad))
-        if own_ops.running():  # after the above: a tracer reads parameters before the step does
+
+    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
+        if not isinstance(func, torch._ops.OpOverload) or own_ops.running():
             return func(*args, **kwargs)
+        given = tensors((args, kwargs))
+        self.keep_grads(given)
         if modes.unwrapped_first(types):
             return NotImplemented
         if distributed.talks(func):
@@ -115,8 +117,9 @@ class _Undo(modes.OpMode):
                     memory = t.untyped_storage()
                     self.written[key] = memory, _bytes(memory).clone()
         result = func(*args, **kwargs)
-        results = {storage.storage_key(t) for t in tensors(result)}
-        self.made |= results - {storage.storage_key(t) for t in given}
+        if kind_of(func) != "view":
+            results = {storage.storage_key(t) for t in tensors(result)}
+            self.made |= results - {storage.storage_key(t) for t in given}
         return result
 
     def put_back(self) -> None:
@@ -218,8 +221,8 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
-    """Let code run, and put back what it wrote."""
+def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
+    """Let code run in the mode that is yielded, and put back what it wrote."""
     optimizers: dict[int, tuple[Any, Any, Any]] = {}
 
     def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -232,9 +235,10 @@ def _put_back() -> Iterator[None]:
     meeting = _Meeting()
     before_modules = register_module_forward_pre_hook(meeting.module)
     undo, devices = _Undo(meeting), range(torch.cuda.device_count())
+    undo.keep_grads(model.parameters() if model is not None else ())  # one may go before any op
     try:
-        with torch.random.fork_rng(devices), undo:
-            yield
+        with torch.random.fork_rng(devices):
+            yield undo
     finally:
         hook.remove()
         before_modules.remove()

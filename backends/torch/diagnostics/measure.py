@@ -114,7 +114,8 @@ class BinTable:
     """Counts of magnitudes by their bins, in a row for each that asks for one.
 
     Samples wait until there are many, and are counted together: an op on one of them takes longer
-    to call than to compute.
+    to call than to compute. They wait in memory that is used again, each
+    value beside the place in the table where its row begins.
 
     Args:
         device: of the tensors.
@@ -124,8 +125,10 @@ class BinTable:
         self._device = device
         self._rows = 0
         self._counts: torch.Tensor | None = None
-        self._samples: list[torch.Tensor] = []
-        self._of: list[int] = []  # the row of each
+        with torch.inference_mode(False):  # else no op outside of it could write these tensors
+            self._waiting = torch.empty(_TOGETHER, dtype=torch.float32, device=device)
+            self._firsts = torch.empty(_TOGETHER, dtype=torch.int32, device=device)
+        self._end = 0  # of what waits
 
     def new_row(self) -> int:
         """Return the number of a row that is not used yet."""
@@ -134,43 +137,38 @@ class BinTable:
 
     def add(self, row: int, t: torch.Tensor) -> int:
         """Count the magnitudes in a sample of a measurable tensor; return how many these are."""
-        some = sample(t).to(torch.float32, copy=True)
-        self._samples.append(some)
-        self._of.append(row)
-        if len(self._of) == _TOGETHER:
+        some = sample(t)
+        size = some.numel()
+        if self._end + size > _TOGETHER:
             self._count()
-        return some.numel()
+        end = self._end + size
+        self._waiting[self._end : end].copy_(some)
+        self._firsts[self._end : end].fill_(row * BINS)
+        self._end = end
+        return size
 
     def _count(self) -> None:
-        # In inference mode it would be a tensor that no op outside of it can write.
         with torch.inference_mode(False), torch.no_grad():
             if self._counts is None or len(self._counts) < self._rows:
                 old, rows = self._counts, max(2 * self._rows, 256)
                 self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
                 if old is not None:
                     self._counts[: len(old)] = old
-            bins = bins_of(torch.cat(self._samples))
-            firsts = self._sent([row * BINS for row in self._of])
-            sizes = self._sent([some.numel() for some in self._samples])
-            places = bins.add_(firsts.repeat_interleave(sizes, output_size=len(bins)))
+            bins = bins_of(self._waiting[: self._end])
+            places = bins.add_(self._firsts[: self._end])
             ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(bins))
             self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
-        self._samples.clear()
-        self._of.clear()
-
-    def _sent(self, numbers: list[int]) -> torch.Tensor:
-        """Make a tensor of numbers on the device, without a wait for it."""
-        return torch.tensor(numbers, dtype=torch.int32).to(self._device, non_blocking=True)
+        self._end = 0
 
     def read(self, row: int) -> tuple[int, ...]:
         """Return the counts in a row. Waits for the device."""
-        if self._samples:
+        if self._end:
             self._count()
         return (0,) * BINS if self._counts is None else tuple(self._counts[row].tolist())
 
 
-# Samples that are counted together; at most 1 MB.
-_TOGETHER = 64
+# Values that are counted together: 1 MB.
+_TOGETHER = 2**17
 
 
 class Bins:

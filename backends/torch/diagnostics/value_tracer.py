@@ -132,8 +132,10 @@ class ValueTracer(OpTracer):
     ) -> None:
         """Give the gradient of a view to the op that made the viewed tensor."""
         node, of = self._origins.new_node(), args[0] if args else None
-        made = self._provenance.maker(of) if isinstance(of, torch.Tensor) else None
-        if node is not None and made is not None:
+        if node is None or not isinstance(of, torch.Tensor):
+            return
+        made = self._provenance.maker(of)
+        if made is not None:
             self._origins.made(node, self.events[made].op_call)
 
     def unwatched(self, result: object) -> None:

@@ -42,10 +42,10 @@ class Region(Plain):
         name = type(self).__name__
         if precision not in _DTYPES:
             meant = _ALIASES.get(precision, "bf16-mixed")
+            given = "" if _DTYPES[meant] is None else ", policy=..."
             raise ValueError(
                 f"{name}({precision!r}): precision must be 'bf16-mixed', '16-mixed' or '32-true'. "
-                f"Write {name}({meant!r}, policy=...). Lightning's other modes work without this "
-                "plugin."
+                f"Write {name}({meant!r}{given}). Lightning's other modes work without this plugin."
             )
         self.policy = _for_region(policy, name, precision)
         asked, half = f"{name}({precision!r})", precision == "16-mixed"
@@ -97,10 +97,7 @@ class Region(Plain):
 
 
 def _for_region(policy: PolicyLike | None, name: str, precision: str) -> Policy | None:
-    """Return the policy of a plugin's region; raises if there is no region that it could act in.
-
-    Also if it has rules for modules, which no region sees.
-    """
+    """Return the policy of a region; raises if it has rules for modules, or there is no region."""
     if policy is None:
         return None
     loaded = policy_files.load(policy)

@@ -132,6 +132,11 @@ REFUSALS = (
         "plugin.",
     ),
     Refusal(
+        "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
+        "Precision(32): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
+        "Precision('32-true'). Lightning's other modes work without this plugin.",
+    ),
+    Refusal(
         "the Trainer's plugin in Fabric", trainer_plugin_in_fabric, RuntimeError,
         "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
         "Fabric(plugins=[FabricPrecision('bf16-mixed', policy=...)]).",

@@ -173,7 +173,7 @@ def test_parameters_without_use_are_kept() -> None:
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
     keep = needs_float32(optimizer, lambda: loss_of("mlp", model, 0))
     optimizer = low_weights(optimizer, keep=keep)
-    assert optimizer.kept == {extra: "is not used in forward()"}
+    assert optimizer.kept == {extra: "is not used in the forward pass"}
 
 
 def test_other_dtypes_are_kept() -> None:
@@ -550,8 +550,9 @@ def test_nothing_to_store_is_refused() -> None:
     with pytest.raises(TypeError) as error:
         low_weights(adamw(model), keep=["0.weight"])  # type: ignore[list-item]
     assert text(error) == (
-        "low_weights(keep=...) takes parameters and modules, got '0.weight'. Write "
-        "keep=[model.head, model.embedding.weight]."
+        "low_weights(keep=...) takes parameters, modules, and a function that runs the model in "
+        "its region, got '0.weight'. Write keep=lambda: loss_of(model, batch), or keep="
+        "[model.head, model.embedding.weight]."
     )
 
 

@@ -133,7 +133,8 @@ def _kept(
     """Return the parameters that the caller wants to keep, and why."""
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     found: dict[torch.Tensor, str] = {}
-    for each in [keep] if isinstance(keep, torch.Tensor) or callable(keep) else keep:
+    several: Any = [keep] if isinstance(keep, torch.Tensor) or callable(keep) else keep
+    for each in several:
         if isinstance(each, (torch.Tensor, nn.Module)):
             why = keep[each] if isinstance(keep, Mapping) else "is in keep="  # type: ignore[index]
             params = each.parameters() if isinstance(each, nn.Module) else [each]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.torch import autocast, low_weights, needs_float32
+from polymp.torch import autocast, explain, low_weights, needs_float32
 from tests.support.torch.low_training import batch, loss_of, made, same_bits, train, weights
 
 
@@ -106,3 +106,25 @@ def test_a_class_is_no_function() -> None:
         "its region, got <class 'torch.nn.modules.normalization.LayerNorm'>. Write keep=lambda: "
         "loss_of(model, batch), or keep=[model.head, model.embedding.weight]."
     )
+
+
+def test_explain_shows_the_dtype_of_each_weight() -> None:
+    """Of an op, input, weight and bias: low ones, which are not cast, and kept ones."""
+    model = made("tokens")
+    low_weights(adamw(model), keep=lambda: loss_of("tokens", model, 0))
+    with explain(model=model) as report:
+        loss_of("tokens", model, 0)
+    rows = {call.module: call for call in report if call.module}
+    low, wide = "bfloat16", "float32"
+    assert {name: call.inputs for name, call in rows.items()} == {
+        "embedding": (wide,),
+        "norm": (wide, wide, wide),
+        "qkv": (wide, low, low),
+        "out": (low, low, low),
+        "last": (wide, wide, wide),
+        "head": (wide, low, low),
+    }
+    assert {name: call.casts for name, call in rows.items()} == {
+        "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
+    }  # fmt: skip
+    assert "fp32, bf16 x2" in str(report)

@@ -294,21 +294,6 @@ def test_with_a_block_that_holds_casts(mode: str) -> None:
     assert run(True) == run(False)
 
 
-def test_an_average_in_float32_follows_low_weights() -> None:
-    """AveragedModel, made before the weights are low, and with a function for single tensors."""
-    model = made("mlp")
-    average = torch.optim.swa_utils.AveragedModel(
-        model, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9)
-    )
-    optimizer = low_weights(adamw(model))
-    for at in range(5):
-        step(model, optimizer, at)
-        average.update_parameters(model)
-    assert {p.dtype for p in average.parameters()} == {torch.float32}
-    for mean, p in zip(average.module.parameters(), model.parameters(), strict=True):
-        assert 0 < (mean - p.float()).abs().max() < 0.02
-
-
 def test_deepcopy_and_pickle() -> None:
     model = made("mlp")
     optimizer = low_weights(adamw(model))

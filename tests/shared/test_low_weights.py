@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.weights import modes, random_bits, store
+from polymp.weights import modes, random_bits, split, store
 from tests.conftest import need
-from tests.support.low_weights import BF16, NUMPY, edges, spread
+from tests.support.low_weights import BF16, NUMPY, edges, spread, ties, upper_halves
 from tests.support.sizes import size
 
 # Inf and overflow are among the numbers, and NumPy warns of them.
@@ -68,6 +68,31 @@ def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode:
         assert (bits(beside) == bits(expected_beside)).all()
     read = store.load(verbs, kept, low, beside)
     assert (bits(read) == bits(store.load(NUMPY, kept, expected, expected_beside))).all()
+
+
+@pytest.mark.sized
+@pytest.mark.parametrize("framework", VERBS)
+def test_split_rebuilds_every_number(framework: str) -> None:
+    """Of 2**24 values that cover the upper halves, 2**24 random ones, and all edges, NaN included.
+
+    The high part is the framework's own cast, but for ties. In JAX all of it is compiled, too.
+    """
+    need(framework)
+    verbs = importlib.import_module(VERBS[framework]).VERBS
+    compiled = importlib.import_module("jax").jit if framework == "jax" else lambda f: f
+    x = np.concatenate([edges(), upper_halves(size(64, 1)), spread(size(2**18, 2**24))])
+    given = array(framework, x)
+    for way in (lambda f: f, compiled):
+        high, rest = way(lambda x: split.split(verbs, x))(given)
+        back = way(lambda high, rest: split.join(verbs, high, rest))
+        assert (bits(high).itemsize, bits(rest).itemsize) == (2, 2)
+        assert (bits(back(high, rest)) == x.view(np.int32)).all()
+        lost = bits(back(high, rest & ~1)) != x.view(np.int32)
+        assert (lost == (x.view(np.uint32) & 1 == 1)).all(), "the check cannot fail"
+        differ = bits(high) != bits(way(lambda x: verbs.narrow(x, "bfloat16"))(given))
+        assert (ties(x) | np.isnan(x))[differ].all()
+        assert (differ & ties(x)).any()
+    print(f"{framework}: all of {x.size} numbers rebuilt, of which {np.isnan(x).sum()} are NaN")
 
 
 def test_random_rounding_of_torch_is_that_of_torchao() -> None:

@@ -48,6 +48,23 @@ def edges() -> Any:
     return np.array(bits, np.uint32).view(np.float32)
 
 
+# 260 patterns of the lower 16 bits, those at the ends among them.
+_LOWER = np.unique(
+    np.concatenate(
+        [np.arange(0, 2**16, 258), [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]]
+    ).astype(np.uint32)
+)
+
+
+def upper_halves(step: int = 1) -> Any:
+    """Return every `step`-th pattern of the upper 16 bits, with 260 of the lower ones each.
+
+    With step 1 these are a little more than 2**24 float32 numbers.
+    """
+    upper = np.arange(0, 2**16, step, dtype=np.uint32)
+    return ((upper[:, None] << 16) | _LOWER[None]).reshape(-1).view(np.float32)
+
+
 def spread(n: int, seed: int = 0) -> Any:
     """Return n float32 numbers of random bits: every exponent, sign and payload of NaN."""
     return np.random.default_rng(seed).integers(0, 2**32, n, np.uint32).view(np.float32)

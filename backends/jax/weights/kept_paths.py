@@ -17,13 +17,18 @@ class KeptPaths:
         keep: patterns as those of `pin`, or a mapping from paths to reasons.
 
     Raises:
-        TypeError: `keep` is one string.
+        TypeError: `keep` is one string, or a function.
         PolicyError: a pattern can match no path.
     """
 
     def __init__(self, keep: Iterable[str]) -> None:
         if isinstance(keep, str):
             raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
+        if callable(keep):
+            raise TypeError(
+                f"low_weights(): keep={keep!r:.80} is a function. Write "
+                "keep=needs_float32(autocast(loss_fn), params, batch)."
+            )
         reasons = keep if isinstance(keep, Mapping) else {}
         self.reasons: dict[str, str] = {each: reasons.get(each, "is in keep=") for each in keep}
         self.patterns: tuple[str, ...] = tuple(self.reasons)

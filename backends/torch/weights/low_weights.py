@@ -1,32 +1,32 @@
 """`low_weights`: the parameters of any optimizer kept in 16 bits, so that they still learn."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from polymp.backends.torch.weights import low_parameters
+from polymp.backends.torch.weights import low_parameters, needs_float32
 from polymp.backends.torch.weights.low_optimizer import LowOptimizer, low_class
 from polymp.backends.torch.weights.low_parameters import LowWeights
 from polymp.weights import modes
 
-Keep = torch.Tensor | nn.Module
+Forward = Callable[[], object]
+Keep = torch.Tensor | nn.Module | Forward
 
 
 def low_weights(
     optimizer: torch.optim.Optimizer,
     mode: str = "split",
     dtype: torch.dtype | str = torch.bfloat16,
-    keep: Mapping[torch.Tensor, str] | Iterable[Keep] = (),
+    keep: Mapping[torch.Tensor, str] | Keep | Iterable[Keep] = (),
     *,
     seed: int = 0,
 ) -> Any:
     """Keep the parameters of an optimizer in 16 bits, with what they need beside them to learn.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        keep = polymp.torch.needs_float32(optimizer, lambda: loss_of(model, batch))
-        optimizer = polymp.torch.low_weights(optimizer, keep=keep)
+        optimizer = polymp.torch.low_weights(optimizer, keep=lambda: loss_of(model, batch))
         ...                                  # the loop as before
 
     Weights in bfloat16 move by whole last places or not at all, so that most updates of most
@@ -49,9 +49,10 @@ def low_weights(
     A region never casts a weight that has its dtype. Where every use of a weight would be such a
     cast, `master` and `split` train to the same bits as float32 parameters in the region, up to
     the sum of several gradients of one weight, which is a float32 sum there. Weights that feed
-    float32 ops, such as norms, would be rounded there: `needs_float32` finds them by the region's
-    own policy. Without it nothing is known of the uses of a weight, and all but those of `keep` are
-    stored low.
+    float32 ops, such as norms, would be rounded there. To keep them, give `keep` a function that
+    runs the model in its region: it runs once, and which op reads which weight in float32 is seen
+    there, as the region's own policy has it. Without it nothing is known of the uses of a weight,
+    and all but those of `keep` are stored low.
 
     A step makes float32 parameters of at most 128 MiB, or of one parameter, at a time. For an
     optimizer that is not of torch.optim, and for LBFGS, it makes all of them, because such a step
@@ -65,8 +66,9 @@ def low_weights(
         optimizer: any but SparseAdam.
         mode: "master", "split", "stochastic" or "kahan".
         dtype: bfloat16; with `master` float16, too.
-        keep: what stays float32: parameters, modules with parameters, or parameters with a reason
-            each, as `needs_float32` returns them.
+        keep: what stays float32. A function that runs the model in its region, for the parameters
+            that `needs_float32` finds; parameters; modules with parameters; or a list of these. Or
+            parameters with a reason each, as `needs_float32` returns them.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -75,9 +77,10 @@ def low_weights(
 
     Raises:
         TypeError: `optimizer` is no optimizer, is SparseAdam, or keeps weights low already;
-            `keep` has something else than parameters and modules.
+            `keep` has something else than parameters, modules and functions.
         ValueError: no such mode, or the mode does not take the dtype; no parameter can be stored
-            low; a scheduler has wrapped the optimizer's step.
+            low; a scheduler has wrapped the optimizer's step; a function in `keep` runs no region
+            that casts a parameter.
     """
     kind: Any = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -103,7 +106,7 @@ def low_weights(
         )
     chosen = modes.mode(mode)
     name = modes.low_dtype(chosen, dtype)
-    kept = _kept(optimizer, keep)
+    kept = _kept(optimizer, keep, name)
     weights = LowWeights(chosen, name, seed, {}, kept, {}, {}, {})
     every = [p for group in optimizer.param_groups for p in group["params"]]
     if all(p in kept or low_parameters.why_kept(p) for p in every):
@@ -123,19 +126,26 @@ def low_weights(
 
 
 def _kept(
-    optimizer: torch.optim.Optimizer, keep: Mapping[torch.Tensor, str] | Iterable[Keep]
+    optimizer: torch.optim.Optimizer,
+    keep: Mapping[torch.Tensor, str] | Keep | Iterable[Keep],
+    name: str,
 ) -> dict[torch.Tensor, str]:
     """Return the parameters that the caller wants to keep, and why."""
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     found: dict[torch.Tensor, str] = {}
-    for each in [keep] if isinstance(keep, (torch.Tensor, nn.Module)) else keep:
-        if not isinstance(each, (torch.Tensor, nn.Module)):
+    several: Any = [keep] if isinstance(keep, torch.Tensor) or callable(keep) else keep
+    for each in several:
+        if isinstance(each, (torch.Tensor, nn.Module)):
+            why = keep[each] if isinstance(keep, Mapping) else "is in keep="  # type: ignore[index]
+            params = each.parameters() if isinstance(each, nn.Module) else [each]
+            found.update((p, why) for p in params if p in mine)
+        elif callable(each) and not isinstance(each, type):
+            said = "low_weights(keep=...): the function"
+            found.update(needs_float32.reads(optimizer, each, name, said))
+        else:
             raise TypeError(
-                f"low_weights(keep=...) takes parameters and modules, got {each!r:.80}. Write "
-                "keep=[model.head, model.embedding.weight]."
+                "low_weights(keep=...) takes parameters, modules, and a function that runs the "
+                f"model in its region, got {each!r:.80}. Write keep=lambda: loss_of(model, batch), "
+                "or keep=[model.head, model.embedding.weight]."
             )
-        why = keep[each] if isinstance(keep, Mapping) else "is in keep="  # type: ignore[index]
-        for p in each.parameters() if isinstance(each, nn.Module) else [each]:
-            if p in mine:
-                found[p] = why
     return found

@@ -24,6 +24,8 @@ def needs_float32(
         keep = needs_float32(optimizer, lambda: loss_of(model, batch))   # opens its region
         optimizer = low_weights(optimizer, keep=keep)
 
+    `low_weights(optimizer, keep=forward)` is the same in one call.
+
     `forward` runs once, and every use of a parameter is watched below autocast and autograd, as
     `freeze` does. A parameter that an op reads in float32, such as that of a norm or an embedding
     where the policy keeps these, would be rounded there if it were stored low.
@@ -35,7 +37,7 @@ def needs_float32(
         dtype: the low dtype, bfloat16 or float16.
 
     Returns:
-        A reason by parameter: the op that reads it, or that it is not used in `forward`. Tensors
+        A reason by parameter: the op that reads it, or that none does. Tensors
         that share memory are in it together.
 
     Raises:
@@ -49,6 +51,26 @@ def needs_float32(
             "needs_float32(optimizer, lambda: loss_of(model, batch))."
         )
     name = modes.low_name(dtype, "needs_float32(): dtype")
+    return reads(optimizer, forward, name, "needs_float32(): forward()")
+
+
+def reads(
+    optimizer: torch.optim.Optimizer, forward: Callable[[], object], name: str, said: str
+) -> dict[torch.Tensor, str]:
+    """Return what `needs_float32` does.
+
+    Args:
+        optimizer: whose parameters they are.
+        forward: runs the model in its region.
+        name: of the low dtype.
+        said: how an error names `forward`.
+
+    Returns:
+        A reason by parameter.
+
+    Raises:
+        ValueError: no parameter was cast to the low dtype.
+    """
     sharing: dict[int, dict[str, torch.Tensor]] = {}
     for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         key = storage.storage_key(dtensor.local(p)) or id(p)
@@ -60,10 +82,10 @@ def needs_float32(
     if not any(group.cast for group in groups):
         given = dtype_names.NAMES[DTYPES[name]]
         raise ValueError(
-            f"needs_float32(): forward() cast no parameter of the optimizer to {given}. It has to "
-            f"run the model in its region: with autocast(device, dtype=torch.{given}): model(x)."
+            f"{said} cast no parameter of the optimizer to {given}. It has to run the model in its "
+            f"region: with autocast(device, dtype=torch.{given}): model(x)."
         )
     for group in groups:
         if not group.cast:
-            group.stays("is not used in forward()")
+            group.stays("is not used in the forward pass")
     return {p: group.why for group in groups if group.why for p in group.each()}

@@ -4,21 +4,13 @@ import numpy as np
 import pytest
 
 from polymp.weights import split
-from tests.support.low_weights import BF16, NUMPY, edges, spread, ties
+from tests.support.low_weights import BF16, NUMPY, edges, spread, ties, upper_halves
 from tests.support.sizes import size
-
-# 2**24 numbers: every pattern of the upper 16 bits with 256 of the lower ones, those at the ends
-# among them. `make test` takes an eighth of the upper ones.
-LOWER = np.unique(
-    np.concatenate(
-        [np.arange(0, 2**16, 258), [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]]
-    ).astype(np.uint32)
-)
 
 
 def numbers() -> np.ndarray:
-    upper = np.arange(0, 2**16, size(8, 1), dtype=np.uint32)
-    return ((upper[:, None] << 16) | LOWER[None]).reshape(-1).view(np.float32)
+    """More than 2**24 numbers; `make test` takes an eighth of the upper halves."""
+    return upper_halves(size(8, 1))
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:

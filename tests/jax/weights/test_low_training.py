@@ -92,12 +92,14 @@ def float32(params: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
-def trained(tx: Any, params: Any, state: Any, loss: Any, batch: Any, steps: int) -> Any:
-    """Losses of all steps, and what they leave."""
+def trained(
+    tx: Any, params: Any, state: Any, loss: Any, batch: Any, steps: int, view: Any = float32
+) -> Any:
+    """Losses of all steps, and what they leave; differentiated by a view of the parameters."""
 
     @jax.jit
     def step(params: Any, state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(float32(params), x)
+        value, grads = jax.value_and_grad(loss)(view(params), x)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -141,6 +143,24 @@ def test_this_oracle_finds_gradients_that_are_rounded():
     losses, *_ = trained(tx, tx.weights(params), tx.init(params), rounded, batch, 10)
     assert bits(losses[:1]) == bits(want[:1])
     assert bits(losses) != bits(want)
+
+
+def test_the_plain_loop_is_not_float32_bit_for_bit():
+    """As docs/low-weights.md say: it is differentiated by the low weights themselves."""
+    params, loss, batch = perceptron()
+    optimizer = optax.adamw(1e-3)
+    tx = low_weights(optimizer, "master")
+    low_loss = autocast(loss)
+    want, *_ = trained(optimizer, params, optimizer.init(params), low_loss, batch, 10)
+
+    def losses(view: Any) -> Any:
+        start = tx.weights(params), tx.init(params)
+        return trained(tx, *start, low_loss, batch, 10, view)[0]
+
+    plain = losses(lambda params: params)
+    assert bits(plain[:1]) == bits(want[:1])
+    assert bits(plain) != bits(want) == bits(losses(float32))
+    assert np.allclose(plain, want, rtol=0.01)
 
 
 # --- what learns only with low_weights ------------------------------------------------------------

@@ -373,6 +373,12 @@ def refusals() -> dict[str, Any]:
             TypeError,
             "low_weights(): keep='norm' is not a list. Write keep=['norm'].",
         ),
+        "keep as in torch": (
+            lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu),
+            TypeError,
+            f"low_weights(): keep={jax.nn.silu!r:.80} is a function. Write "
+            "keep=needs_float32(autocast(loss_fn), params, batch).",
+        ),
         "path": (
             lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params),
             PolicyError,

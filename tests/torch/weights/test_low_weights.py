@@ -173,7 +173,7 @@ def test_parameters_without_use_are_kept() -> None:
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
     keep = needs_float32(optimizer, lambda: loss_of("mlp", model, 0))
     optimizer = low_weights(optimizer, keep=keep)
-    assert optimizer.kept == {extra: "is not used in forward()"}
+    assert optimizer.kept == {extra: "is not used in the forward pass"}
 
 
 def test_other_dtypes_are_kept() -> None:
@@ -292,21 +292,6 @@ def test_with_a_block_that_holds_casts(mode: str) -> None:
             return [step(model, optimizer, at, "tokens") for at in range(4)], bits(optimizer)
 
     assert run(True) == run(False)
-
-
-def test_an_average_in_float32_follows_low_weights() -> None:
-    """AveragedModel, made before the weights are low, and with a function for single tensors."""
-    model = made("mlp")
-    average = torch.optim.swa_utils.AveragedModel(
-        model, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9)
-    )
-    optimizer = low_weights(adamw(model))
-    for at in range(5):
-        step(model, optimizer, at)
-        average.update_parameters(model)
-    assert {p.dtype for p in average.parameters()} == {torch.float32}
-    for mean, p in zip(average.module.parameters(), model.parameters(), strict=True):
-        assert 0 < (mean - p.float()).abs().max() < 0.02
 
 
 def test_deepcopy_and_pickle() -> None:
@@ -550,8 +535,9 @@ def test_nothing_to_store_is_refused() -> None:
     with pytest.raises(TypeError) as error:
         low_weights(adamw(model), keep=["0.weight"])  # type: ignore[list-item]
     assert text(error) == (
-        "low_weights(keep=...) takes parameters and modules, got '0.weight'. Write "
-        "keep=[model.head, model.embedding.weight]."
+        "low_weights(keep=...) takes parameters, modules, and a function that runs the model in "
+        "its region, got '0.weight'. Write keep=lambda: loss_of(model, batch), or keep="
+        "[model.head, model.embedding.weight]."
     )
 
 

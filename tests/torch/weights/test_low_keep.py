@@ -1,0 +1,130 @@
+"""What `low_weights` keeps in float32 where `keep` is a function that runs the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polymp
+from polymp.torch import autocast, explain, low_weights, needs_float32
+from tests.support.torch.low_training import batch, loss_of, made, same_bits, train, weights
+
+
+def adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def kept(model: nn.Module, found: Any) -> dict[str, str]:
+    """The kept parameters by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: why for p, why in found.items()}
+
+
+def test_a_function_keeps_what_needs_float32_finds() -> None:
+    model = made("tokens")
+    runs: list[int] = []
+
+    def forward() -> Any:
+        runs.append(1)
+        return loss_of("tokens", model, 0)
+
+    found = kept(model, needs_float32(adamw(model), forward))
+    optimizer = low_weights(adamw(model), keep=forward)
+    assert kept(model, optimizer.kept) == found
+    assert {"embedding.weight", "norm.weight", "last.bias"} <= set(found)
+    assert len(optimizer.low) == len(list(model.parameters())) - len(found) > 0
+    assert len(runs) == 2
+
+
+def test_a_run_with_the_function_has_the_bits_of_float32() -> None:
+    def run(low: bool) -> Any:
+        model = made("tokens")
+        optimizer = adamw(model)
+        if low:
+            optimizer = low_weights(optimizer, "master", keep=lambda: loss_of("tokens", model, 0))
+        for at in range(5):
+            optimizer.zero_grad()
+            loss_of("tokens", model, at).backward()
+            optimizer.step()
+        return weights(model, optimizer)
+
+    plain, _, _ = train("tokens", None, 5)
+    assert same_bits(run(low=True), run(low=False))
+    assert same_bits(run(low=True), weights(plain))
+
+
+def test_the_policy_of_the_region_decides() -> None:
+    """Where a policy runs the norms low, their weights are stored low, too."""
+    lowered = polymp.policy("torch-cpu").override(lower=["layer_norm"])
+
+    def found(policy: Any) -> set[str]:
+        model = made("tokens")
+
+        def forward() -> None:
+            with autocast("cpu", torch.bfloat16, policy=policy):
+                model(batch("tokens", 0)[0])
+
+        return set(kept(model, low_weights(adamw(model), keep=forward).kept))
+
+    assert found("torch-cpu") == {
+        "embedding.weight", "norm.weight", "norm.bias", "last.weight", "last.bias",
+    }  # fmt: skip
+    assert found(lowered) == {"embedding.weight"}
+
+
+def test_a_function_stands_beside_parameters_and_modules() -> None:
+    model = made("tokens")
+    optimizer = low_weights(
+        adamw(model), keep=[lambda: loss_of("tokens", model, 0), model.head, model.out.bias]
+    )
+    found = kept(model, optimizer.kept)
+    assert {name: found[name] for name in ("head.weight", "head.bias", "out.bias")} == {
+        "head.weight": "is in keep=", "head.bias": "is in keep=", "out.bias": "is in keep=",
+    }  # fmt: skip
+    assert found["norm.weight"].startswith("read in float32 by aten.")
+
+
+def test_a_function_that_opens_no_region_is_refused() -> None:
+    model = made("mlp")
+    with pytest.raises(ValueError, match="low_weights") as error:
+        low_weights(adamw(model), keep=lambda: model(batch("mlp", 0)[0]))
+    assert str(error.value) == (
+        "low_weights(keep=...): the function cast no parameter of the optimizer to bfloat16. It "
+        "has to run the model in its region: with autocast(device, dtype=torch.bfloat16): model(x)."
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_class_is_no_function() -> None:
+    with pytest.raises(TypeError) as error:
+        low_weights(adamw(made("mlp")), keep=nn.LayerNorm)
+    assert str(error.value) == (
+        "low_weights(keep=...) takes parameters, modules, and a function that runs the model in "
+        "its region, got <class 'torch.nn.modules.normalization.LayerNorm'>. Write keep=lambda: "
+        "loss_of(model, batch), or keep=[model.head, model.embedding.weight]."
+    )
+
+
+def test_explain_shows_the_dtype_of_each_weight() -> None:
+    """Of an op, input, weight and bias: low ones, which are not cast, and kept ones."""
+    model = made("tokens")
+    low_weights(adamw(model), keep=lambda: loss_of("tokens", model, 0))
+    with explain(model=model) as report:
+        loss_of("tokens", model, 0)
+    rows = {call.module: call for call in report if call.module}
+    low, wide = "bfloat16", "float32"
+    assert {name: call.inputs for name, call in rows.items()} == {
+        "embedding": (wide,),
+        "norm": (wide, wide, wide),
+        "qkv": (wide, low, low),
+        "out": (low, low, low),
+        "last": (wide, wide, wide),
+        "head": (wide, low, low),
+    }
+    assert {name: call.casts for name, call in rows.items()} == {
+        "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
+    }  # fmt: skip
+    assert "fp32, bf16 x2" in str(report)

@@ -47,7 +47,7 @@ class BadStep(NamedTuple):
         if fault is not None and fault.kind == "input":
             return "Look at the data: an argument or a parameter is not finite before any op runs."
         if grown := _grown(self.losses, fault):
-            return f"{grown}: lower the learning rate, or clip the gradients."
+            return grown
         if fault is None and not self.undone:
             return ""
         if fault is None:
@@ -74,13 +74,17 @@ class BadStep(NamedTuple):
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:
-    """Say what has grown without bound before a step; "" if nothing has."""
+    """Say what has grown without bound before a step, and what helps; "" if nothing has."""
     if len(losses) > 1 and losses[-1] > RUNAWAY * abs(min(losses)) > 0:
-        return f"The loss grew from {min(losses):.3g} to {losses[-1]:.3g} in the steps before"
+        grown = f"The loss grew from {min(losses):.3g} to {losses[-1]:.3g} in the steps before"
+        return f"{grown}: lower the learning rate, or clip the gradients."
     for i, operand in enumerate(fault.inputs if fault is not None else ()):
         if operand.largest > HUGE:
             name = operand.name or f"input {i} of {fault.op if fault else ''}"
-            return f"{name} has grown to {operand.largest:.3g}"
+            return (  # a weight, or the batch, or what they made
+                f"{name} is as large as {operand.largest:.3g}: lower the learning rate, clip the "
+                "gradients, or look at the data."
+            )
     return ""
 
 

@@ -43,7 +43,7 @@ class Way(NamedTuple):
 WAYS = {
     "a weight": Way(BREAKS_AT, ("linear",), "blocks.1.feed.down",
                     weights=(("blocks.1.feed.down", 1e7, 3e38), ("blocks.1.feed.down", 1.0, 4.0))),
-    "a bad batch": Way(BREAKS_AT, ("mul",), "", (("sizes", 3e38),)),
+    "a bad batch": Way(BREAKS_AT, ("mul",), "", (("sizes", 3e38),), remedy="look at the data"),
     "the learning rate": Way(BREAKS_AT + 1, ("layer_norm", "linear", "mul"), "",
                              (("rate", 1e30),), remedy="lower the learning rate"),
     "attention": Way(BREAKS_AT, ("matmul", "bmm", "einsum"), "blocks.0.attention",

@@ -1,7 +1,6 @@
 """Kinds of ops, by name and arguments: views, casts, ops of the vocabulary."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,9 +9,18 @@ from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.rules.vocabulary import vocabulary
 
 
-@cache
 def kind_of(func: torch._ops.OpOverload) -> str:
     """Return the kind of an op: "view", "makes" for results that read no float, or "computes"."""
+    known = _kinds.get(id(func))  # the hash of an op is Python code, and each op that runs is asked
+    if known is None:
+        known = _kinds[id(func)] = func, _kind_of(func)
+    return known[1]
+
+
+_kinds: dict[int, tuple[torch._ops.OpOverload, str]] = {}
+
+
+def _kind_of(func: torch._ops.OpOverload) -> str:
     name = func.overloadpacket.__name__
     aliases = [r.alias_info for r in func._schema.returns]
     view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -53,6 +61,8 @@ def name_of(overload: str, name: str) -> str:
 
 def float_tensors(tree: object) -> list[torch.Tensor]:
     """Return the float tensors in an op's arguments or results, in order."""
+    if isinstance(tree, torch.Tensor):  # as most results are
+        return [tree] if tree.is_floating_point() else []
     return [t for t in tensors(tree) if t.is_floating_point()]
 
 

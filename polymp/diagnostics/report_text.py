@@ -185,8 +185,8 @@ def in_8_bits(report: CallList) -> str:
     ran = sum(call.times for call in report if call.recipe)
     parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
     if report.kept_fp8:
-        kept = text_table.size(report.kept_fp8)
-        parts.append(f"{kept} kept for the backward pass, half as much as in bfloat16")
+        kept, wide = map(text_table.size, (report.kept_fp8, 2 * report.kept_fp8))
+        parts.append(f"{kept} kept for the backward pass instead of {wide} in bfloat16")
     return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
 
 

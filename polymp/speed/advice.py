@@ -197,5 +197,5 @@ def _more(found: Mapping[str, Ratio], use: str) -> Iterable[str]:
     if FLOAT8 in found:
         yield (
             f"{FLOAT8} takes {found[FLOAT8].ratio:.2f}, with given scales and casts of both "
-            "operands; polymp has no region in it."
+            "operands; policy fp8 runs products in it."
         )

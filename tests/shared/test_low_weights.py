@@ -49,6 +49,7 @@ def numbers(mode: str) -> np.ndarray:
     return x if mode == "split" else x[~np.isnan(x)]  # a cast may change a NaN
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("framework", VERBS)
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode: str) -> None:

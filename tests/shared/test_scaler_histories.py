@@ -558,6 +558,7 @@ def fixed() -> tuple[list[History], list[States]]:
     return all_, right
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 def test_a_wrong_rule_is_noticed(name: str) -> None:
@@ -566,6 +567,7 @@ def test_a_wrong_rule_is_noticed(name: str) -> None:
         all_alike(all_, right, by_numbers(all_, mutated(*MUTATIONS[name])))
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("field", range(len(ScaleState._fields)), ids=ScaleState._fields)
 def test_one_wrong_number_is_noticed(field: int) -> None:
     all_ = fixed()[0][:2]
@@ -577,6 +579,7 @@ def test_one_wrong_number_is_noticed(field: int) -> None:
         all_alike(all_, right, wrong)
 
 
+@pytest.mark.sized
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize(
     "name",

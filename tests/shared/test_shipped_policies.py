@@ -26,6 +26,8 @@ from tests.support import cases, framework_differences, frameworks
 from tests.support.framework_differences import NEUTRAL
 from tests.support.sizes import LONG, size
 
+pytestmark = pytest.mark.sized  # `rows` are of every op then
+
 POLICIES = tuple(policy_files.shipped())
 # Every op has this row: what is called under it shows of which ops a shared op is made.
 KEEP = polymp.policy({"name": "keep", "rules": {"default": "keep"}})

@@ -28,6 +28,7 @@ def example() -> Iterator[Any]:
         yield SimpleNamespace(it=found.compare_models, job=found.job)
 
 
+@pytest.mark.sized
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_the_models_are_the_same_forward_backward_and_in_training(example: Any, name: str) -> None:

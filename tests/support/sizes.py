@@ -6,6 +6,7 @@
 A sweep is marked `one_in(n)`: `make test` runs one in n of its parameters, `make test-long` the
 others. A test of random programs or histories is marked `sized` and takes its count from `size`;
 both runs have it, the second one with the larger count. So is every test of Hypothesis.
+tests/core/test_sizes.py finds tests without the mark.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The contraction under the transformations of jax.experimental that have rules of their own.
+"""Contractions under the transformations of jax.experimental that have rules of their own.
 
 `jet`, `sparsify`, `checkify` and `roofline` look a primitive up in a table. They are not imported
 here: their tables get an entry once somebody has loaded them.
@@ -15,14 +15,18 @@ import jax.extend.core as core
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contraction_p
 from polymp.backends.jax.autocast.contraction_forms import Params, float32_result
+from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
+from polymp.backends.jax.autocast.fp8_operands import In8Bits, main, operands_of
+from polymp.backends.jax.autocast.fp8_quantise import Quantised, dequantised, fp8_quantise_p
 
 
 def register_rules() -> None:
-    """Enter the contraction into the tables of the transformations that are loaded by now."""
-    for name, rule in _RULES.items():
+    """Enter the contractions into the tables of the transformations that are loaded by now."""
+    for name, rules in _RULES.items():
         table = compat.rules_of(name)
         if table is not None:
-            table.setdefault(contraction_p, rule)
+            for primitive, rule in rules.items():
+                table.setdefault(primitive, rule)
 
 
 def _jet(
@@ -44,9 +48,22 @@ def _sparse(env: object, *values: object, **params: Any) -> object:
     return compat.sparsified(partial(float32_result, **params), env, values)
 
 
-def _checked(error: object, enabled: object, *values: object, **params: object) -> object:
-    """A NaN that a product made is reported as one of jax's own products."""
-    return compat.nan_checked(contraction_p, error, enabled, *values, **params)
+def _sparse_in_8_bits(env: object, *values: object, how: In8Bits, **params: Any) -> object:
+    """A product of sparse arrays that would be in 8 bits: as by rule `lower`."""
+
+    def lower(*flat: jax.Array) -> jax.Array:
+        wide = [
+            dequantised(*x, params["run"]) if isinstance(x, Quantised) else main(x)
+            for x in operands_of(flat, how)
+        ]
+        return float32_result(*wide, **params)
+
+    return compat.sparsified(lower, env, values)
+
+
+def _sparse_quantised(env: object, *values: object, **params: Any) -> object:
+    """A sparse operand that is saved in 8 bits for the backward pass: a dense one."""
+    return compat.densified(partial(fp8_quantise_p.bind, **params), env, values)
 
 
 def _cost(
@@ -58,9 +75,14 @@ def _cost(
     return table[of](context, *values, **dict(params))
 
 
-_RULES: Mapping[str, Callable[..., object]] = {
-    "jet": _jet,
-    "sparsify": _sparse,
-    "checkify": _checked,
-    "roofline": _cost,
+_RULES: Mapping[str, Mapping[core.Primitive, Callable[..., object]]] = {
+    "jet": {contraction_p: _jet},
+    "sparsify": {
+        contraction_p: _sparse,
+        fp8_contraction_p: _sparse_in_8_bits,
+        fp8_quantise_p: _sparse_quantised,
+    },
+    # A NaN that a product made is reported as one of jax's own products.
+    "checkify": {p: partial(compat.nan_checked, p) for p in (contraction_p, fp8_contraction_p)},
+    "roofline": {contraction_p: _cost},
 }

@@ -181,6 +181,19 @@ def sparsified(fn: Callable[..., object], env: Any, values: Sequence[object]) ->
     return made
 
 
+def densified(
+    fn: Callable[..., Sequence[jax.Array]], env: Any, values: Sequence[object]
+) -> Sequence[object]:
+    """A function of dense arrays, as a rule of sparsify: its values in and out. Since jax 0.4."""
+    from jax.experimental import sparse
+    from jax.experimental.sparse import transform
+
+    given = transform.spvalues_to_arrays(env, tuple(values))
+    arrays = [x.todense() if isinstance(x, sparse.JAXSparse) else x for x in given]
+    made: Sequence[object] = transform.arrays_to_spvalues(env, list(fn(*arrays)))
+    return made
+
+
 def nan_checked(primitive: core.Primitive, *given: object, **params: object) -> object:
     """The rule of checkify that reports a NaN in what a primitive returns. Since jax 0.4."""
     from jax._src import checkify

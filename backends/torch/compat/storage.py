@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number for the memory of a tensor, the same for all views of it; 0 without memory.
@@ -24,3 +26,13 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     `StorageWeakRef` since torch 1.0.
     """
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the numbers in a tensor; of a sparse one, of those that it stores.
+
+    `_values` since torch 0.4.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes
+    return tensor.values().nbytes if tensor.layout in _COMPRESSED else tensor.nbytes

@@ -78,7 +78,7 @@ class OpCall:
         if self.inputs is None:
             self.inputs, self.outputs = dtypes([source]), dtypes([result])
         self.casts += 1
-        self.cast_bytes += source.nbytes + result.nbytes
+        self.cast_bytes += storage.stored_bytes(source) + storage.stored_bytes(result)
         self.cast_storages |= {storage.storage_key(source)}
 
     def computed(

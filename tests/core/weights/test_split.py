@@ -17,6 +17,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return one.view(np.uint32) == other.view(np.uint32)
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("full", [numbers(), edges(), spread(2**18)], ids=["all", "edges", "any"])
 def test_the_rebuild_is_exact(full: np.ndarray) -> None:
     assert same_bits(split.join(NUMPY, *split.split(NUMPY, full)), full).all()
@@ -28,6 +29,7 @@ def test_the_rebuild_is_exact_on_two_to_the_24_values() -> None:
     assert same_bits(split.join(NUMPY, *split.split(NUMPY, full)), full).all()
 
 
+@pytest.mark.sized
 def test_the_high_part_is_the_cast_but_for_ties() -> None:
     full = np.concatenate([numbers(), edges(), spread(2**18)])
     full = full[~np.isnan(full)]

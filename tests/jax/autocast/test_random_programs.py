@@ -263,7 +263,8 @@ def check(it: Program) -> Counter[str] | None:
     return want.found
 
 
-RUN = settings(max_examples=3 if LONG else 1, suppress_health_check=list(HealthCheck))
+ANY = settings(suppress_health_check=list(HealthCheck))
+RUN = settings(ANY, max_examples=3 if LONG else 1)
 
 
 @pytest.mark.sized
@@ -306,7 +307,7 @@ def some_programs(count: int) -> list[Program]:
     """The first programs that Hypothesis draws, which are the same in every run."""
     kept: list[Program] = []
 
-    @settings(RUN, max_examples=3 * count, phases=[Phase.generate])
+    @settings(ANY, max_examples=3 * count, phases=[Phase.generate])
     @given(programs())
     def keep(it: Program) -> None:
         wanted = {*CONSTRUCTS, *REGIONS} & {*it.counts()}

@@ -67,6 +67,7 @@ def test_every_program_of_the_corpus_gives_the_same_bits(name):
         assert bits(a) == bits(b)
 
 
+@pytest.mark.sized
 def test_most_of_what_the_corpus_computes_with_is_stored_low():
     stored, floats = Counter[str](), 0
     for name in ALL[:: size(5, 1)]:  # an odd number: they are frozen for the two dtypes in turn

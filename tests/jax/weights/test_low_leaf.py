@@ -156,6 +156,7 @@ def test_a_weight_that_stays_keeps_every_bit():
     assert not np.any(bits(after)[subnormal])
 
 
+@pytest.mark.sized
 def test_this_oracle_finds_an_update_in_the_low_dtype():
     leaf = leaf_of(("split", "bfloat16"))
     low, full, _ = trained_pairs(("split", "bfloat16"))

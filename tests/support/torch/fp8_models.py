@@ -99,8 +99,10 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     )
 
 
-def saved_bytes(model: nn.Module, x: torch.Tensor, policy: Any) -> int:
-    """The bytes of all memory that a forward pass saves for backward, parameters aside."""
+def saved(
+    model: nn.Module, x: torch.Tensor, policy: Any, loss: Callable[[torch.Tensor], Any] | None
+) -> list[torch.UntypedStorage]:
+    """All memory that a forward pass saves for backward, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, torch.UntypedStorage] = {}
 
@@ -112,5 +114,31 @@ def saved_bytes(model: nn.Module, x: torch.Tensor, policy: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         with autocast("cpu", torch.bfloat16, policy=policy):
-            model(x)
-    return sum(memory.nbytes() for memory in seen.values())
+            (loss or model)(x)
+    return list(seen.values())
+
+
+def saved_bytes(
+    model: nn.Module,
+    x: torch.Tensor,
+    policy: Any,
+    loss: Callable[[torch.Tensor], Any] | None = None,
+) -> int:
+    """The bytes of all memory that a forward pass saves for backward, parameters aside.
+
+    Args:
+        model: to call.
+        x: its argument.
+        policy: of the region.
+        loss: called instead of the model, to count what the loss saves as well.
+    """
+    return sum(memory.nbytes() for memory in saved(model, x, policy, loss))
+
+
+def saved_casts(model: nn.Module, x: torch.Tensor, policy: Any) -> int:
+    """Of these bytes, those of bfloat16 casts of parameters."""
+    parameters = [p.detach().bfloat16() for p in model.parameters()]
+    casts = {p.view(torch.uint8).numpy().tobytes() for p in parameters}
+    empty = torch.empty(0, dtype=torch.uint8)
+    found = saved(model, x, policy, None)
+    return sum(m.nbytes() for m in found if empty.set_(m).numpy().tobytes() in casts)

@@ -74,6 +74,7 @@ def operands(dtype, shape, outputs, seed=0, spread=3.0):
 SHAPES = [((32, 64), 48), ((2, 16, 16), 128), ((4, 3, 16, 32), 16)]
 
 
+@pytest.mark.sized
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(size(1, 20)))
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES)
@@ -190,6 +191,7 @@ def bits(array):
     return array.view(np.uint8)
 
 
+@pytest.mark.sized
 @pytest.mark.filterwarnings("ignore:overflow|invalid value:RuntimeWarning")
 @pytest.mark.parametrize("format", DTYPES)
 @pytest.mark.parametrize("scale", SCALES)
@@ -210,6 +212,7 @@ def test_every_bfloat16_and_many_float32_are_quantised_as_ml_dtypes_casts(scale,
         assert nan.sum() == np.isnan(theirs.astype(np.float32)).sum()
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("role", ["activation", "weight", "gradient"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -281,77 +284,6 @@ def test_a_call_in_8_bits(call):
     assert y.shape == right.shape
     error = (y.float() - right).norm() / right.norm()
     assert 1e-3 < error < 0.06, "it is in 8 bits, and right"
-
-
-SPARSE = torch.eye(64).to_sparse()
-FALLBACKS = {
-    "odd rows": (lambda: F.linear(X[:31], W), "m = 31 is not a multiple of 16"),
-    "odd sum": (lambda: F.linear(X[:, :40], W[:, :40]), "k = 40 is not a multiple of 16"),
-    "odd columns": (lambda: F.linear(X, W[:17]), "n = 17 is not a multiple of 16"),
-    "small": (lambda: X[:8, :8] @ W[:8, :8], "m = 8 is not a multiple of 16"),
-    "a vector": (lambda: F.linear(X[0], W), "m = 1 is not a multiple of 16"),
-    "times a vector": (lambda: X @ W[0], "n = 1 is not a multiple of 16"),
-    "nothing": (lambda: X[:0] @ W.t(), "m = 0: there is nothing to multiply"),
-    "a batch": (
-        lambda: X.view(2, 16, 64) @ W.t().expand(2, 64, 48),
-        "it is a batch of 2 products, which no 8-bit kernel takes",
-    ),
-    "float64": (
-        lambda: X.double() @ W.double().t(),
-        "an operand is float64, which is not quantised to 8 bits",
-    ),
-    "integers": (
-        lambda: X.long() @ W.long().t(),
-        "an operand is int64, which is not quantised to 8 bits",
-    ),
-    "complex": (
-        lambda: X.cfloat() @ W.cfloat().t(),
-        "an operand is complex64, which is not quantised to 8 bits",
-    ),
-    "sparse": (lambda: torch.mm(SPARSE, W.t()), "an operand is sparse"),
-}
-
-
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_a_call_that_falls_back_runs_as_under_lean(name):
-    call, reason = FALLBACKS[name]
-    with polymp.recording() as record, autocast("cpu", policy="fp8"):
-        y = call()
-    entry = record.entries[0]
-    assert (entry.row.rule, entry.recipe, entry.fallback) == ("fp8", "", reason)
-    with autocast("cpu", policy="lean"):
-        expected = call()
-    assert y.dtype is expected.dtype
-    assert torch.equal(y, expected)
-
-
-@pytest.mark.parametrize("op", ["bmm", "einsum", "mv"])
-def test_products_without_an_8_bit_kernel(op):
-    calls = {
-        "bmm": lambda: torch.bmm(X[None], W.t()[None]),
-        "einsum": lambda: torch.einsum("ik,jk->ij", X, W),
-        "mv": lambda: torch.mv(W, X[0]),
-    }
-    own = polymp.policy("lean").override(fp8=["class:matmul"])
-    with polymp.recording() as record, autocast("cpu", policy=own):
-        y = calls[op]()
-    assert record.of(op)[0].fallback == (
-        f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
-    )
-    with autocast("cpu", policy="lean"):
-        assert torch.equal(y, calls[op]())
-
-
-def test_transforms_of_torch_func_fall_back():
-    def loss(w):
-        return F.linear(X, w).float().square().sum()
-
-    with autocast("cpu", policy="fp8"):
-        found = torch.func.grad(loss)(W)
-        rows = torch.vmap(lambda x: F.linear(x, W))(X.view(2, 16, 64))
-    with autocast("cpu", policy="lean"):
-        assert torch.equal(found, torch.func.grad(loss)(W))
-        assert torch.equal(rows, torch.vmap(lambda x: F.linear(x, W))(X.view(2, 16, 64)))
 
 
 def test_a_second_derivative_is_refused():

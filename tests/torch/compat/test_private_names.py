@@ -278,12 +278,16 @@ def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_r
     assert calls == ["call", "apply", "apply", "load"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
     t = torch.ones(4, 4)
     key, reference = storage.storage_key(t), storage.storage_reference(t)
     assert key == storage.storage_key(t[1:].t()) == storage.storage_key(t.detach()) != 0
     assert key != storage.storage_key(t.clone())
     assert storage.storage_key(t.to_sparse()) == 0
+    sparse = torch.eye(4)
+    stored = {storage.stored_bytes(t) for t in (sparse.to_sparse(), sparse.to_sparse_csr())}
+    assert (storage.stored_bytes(sparse), stored) == (64, {16})
     assert not reference.expired()
     del t
     assert reference.expired()

@@ -170,7 +170,8 @@ def test_explain_has_the_recipe_and_the_reason():
 
 def test_the_text_of_a_report():
     text = " ".join(str(report()).split())
-    assert "4 products in 8 bits; 2.00 KiB kept for the backward pass, half as much as" in text
+    kept = "2.00 KiB kept for the backward pass instead of 4.00 KiB in bfloat16"
+    assert f"4 products in 8 bits; {kept}" in text
     assert f"2 as lower: {REASON}" in text
     assert "fp8, tensorwise" in text
     assert "fp8, run as lower:" in text
@@ -180,7 +181,7 @@ def test_the_text_of_a_report():
 
 def test_the_page_of_a_report():
     page = report().to_html()
-    assert "4 products in 8 bits; 2.00 KiB kept for the backward pass" in page
+    assert "2.00 KiB kept for the backward pass instead of 4.00 KiB in bfloat16" in page
     assert page.count(f"run as lower: {REASON}") == 2
     assert "fp8, tensorwise" in page
 

@@ -71,7 +71,7 @@ class OpCall:
         self.backward: OpCall | None = None
         self.ops: int = 0
         self.sends: bool = False
-        self.cast_storages: frozenset[int] = frozenset()
+        self.cast_storages: set[int] = set()
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Note a cast that was made for it."""
@@ -79,7 +79,7 @@ class OpCall:
             self.inputs, self.outputs = dtypes([source]), dtypes([result])
         self.casts += 1
         self.cast_bytes += storage.stored_bytes(source) + storage.stored_bytes(result)
-        self.cast_storages |= {storage.storage_key(source)}
+        self.cast_storages.add(storage.storage_key(source))
 
     def computed(
         self,

@@ -1,6 +1,7 @@
 """Kinds of ops, by name and arguments: views, casts, ops of the vocabulary."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,18 +10,9 @@ from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.rules.vocabulary import vocabulary
 
 
+@cache
 def kind_of(func: torch._ops.OpOverload) -> str:
     """Return the kind of an op: "view", "makes" for results that read no float, or "computes"."""
-    known = _kinds.get(id(func))  # the hash of an op is Python code, and each op that runs is asked
-    if known is None:
-        known = _kinds[id(func)] = func, _kind_of(func)
-    return known[1]
-
-
-_kinds: dict[int, tuple[torch._ops.OpOverload, str]] = {}
-
-
-def _kind_of(func: torch._ops.OpOverload) -> str:
     name = func.overloadpacket.__name__
     aliases = [r.alias_info for r in func._schema.returns]
     view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -86,9 +78,9 @@ def _collect(trees: Iterable[object], found: list[torch.Tensor]) -> None:
     for tree in trees:
         if isinstance(tree, torch.Tensor):
             found.append(tree)
-        elif isinstance(tree, (tuple, list)):
+        elif tree and isinstance(tree, (tuple, list)):
             _collect(tree, found)
-        elif isinstance(tree, dict):
+        elif tree and isinstance(tree, dict):
             _collect(tree.values(), found)
 
 

@@ -35,8 +35,7 @@ class Provenance:
         self._model = model
         self._off = off
         # By storage, the event that wrote it last, and what keeps the key from being used again.
-        self._maker: dict[int, int] = {}
-        self._kept: dict[int, Any] = {}
+        self._maker: dict[int, tuple[int, Any]] = {}
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, Range | None, int]] = []
@@ -50,9 +49,8 @@ class Provenance:
         key = storage.storage_key(t)
         if not key:
             return None
-        made = self._maker.get(key)
-        if made is not None:
-            return made
+        if key in self._maker:
+            return self._maker[key][0]
         views = self._outside.setdefault(key, {})
         view = () if key in self._parameters else (t.storage_offset(), t.shape, t.stride())
         if view not in views:
@@ -66,21 +64,21 @@ class Provenance:
 
     def maker(self, t: torch.Tensor) -> int | None:
         """Return the event that made a tensor; None if none did."""
-        return self._maker.get(storage.storage_key(t))
+        made = self._maker.get(storage.storage_key(t))
+        return None if made is None else made[0]
 
     def made(self, t: torch.Tensor, event: int) -> None:
         """Note that an event made a tensor, or wrote into it."""
         key = storage.storage_key(t)
         if key:
-            if key not in self._maker:
-                self._kept[key] = storage.storage_reference(t)
-            self._maker[key] = event
+            known = self._maker.get(key)
+            kept = storage.storage_reference(t) if known is None else known[1]
+            self._maker[key] = event, kept
 
     def forget(self, t: torch.Tensor) -> None:
         """Note that the values in a tensor's memory were not made by a known event."""
         key = storage.storage_key(t)
         self._maker.pop(key, None)
-        self._kept.pop(key, None)
         self._outside.pop(key, None)
 
     def received(self, t: torch.Tensor) -> None:

@@ -53,7 +53,6 @@ class ValueTracer(OpTracer):
         super().__init__(model)
         self.events: list[Event] = []
         self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
-        self._kinds: dict[tuple[torch.dtype, torch.Size], tuple[torch.dtype, torch.Size]] = {}
         self._provenance = Provenance(model, self.off)
 
     # To be overridden by tracers that measure more
@@ -96,8 +95,8 @@ class ValueTracer(OpTracer):
             del results[1:]  # statistics, such as the mean beside a norm
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = _floats(ran)
-        given = not all(map(math.isfinite, floats))
-        reads = tuple(map(self._kind, ran.reads))
+        given = any(not math.isfinite(x) for x in floats)
+        reads = tuple((t.dtype, t.shape) for t in ran.reads)
         with Own(self.off):
             ranges = tuple(map(range_of, results))
             event = Event(op_call, origins, ranges, run, None, (), given, reads)
@@ -118,7 +117,7 @@ class ValueTracer(OpTracer):
 
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         origins = self._read([source])
-        run, reads = dtype_names.NAMES[result.dtype], (self._kind(source),)
+        run, reads = dtype_names.NAMES[result.dtype], ((source.dtype, source.shape),)
         with Own(self.off):
             fits = measurable(source) and measurable(result)
             ranges = (range_of(result),) if fits else ()
@@ -142,11 +141,6 @@ class ValueTracer(OpTracer):
     def unwatched(self, result: object) -> None:
         for t in float_tensors(result):
             self._provenance.forget(t)
-
-    def _kind(self, t: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-        """Return dtype and shape of a tensor; the same object for all alike, as they are many."""
-        kind = t.dtype, t.shape
-        return self._kinds.setdefault(kind, kind) if modes.is_plain(t) else kind
 
     def _read(self, reads: list[torch.Tensor]) -> tuple[int | None, ...]:
         return tuple(map(self._provenance.origin, reads))

@@ -5,15 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import _DisableTorchDispatch as Unseen
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.compat.dynamo import no_frame
 
-# `Unseen`: a context whose ops no mode and no class of tensors sees. Since torch 1.11.
-# `are_functions_watched`: True under a TorchFunctionMode. Since torch 1.13.
-__all__ = ["OpMode", "Unseen", "are_functions_watched"]
+__all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
 
 # The arguments of `OpMode.op`.
 Op = torch._ops.OpOverload

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from polymp.backends.torch.compat import autograd, modes
+from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
 from polymp.backends.torch.diagnostics.measure import Bins, BinTable, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
@@ -128,12 +128,15 @@ class MagnitudeTracer(ValueTracer):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        found = self.gradients.get((name, self._scales_at))
-        if found is None:
-            found = self.gradients[name, self._scales_at] = self._bins(p.grad)
-        with Own(self.off), modes.Unseen():
-            grad = p.grad.detach()
-            found.add(grad, range_of(grad))
+        self.pause()
+        try:
+            with Own(self.off), torch.no_grad():
+                key = name, self._scales_at
+                if key not in self.gradients:
+                    self.gradients[key] = self._bins(p.grad)
+                self.gradients[key].add(p.grad, range_of(p.grad))
+        finally:
+            self.go_on()
 
     def __enter__(self) -> "MagnitudeTracer":
         super().__enter__()

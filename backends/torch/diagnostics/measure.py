@@ -29,11 +29,12 @@ class Range(NamedTuple):
 def measurable(t: Any) -> bool:
     """Return whether an object is a float tensor that has values in memory."""
     return (
-        (type(t) is torch.Tensor or (isinstance(t, torch.Tensor) and modes.is_plain(t)))
+        isinstance(t, torch.Tensor)
         and t.dtype in _MEASURED
         and t.layout is torch.strided
         and t.numel() > 0
         and not t.is_meta
+        and modes.is_plain(t)
     )
 
 

@@ -53,8 +53,6 @@ def name_of(overload: str, name: str) -> str:
 
 def float_tensors(tree: object) -> list[torch.Tensor]:
     """Return the float tensors in an op's arguments or results, in order."""
-    if isinstance(tree, torch.Tensor):  # as most results are
-        return [tree] if tree.is_floating_point() else []
     return [t for t in tensors(tree) if t.is_floating_point()]
 
 
@@ -78,9 +76,9 @@ def _collect(trees: Iterable[object], found: list[torch.Tensor]) -> None:
     for tree in trees:
         if isinstance(tree, torch.Tensor):
             found.append(tree)
-        elif tree and isinstance(tree, (tuple, list)):
+        elif isinstance(tree, (tuple, list)):
             _collect(tree, found)
-        elif tree and isinstance(tree, dict):
+        elif isinstance(tree, dict):
             _collect(tree.values(), found)
 
 

@@ -37,8 +37,6 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
 
-_TO_COPY = torch.ops.aten._to_copy.default
-
 # Classes whose ops, without a row, are told apart below autograd as well: views, and one kernel
 # each. Other classes that compute nothing have ops that are made of several, such as quantile.
 _SEEN_BELOW = frozenset({"layout", "indexing"})
@@ -256,7 +254,7 @@ class _Mode(modes.OpMode):
         if kind == "view":
             tracer.viewed(func, args, sys._getframe(1))
             return func(*args, **kwargs)
-        copies = func is _TO_COPY
+        copies = func is torch.ops.aten._to_copy.default
         source: Any = args[0] if copies else None
         casts = copies and is_cast(source, kwargs)
         reads = [source] if casts else float_tensors((args, kwargs))

@@ -186,13 +186,11 @@ class ValueTracer(OpTracer):
         if self._stepper != threading.get_ident():
             return
         self._stepper = None
-        if self._closure:
-            self.pause()
-        else:
+        if not self._closure:
             self.updated()
+            self.go_on()
         self._look_at_parameters()
         self._provenance.updated()
-        self.go_on()
 
     def updating(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer's step."""
@@ -201,8 +199,10 @@ class ValueTracer(OpTracer):
         """Called after it."""
 
     def _look_at_parameters(self) -> None:
+        self.looks_away = True
         with Own(self.off):
             self._provenance.look_at_parameters()
+        self.looks_away = False
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""

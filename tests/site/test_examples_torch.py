@@ -177,7 +177,7 @@ BAD: tuple[tuple[list[str], str], ...] = (
         "--text '{tmp}' cannot be read: Is a directory. Give the path of a text file.",
     ),
     (
-        ["--text", "{tmp}/short"],
+        ["--text", "{tmp}/short", "--context", "32"],
         "--text '{tmp}/short' has 329 bytes, and --context 32 needs 330 or more. "
         "Give a longer text or a smaller --context.",
     ),
@@ -236,7 +236,7 @@ BAD: tuple[tuple[list[str], str], ...] = (
         "--out '{tmp}/folder.png' cannot be written: Is a directory. Choose another path.",
     ),
     (
-        ["--text", "{tmp}/long", "--json", "{tmp}/long"],
+        ["--text", "{tmp}/long", "--context", "32", "--json", "{tmp}/long"],
         "--json '{tmp}/long' would overwrite --text. Choose another path.",
     ),
     (

@@ -259,9 +259,10 @@ def _has_room(weight: Weight, view: torch.Tensor, key: Key) -> bool:
     view in each.
     """
     casts, version = weight.casts, view._version
-    for other in [k for k, cast in casts.items() if len(k) > 2 and cast.stamp[0] != version]:
-        del casts[other]
-    views = sum(cast.low.numel() for k, cast in casts.items() if k[:2] == key[:2] and len(k) > 2)
+    known = [(k, cast) for k, cast in list(casts.items()) if len(k) > 2]
+    for other in [k for k, cast in known if cast.stamp[0] != version]:
+        casts.pop(other, None)  # another thread may have dropped it
+    views = sum(cast.low.numel() for k, cast in known if k in casts and k[:2] == key[:2])
     return views + view.numel() <= weight.tensor.numel()
 
 
@@ -269,9 +270,9 @@ def _made_again(weight: Weight, t: torch.Tensor, key: Key) -> Held:
     together = t.device.type in TOGETHER and isinstance(key[0], torch.dtype)
     if key in weight.casts and t is weight.tensor and together:
         _make_together(key)
-        found = weight.casts[key]
-        if found.is_of(_stamp(t)):
-            return found
+        again = weight.casts.get(key)  # another thread may have dropped it
+        if again is not None and again.is_of(_stamp(t)):
+            return again
     # Made with gradients off, but not in inference mode: other regions will want to differentiate.
     with torch.inference_mode(False), torch.no_grad():
         source = t.detach()

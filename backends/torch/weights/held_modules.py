@@ -125,7 +125,11 @@ LAYERS: dict[type[nn.Module], type[_HeldLayer]] = {
 
 
 def _eager(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None) -> Lows | None:
-    """Return the casts; this runs at every use, and a call more shows in its time."""
+    """Return the casts; this runs at every use, and a call more shows in its time.
+
+    Other threads use the layer, too, perhaps in another dtype: what is looked up here is not read
+    from the layer again.
+    """
     device = layer.device
     if (
         not is_autocast_enabled(device)
@@ -137,16 +141,16 @@ def _eager(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None) -> Low
     dtype = get_autocast_dtype(device)
     low = _served(layer.of_weight, weight, dtype)
     if low is None:
-        layer.of_weight = _looked_up(weight, dtype, device)
-        if layer.of_weight is None:
+        known = layer.of_weight = _looked_up(weight, dtype, device)
+        if known is None:
             return None
-        low = layer.of_weight[1].low
+        low = known[1].low
     if bias is None or (bias.requires_grad and is_grad_enabled()):
         return low, bias
     low_bias = _served(layer.of_bias, bias, dtype)
     if low_bias is None:
-        layer.of_bias = _looked_up(bias, dtype, device)
-        low_bias = bias if layer.of_bias is None else layer.of_bias[1].low
+        known = layer.of_bias = _looked_up(bias, dtype, device)
+        low_bias = bias if known is None else known[1].low
     return low, low_bias
 
 
@@ -166,8 +170,9 @@ def _served(known: Known | None, t: torch.Tensor, dtype: torch.dtype) -> torch.T
 def _looked_up(t: torch.Tensor, dtype: torch.dtype, device: str) -> Known | None:
     if t.dtype is not torch.float32 or t.device.type != device:
         return None
-    found = held_casts.find(t, dtype)
-    return None if found is None else (held.by_id[id(t)], found)
+    weight = held.by_id.get(id(t))  # another thread may let it go
+    found = None if weight is None else held_casts.find(t, dtype)
+    return None if weight is None or found is None else (weight, found)
 
 
 def _lowers(op: str, device: str) -> bool:

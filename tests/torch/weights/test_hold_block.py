@@ -18,6 +18,7 @@ from torch import nn
 
 import polymp
 from polymp.backends.torch.autocast import held_casts, kernel_registry, lent_kernels
+from polymp.backends.torch.weights import held_modules
 from polymp.errors import StaleCastError
 from polymp.torch import autocast, hold_casts
 from tests.support.threads import in_threads
@@ -88,6 +89,26 @@ def test_threads_with_one_model_and_with_two(x: torch.Tensor) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert not torch.equal(results[0][0], results[0][2])
     assert not held_casts.held.by_id
+
+
+def test_another_thread_uses_a_layer_in_another_dtype_between_look_up_and_use(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer remembers is always what the other thread has left there."""
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    with autocast("cpu", torch.float16):
+        expected = layer(x)
+    with hold_casts(layer):
+        with autocast("cpu", BF16):
+            layer(x)
+        remembered = layer.__dict__[held_modules._HeldLayer.KEY]
+        for name in ("of_weight", "of_bias"):
+            left = getattr(remembered, name)
+            assert left[1].low.dtype is BF16
+            always = property(lambda _, left=left: left, lambda _, found: None)
+            monkeypatch.setattr(held_modules.Layer, name, always, raising=False)
+        with autocast("cpu", torch.float16):
+            assert torch.equal(layer(x), expected)
 
 
 def test_nested_blocks_and_one_object_again(model: Net, x: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ def dependents(body: list[ast.stmt]) -> set[str]:
 
 
 def imported(body: list[ast.stmt]) -> Iterator[str]:
-    """What a module imports that depends on the length: a name, or "module.name" of a module."""
+    """The imports of a module that depend on the length: a name, or "module.name" of a module."""
     for node in (node for part in body for node in ast.walk(part)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests"):
             for name in node.names:

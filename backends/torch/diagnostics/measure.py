@@ -114,8 +114,8 @@ class BinTable:
     """Counts of magnitudes by their bins, in a row for each that asks for one.
 
     Samples wait until there are many, and are counted together: an op on one of them takes longer
-    to call than to compute. They wait in memory that is used again, each
-    value beside the place in the table where its row begins.
+    to call than to compute. They wait in memory that is used again, each value beside the place in
+    the table where its row begins.
 
     Args:
         device: of the tensors.

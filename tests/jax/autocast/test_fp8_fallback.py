@@ -108,7 +108,7 @@ def test_a_product_of_sparse_arrays_has_no_row():
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_under_sparsify_a_product_runs_as_lower(name, jitted):
-    """What a region sees is a dense array: only then comes the rule of sparsify."""
+    """A region sees a dense array: the rule of sparsify comes after it."""
 
     def once(s, w):
         return jnp.tanh(s @ w).astype(jnp.float32)

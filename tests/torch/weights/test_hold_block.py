@@ -94,7 +94,7 @@ def test_threads_with_one_model_and_with_two(x: torch.Tensor) -> None:
 def test_another_thread_uses_a_layer_in_another_dtype_between_look_up_and_use(
     x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a layer remembers is always what the other thread has left there."""
+    """Here a layer always remembers the cast that the other thread has left there."""
     layer = nn.Linear(8, 8).requires_grad_(False)
     with autocast("cpu", torch.float16):
         expected = layer(x)

@@ -45,7 +45,7 @@ def tensors(model: nn.Module, buffers: bool) -> dict[str, torch.Tensor]:
 
 
 def trained(model: nn.Module, optimizer: Any, average: AveragedModel) -> Any:
-    """What the average was told in each of five steps, in float32."""
+    """The weights that the average was given in each of five steps, in float32."""
     seen = []
     for at in range(5):
         optimizer.zero_grad()

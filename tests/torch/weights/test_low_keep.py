@@ -1,4 +1,4 @@
-"""What `low_weights` keeps in float32 where `keep` is a function that runs the model."""
+"""The parameters that stay float32 if `keep` of `low_weights` is a function that runs the model."""
 
 from __future__ import annotations
 

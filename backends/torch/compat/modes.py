@@ -36,7 +36,7 @@ class OpMode(TorchDispatchMode):
 
     @partial(no_frame, inside=True)
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.op(func, types, args, dict(kwargs or {}))
+        return self.op(func, types, args, kwargs or {})
 
     def op(self, func: Op, types: Types, args: Args, kwargs: Kwargs) -> Any:
         """Run an op, or have it run by the classes of its arguments.

@@ -28,6 +28,27 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+class KeptKeys:
+    """Storages whose keys are not used again while this object is there; their memory is freed.
+
+    It holds a number for each: `StorageWeakRef`, which does the same for one storage, is two
+    objects that Python's garbage collector goes through again and again. `_weak_ref` and
+    `_free_weak_ref`, by which torch writes that class, since torch 1.0.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []  # numbers
+        self._free: Any = torch.UntypedStorage._free_weak_ref  # torch may be gone when Python ends
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the key of a tensor's storage."""
+        self._references.append(tensor.untyped_storage()._weak_ref())
+
+    def __del__(self) -> None:
+        for reference in self._references:
+            self._free(reference)
+
+
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the numbers in a tensor; of a sparse one, of those that it stores.
 

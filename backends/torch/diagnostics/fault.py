@@ -6,11 +6,14 @@ from typing import NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.diagnostics.measure import Lost, Range, numbers
+from polymp.backends.torch.diagnostics.measure import Lost, RangeTable
 from polymp.backends.torch.diagnostics.op_call import OpCall
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+
+# Dtype and shape of the float tensors that an op reads.
+Reads = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 class Event(NamedTuple):
@@ -20,7 +23,7 @@ class Event(NamedTuple):
         op_call: the call that it is part of.
         origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
             those that no event made; None for one that cannot be measured.
-        ranges: the ranges of its results.
+        ranges: the ranges of its results, by their numbers in a `RangeTable`.
         run: the dtype of its results.
         lost: the values that float16 made Inf or zero; None if that is not known.
         numbers: numbers in the program that its dtype made zero.
@@ -32,12 +35,12 @@ class Event(NamedTuple):
 
     op_call: OpCall
     origins: tuple[int | None, ...]
-    ranges: tuple[Range, ...]
+    ranges: tuple[int, ...]
     run: str
     lost: Lost | None = None
     numbers: tuple[float, ...] = ()
     given: bool = False
-    reads: tuple[tuple[torch.dtype, torch.Size], ...] = ()
+    reads: Reads = ()
     operands: tuple[torch.Tensor, ...] = ()
     cast: bool = False
 
@@ -47,13 +50,9 @@ class Event(NamedTuple):
         return tuple(at for at in self.origins if at is not None and at >= 0)
 
 
-def first_fault(events: list[Event], provenance: Provenance) -> Fault | None:
+def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance) -> Fault | None:
     """Return the fault of a run: where the first value that is not finite came from."""
-    ends = [x for event in events for pair in event.ranges for x in pair]
-    if not ends:
-        return None
-    values = iter(numbers(ends))
-    bad = [_bad([next(values) for _ in range(2 * len(e.ranges))]) for e in events]
+    bad = [_bad(ranges.read(event.ranges)) for event in events]
     if not any(bad):
         return None
     given = provenance.given_ranges()
@@ -84,10 +83,12 @@ def first_fault(events: list[Event], provenance: Provenance) -> Fault | None:
             )
         )
     found = blame(nodes)
-    return None if found is None else _fault(events, provenance, found, bad)
+    return None if found is None else _fault(events, ranges, provenance, found, bad)
 
 
-def _fault(events: list[Event], provenance: Provenance, found: Blame, bad: list[str]) -> Fault:
+def _fault(
+    events: list[Event], ranges: RangeTable, provenance: Provenance, found: Blame, bad: list[str]
+) -> Fault:
     event, first = events[found.node], events[found.first]
     op_call, why = event.op_call, found.why
     if event.cast and found.kind == "overflow":
@@ -105,14 +106,16 @@ def _fault(events: list[Event], provenance: Provenance, found: Blame, bad: list[
         found.kind,
         event.run,
         op_call.row,
-        _operands_of(event, events, provenance),
+        _operands_of(event, events, ranges, provenance),
         became,
         why,
         op_call.region,
     )
 
 
-def _operands_of(event: Event, events: list[Event], provenance: Provenance) -> tuple[Operand, ...]:
+def _operands_of(
+    event: Event, events: list[Event], ranges: RangeTable, provenance: Provenance
+) -> tuple[Operand, ...]:
     """Return an op's inputs; where they were not measured, with their largest magnitudes alone."""
     given = provenance.given_ranges()
     found = []
@@ -122,7 +125,7 @@ def _operands_of(event: Event, events: list[Event], provenance: Provenance) -> t
             t, *ends = given[-1 - origin]
             name = provenance.name(t)
         elif origin is not None and events[origin].ranges:
-            ends = numbers([x for pair in events[origin].ranges for x in pair])
+            ends = ranges.read(events[origin].ranges)
         if event.operands:
             found.append(_operand_of(dtype, shape, event.operands[at], name))
             continue

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics import own_ops
-from polymp.backends.torch.diagnostics.op_kinds import kind_of, tensors
+from polymp.backends.torch.diagnostics.op_kinds import facts_of, tensors
 from polymp.backends.torch.diagnostics.operand_tracer import OperandTracer
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.scaler.properties import PARTS
@@ -104,22 +104,23 @@ class _Undo(modes.OpMode):
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if not isinstance(func, torch._ops.OpOverload) or own_ops.running():
             return func(*args, **kwargs)
-        given = tensors((args, kwargs))
+        given = tensors(*args, *kwargs.values())
         self.keep_grads(given)
         if modes.unwrapped_first(types):
             return NotImplemented
-        if distributed.talks(func):
+        facts = facts_of(func)
+        if facts.receives and distributed.talks(func):
             self.meeting.wait(func.name())
-        if dispatcher.writes(func):
+        if facts.writes:
             for t in dispatcher.written(func, args, kwargs):
                 key = storage.storage_key(t)
                 if key and key not in self.made and key not in self.written:
                     memory = t.untyped_storage()
                     self.written[key] = memory, _bytes(memory).clone()
         result = func(*args, **kwargs)
-        if kind_of(func) != "view":
-            results = {storage.storage_key(t) for t in tensors(result)}
-            self.made |= results - {storage.storage_key(t) for t in given}
+        if facts.kind != "view":
+            made = map(storage.storage_key, tensors(result))
+            self.made.update({*made}.difference(map(storage.storage_key, given)))
         return result
 
     def put_back(self) -> None:

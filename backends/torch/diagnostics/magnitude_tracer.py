@@ -4,6 +4,7 @@ The host reads nothing before the run is over.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn as nn
 
 from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
-from polymp.backends.torch.diagnostics.measure import Bins, BinTable, measurable, range_of
+from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
@@ -67,7 +68,7 @@ class MagnitudeTracer(ValueTracer):
             self._called = {p: name for name, p in model.named_parameters()}
         self.samples: list[tuple[Sample, torch.Tensor | None]] = []
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
         if event.cast:
             return True
         op_call = event.op_call
@@ -83,7 +84,13 @@ class MagnitudeTracer(ValueTracer):
         self._pass()
         super().after_cast(op_call, source, result)
 
-    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> Event:
+    def noted(
+        self,
+        event: Event,
+        results: list[torch.Tensor],
+        ranges: Sequence[Range],
+        inputs: list[torch.Tensor],
+    ) -> Event:
         op_call = event.op_call
         if op_call.place.updating or not results:
             return event
@@ -95,8 +102,8 @@ class MagnitudeTracer(ValueTracer):
         found = self.sites.get(key)
         if found is None:
             found = self.sites[key] = Site(self._bins(results[0]), set())
-        for t, range in zip(results, event.ranges, strict=True):
-            found.bins.add(t, range)
+        for t, number in zip(results, event.ranges, strict=True):
+            found.bins.add(t, number)
         if event.lost is not None:
             found.bins.lost.append(event.lost)
         found.numbers.update(event.numbers)
@@ -107,7 +114,7 @@ class MagnitudeTracer(ValueTracer):
         table = self._tables.get(t.device)
         if table is None:
             table = self._tables[t.device] = BinTable(t.device)
-        return Bins(table)
+        return Bins(table, self.ranges)
 
     # Backward passes and gradients
 
@@ -134,7 +141,7 @@ class MagnitudeTracer(ValueTracer):
                 key = name, self._scales_at
                 if key not in self.gradients:
                     self.gradients[key] = self._bins(p.grad)
-                self.gradients[key].add(p.grad, range_of(p.grad))
+                self.gradients[key].add(p.grad, self.ranges.add(range_of(p.grad)))
         finally:
             self.go_on()
 

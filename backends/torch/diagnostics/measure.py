@@ -4,7 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,29 @@ def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
     return found
 
 
+class RangeTable:
+    """The ranges of tensors, each called by its number, and read all at once.
+
+    A number is no object of its own for Python's garbage collector, as a range is: there are tens
+    of thousands of them.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[torch.Tensor] = []
+        self._read: list[float] = []  # those of the ends that were read
+
+    def add(self, found: Range) -> int:
+        """Keep a range; return its number."""
+        self._ends += found
+        return len(self._ends) // 2 - 1
+
+    def read(self, ranges: Iterable[int]) -> list[float]:
+        """Return both ends of ranges, one after the other. Waits for the device."""
+        if len(self._read) < len(self._ends):
+            self._read += numbers(self._ends[len(self._read) :])
+        return [x for at in ranges for x in self._read[2 * at : 2 * at + 2]]
+
+
 class Lost(NamedTuple):
     """The values of a tensor that are finite or not zero in float32, and Inf or zero in float16.
 
@@ -101,8 +124,11 @@ class Lost(NamedTuple):
 
 def sample(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values in one row; of a large tensor about `SAMPLE`, evenly spaced."""
-    flat = t.reshape(-1)
-    return flat if flat.numel() <= SAMPLE else flat[:: -(-flat.numel() // SAMPLE)]
+    size = t.numel()
+    every = max(-(-size // SAMPLE), 1)
+    if t.is_contiguous():  # then one op is enough, at half the time
+        return t.as_strided((-(-size // every),), (every,))
+    return t.reshape(-1)[::every]
 
 
 def bins_of(values: torch.Tensor) -> torch.Tensor:
@@ -114,8 +140,7 @@ class BinTable:
     """Counts of magnitudes by their bins, in a row for each that asks for one.
 
     Samples wait until there are many, and are counted together: an op on one of them takes longer
-    to call than to compute. They wait in memory that is used again, each value beside the place in
-    the table where its row begins.
+    to call than to compute. They wait in memory that is used again.
 
     Args:
         device: of the tensors.
@@ -127,8 +152,9 @@ class BinTable:
         self._counts: torch.Tensor | None = None
         with torch.inference_mode(False):  # else no op outside of it could write these tensors
             self._waiting = torch.empty(_TOGETHER, dtype=torch.float32, device=device)
-            self._firsts = torch.empty(_TOGETHER, dtype=torch.int32, device=device)
         self._end = 0  # of what waits
+        self._sizes: list[int] = []  # of the samples that wait
+        self._firsts: list[int] = []  # for each of them, where its row begins in the table
 
     def new_row(self) -> int:
         """Return the number of a row that is not used yet."""
@@ -143,7 +169,8 @@ class BinTable:
             self._count()
         end = self._end + size
         self._waiting[self._end : end].copy_(some)
-        self._firsts[self._end : end].fill_(row * BINS)
+        self._sizes.append(size)
+        self._firsts.append(row * BINS)
         self._end = end
         return size
 
@@ -154,11 +181,12 @@ class BinTable:
                 self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
                 if old is not None:
                     self._counts[: len(old)] = old
-            bins = bins_of(self._waiting[: self._end])
-            places = bins.add_(self._firsts[: self._end])
-            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(bins))
+            places = bins_of(self._waiting[: self._end])
+            torch._foreach_add_(places.split(self._sizes), self._firsts)
+            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(places))
             self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
         self._end = 0
+        self._sizes, self._firsts = [], []
 
     def read(self, row: int) -> tuple[int, ...]:
         """Return the counts in a row. Waits for the device."""
@@ -176,28 +204,30 @@ class Bins:
 
     Args:
         table: that counts the magnitudes.
+        ranges: that has the ranges of the tensors.
 
     Attributes:
         values: how many values there were.
         counted: how many of them are in the bins.
-        ranges: of the tensors.
+        ranges: of the tensors, by number.
         lost: of those that were compared with float32.
     """
 
-    def __init__(self, table: BinTable) -> None:
+    def __init__(self, table: BinTable, ranges: RangeTable) -> None:
         self.values: int = 0
         self.counted: int = 0
-        self.ranges: list[Range] = []
+        self.ranges: list[int] = []
         self.lost: list[Lost] = []
         self._table = table
+        self._ranges = ranges
         self._row = table.new_row()
 
-    def add(self, t: torch.Tensor, found: Range) -> None:
+    def add(self, t: torch.Tensor, found: int) -> None:
         """Count a tensor's values.
 
         Args:
             t: a measurable tensor.
-            found: its range.
+            found: the number of its range.
         """
         self.ranges.append(found)
         self.values += t.numel()
@@ -205,7 +235,7 @@ class Bins:
 
     def magnitudes(self) -> Magnitudes:
         """Return what was counted. Waits for the device."""
-        ranges = numbers([x for pair in self.ranges for x in pair])
+        ranges = self._ranges.read(self.ranges)
         finite = [abs(x) for x in ranges if math.isfinite(x)]
         bins = self._table.read(self._row)
         largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))

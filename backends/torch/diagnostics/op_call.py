@@ -1,6 +1,7 @@
 """`OpCall`: a call of an op of the vocabulary, or the backward of one, that a tracer follows."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,12 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.call_site import CallSite
-from polymp.backends.torch.diagnostics.op_kinds import dtypes, float_tensors
+from polymp.backends.torch.diagnostics.op_kinds import OpFacts, dtypes, float_tensors
 from polymp.rules.row import Row
+
+# Of most calls: one object for all of them.
+_NONE: frozenset[int] = frozenset()
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class OpCall:
@@ -63,7 +68,7 @@ class OpCall:
         self.outputs: tuple[str, ...] = ()
         self.casts: int = 0
         self.cast_bytes: int = 0
-        self.saved: dict[str, int] = {}
+        self.saved: Mapping[str, int] = _NOTHING
         self.flops: int = 0
         self.kept = 0
         self.kept_fp8 = 0
@@ -71,7 +76,7 @@ class OpCall:
         self.backward: OpCall | None = None
         self.ops: int = 0
         self.sends: bool = False
-        self.cast_storages: set[int] = set()
+        self.cast_storages: frozenset[int] = _NONE
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Note a cast that was made for it."""
@@ -79,7 +84,7 @@ class OpCall:
             self.inputs, self.outputs = dtypes([source]), dtypes([result])
         self.casts += 1
         self.cast_bytes += storage.stored_bytes(source) + storage.stored_bytes(result)
-        self.cast_storages.add(storage.storage_key(source))
+        self.cast_storages |= {storage.storage_key(source)}
 
     def computed(
         self,
@@ -124,7 +129,7 @@ class OpCall:
             if t.is_leaf and t.dtype is torch.float32 is not low:
                 key = storage.storage_key(t)  # 0 of what torch.func wraps
                 if key and key not in self.cast_storages:
-                    self.saved[kind] = self.saved.get(kind, 0) + 1
+                    self.saved = {**self.saved, kind: self.saved.get(kind, 0) + 1}
 
 
 class Ran(NamedTuple):
@@ -133,6 +138,7 @@ class Ran(NamedTuple):
     Attributes:
         op_call: the call that it is part of.
         func: the op.
+        facts: of the op.
         args: its arguments.
         kwargs: its arguments by name.
         reads: the float tensors among them.
@@ -140,6 +146,7 @@ class Ran(NamedTuple):
 
     op_call: OpCall
     func: torch._ops.OpOverload
+    facts: OpFacts
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]

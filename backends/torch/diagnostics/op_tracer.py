@@ -27,9 +27,9 @@ from polymp.backends.torch.diagnostics.call_site import CallSite, exchange
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import (
     dtypes,
+    facts_of,
     float_tensors,
     is_cast,
-    kind_of,
     name_of,
     written,
 )
@@ -250,15 +250,14 @@ class _Mode(modes.OpMode):
         tracer = self.tracer
         if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or own_ops.running():
             return func(*args, **kwargs)
-        kind = kind_of(func)
-        if kind == "view":
+        facts = facts_of(func)
+        if facts.kind == "view":
             tracer.viewed(func, args, sys._getframe(1))
             return func(*args, **kwargs)
-        copies = func is torch.ops.aten._to_copy.default
-        source: Any = args[0] if copies else None
-        casts = copies and is_cast(source, kwargs)
-        reads = [source] if casts else float_tensors((args, kwargs))
-        if kind == "makes" or not reads:
+        source: Any = args[0] if facts.copies else None
+        casts = facts.copies and is_cast(source, kwargs)
+        reads = [source] if casts else float_tensors(*args, *kwargs.values())
+        if facts.kind == "makes" or not reads:
             result = func(*args, **kwargs)
             tracer.unwatched(result)
             return result
@@ -274,7 +273,7 @@ class _Mode(modes.OpMode):
                 op_call.cast(source, result)
             tracer.after_cast(op_call, source, result)
             return result
-        ran = Ran(op_call, func, args, kwargs, reads)
+        ran = Ran(op_call, func, facts, args, kwargs, reads)
         read = dtypes(reads) if tracer.counts else ()  # before an op writes into one
         kept = tracer.before(ran)
         result = func(*args, **kwargs)

@@ -5,13 +5,14 @@ inputs need no measurement.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.compat.storage import storage_key
 from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
-from polymp.backends.torch.diagnostics.measure import measurable, sample
+from polymp.backends.torch.diagnostics.measure import Range, measurable, sample
 from polymp.backends.torch.diagnostics.op_call import Ran
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
@@ -27,23 +28,29 @@ class OperandTracer(ValueTracer):
     title = "locate"
 
     def inputs(self, ran: Ran) -> list[torch.Tensor]:
-        if not dispatcher.writes(ran.func):
+        if not ran.facts.writes:
             return ran.reads
         written = {*map(storage_key, dispatcher.written(ran.func, ran.args, ran.kwargs))}
         with Own(self.off):  # afterwards they have other values
             return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
         # Else float16 has made no value Inf, and none of those that are compared zero.
-        return not _finite(event) or any(bool((sample(t) == 0).any()) for t in results[:1])
+        return not _finite(ranges) or any(bool((sample(t) == 0).any()) for t in results[:1])
 
-    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> Event:
+    def noted(
+        self,
+        event: Event,
+        results: list[torch.Tensor],
+        ranges: Sequence[Range],
+        inputs: list[torch.Tensor],
+    ) -> Event:
         lost = event.lost is not None and bool(event.lost.both.any())
-        if not (lost or event.numbers) and _finite(event):
+        if not (lost or event.numbers) and _finite(ranges):
             return event
         measured = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
         return event._replace(operands=measured)
 
 
-def _finite(event: Event) -> bool:
-    return all(math.isfinite(float(x)) for found in event.ranges for x in found)
+def _finite(ranges: Sequence[Range]) -> bool:
+    return all(math.isfinite(x) for found in ranges for x in found)

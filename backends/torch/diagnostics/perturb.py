@@ -18,7 +18,7 @@ from polymp.backends.torch.compat import modes, storage
 from polymp.backends.torch.diagnostics.explain import call_of
 from polymp.backends.torch.diagnostics.moved_numbers import Chance
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_kinds import float_tensors, is_cast, kind_of
+from polymp.backends.torch.diagnostics.op_kinds import facts_of, float_tensors, is_cast
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.diagnostics import trees
 from polymp.diagnostics.rounding import Run, Step
@@ -37,12 +37,12 @@ class _Probe(modes.OpMode):
         if (
             self.looks_away
             or not isinstance(func, torch._ops.OpOverload)
-            or kind_of(func) != "computes"
+            or facts_of(func).kind != "computes"
         ):
             return result
         if func is torch.ops.aten._to_copy.default and is_cast(args[0], kwargs):
             self._chance.cast(args[0], result)
-        elif reads := float_tensors((args, kwargs)):
+        elif reads := float_tensors(*args, *kwargs.values()):
             self._chance.op(func, args, kwargs, reads, result, float_tensors(result))
         return result
 

@@ -34,8 +34,9 @@ class Provenance:
     def __init__(self, model: nn.Module | None, off: torch._C.DispatchKeySet) -> None:
         self._model = model
         self._off = off
-        # By storage, the event that wrote it last, and what keeps the key from being used again.
-        self._maker: dict[int, tuple[int, Any]] = {}
+        # By storage, the event that wrote it last.
+        self._maker: dict[int, int] = {}
+        self._kept = storage.KeptKeys()
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, Range | None, int]] = []
@@ -47,10 +48,9 @@ class Provenance:
     def origin(self, t: torch.Tensor) -> int | None:
         """Return the origin of a tensor; see `fault.Event.origins`."""
         key = storage.storage_key(t)
-        if not key:
-            return None
-        if key in self._maker:
-            return self._maker[key][0]
+        made = self._maker.get(key)
+        if made is not None or not key:
+            return made
         views = self._outside.setdefault(key, {})
         view = () if key in self._parameters else (t.storage_offset(), t.shape, t.stride())
         if view not in views:
@@ -64,16 +64,15 @@ class Provenance:
 
     def maker(self, t: torch.Tensor) -> int | None:
         """Return the event that made a tensor; None if none did."""
-        made = self._maker.get(storage.storage_key(t))
-        return None if made is None else made[0]
+        return self._maker.get(storage.storage_key(t))
 
     def made(self, t: torch.Tensor, event: int) -> None:
         """Note that an event made a tensor, or wrote into it."""
         key = storage.storage_key(t)
+        if key and key not in self._maker:
+            self._kept.keep(t)
         if key:
-            known = self._maker.get(key)
-            kept = storage.storage_reference(t) if known is None else known[1]
-            self._maker[key] = event, kept
+            self._maker[key] = event
 
     def forget(self, t: torch.Tensor) -> None:
         """Note that the values in a tensor's memory were not made by a known event."""

@@ -17,10 +17,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polymp.backends.torch.autocast import dtype_names, op_facts, torch_table
-from polymp.backends.torch.compat import dispatcher, distributed, modes
-from polymp.backends.torch.diagnostics.fault import Event, first_fault
-from polymp.backends.torch.diagnostics.measure import Lost, in_float16, measurable, range_of
+from polymp.backends.torch.autocast import dtype_names, torch_table
+from polymp.backends.torch.compat import dispatcher, modes
+from polymp.backends.torch.diagnostics.fault import Event, Reads, first_fault
+from polymp.backends.torch.diagnostics.measure import (
+    Lost,
+    Range,
+    RangeTable,
+    in_float16,
+    measurable,
+    range_of,
+)
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import float_tensors
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
@@ -44,6 +51,7 @@ class ValueTracer(OpTracer):
 
     Attributes:
         events: the ops that ran, in order.
+        ranges: of their results.
         off: autocast's dispatch keys, for `Own`.
     """
 
@@ -52,6 +60,9 @@ class ValueTracer(OpTracer):
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
         self.events: list[Event] = []
+        self.ranges: RangeTable = RangeTable()
+        # Of events: many are alike, and one is kept of these.
+        self._reads: dict[Reads, Reads] = {}
         self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
         self._provenance = Provenance(model, self.off)
 
@@ -61,16 +72,32 @@ class ValueTracer(OpTracer):
         """Return the inputs of an op that is about to run, for `noted`."""
         return ran.reads
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
-        """Return whether to compare an op in float16 with the same in float32."""
+    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
+        """Return whether to compare an op in float16 with the same in float32.
+
+        Args:
+            event: of the op.
+            results: its measurable results.
+            ranges: of these.
+
+        Returns:
+            True if it is to be compared.
+        """
         raise NotImplementedError
 
-    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> Event:
+    def noted(
+        self,
+        event: Event,
+        results: list[torch.Tensor],
+        ranges: Sequence[Range],
+        inputs: list[torch.Tensor],
+    ) -> Event:
         """Measure more of an op that has run; return the event with it.
 
         Args:
             event: of the op.
             results: its measurable results; none of a cast.
+            ranges: of its measurable results, the one of a cast among them.
             inputs: of the op, as `inputs` returned them.
 
         Returns:
@@ -81,7 +108,7 @@ class ValueTracer(OpTracer):
     # What runs
 
     def before(self, ran: Ran) -> Any:
-        if distributed.receives(ran.func):
+        if ran.facts.receives:
             return None
         return self._read(ran.reads), self.inputs(ran)
 
@@ -89,25 +116,25 @@ class ValueTracer(OpTracer):
         if kept is None:
             self._received_in(ran, made)
             return
-        (origins, inputs), op_call, func = kept, ran.op_call, ran.func
+        (origins, inputs), op_call = kept, ran.op_call
         results = [t for t in made if measurable(t)]
         if op_call.direction != BACKWARD:
             del results[1:]  # statistics, such as the mean beside a norm
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = _floats(ran)
-        given = any(not math.isfinite(x) for x in floats)
-        reads = tuple((t.dtype, t.shape) for t in ran.reads)
+        given = not all(map(math.isfinite, floats))
         with Own(self.off):
-            ranges = tuple(map(range_of, results))
-            event = Event(op_call, origins, ranges, run, None, (), given, reads)
+            ranges = [range_of(t) for t in results]
+            event = Event(
+                op_call, origins, self._kept(ranges), run, None, (), given, self._seen(ran.reads)
+            )
             if run == "float16" and not op_call.place.updating:
                 lost = None
-                if self.compares(event, results):
-                    lost = in_float16(func, ran.args, ran.kwargs, results)
-                adds = func.overloadpacket.__name__ in op_facts.ADDING
-                numbers = tuple(x for x in floats if adds and 0 < abs(x) < _TINY)
+                if self.compares(event, results, ranges):
+                    lost = in_float16(ran.func, ran.args, ran.kwargs, results)
+                numbers = tuple(x for x in floats if ran.facts.adds and 0 < abs(x) < _TINY)
                 event = event._replace(lost=lost, numbers=numbers)
-            self.events.append(self.noted(event, results, inputs))
+            self.events.append(self.noted(event, results, ranges, inputs))
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
@@ -117,14 +144,15 @@ class ValueTracer(OpTracer):
 
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         origins = self._read([source])
-        run, reads = dtype_names.NAMES[result.dtype], ((source.dtype, source.shape),)
+        run, reads = dtype_names.NAMES[result.dtype], self._seen([source])
         with Own(self.off):
             fits = measurable(source) and measurable(result)
-            ranges = (range_of(result),) if fits else ()
-            event = Event(op_call, origins, ranges, run, None, (), False, reads, (), True)
-            if fits and run == "float16" and self.compares(event, [result]):
+            ranges = [range_of(result)] if fits else []
+            kept = self._kept(ranges)
+            event = Event(op_call, origins, kept, run, None, (), False, reads, (), True)
+            if fits and run == "float16" and self.compares(event, [result], ranges):
                 event = event._replace(lost=Lost.of(source, result))
-            self.events.append(self.noted(event, [], [source]))
+            self.events.append(self.noted(event, [], ranges, [source]))
         self._provenance.made(result, len(self.events) - 1)
 
     def viewed(
@@ -142,15 +170,23 @@ class ValueTracer(OpTracer):
         for t in float_tensors(result):
             self._provenance.forget(t)
 
+    def _kept(self, ranges: Sequence[Range]) -> tuple[int, ...]:
+        return tuple([self.ranges.add(found) for found in ranges])
+
+    def _seen(self, reads: Sequence[torch.Tensor]) -> Reads:
+        """Return `Event.reads` of tensors."""
+        seen = tuple([(t.dtype, t.shape) for t in reads])
+        return self._reads.setdefault(seen, seen)
+
     def _read(self, reads: list[torch.Tensor]) -> tuple[int | None, ...]:
-        return tuple(map(self._provenance.origin, reads))
+        return tuple([self._provenance.origin(t) for t in reads])
 
     def _written(self, ran: Ran, made: list[torch.Tensor]) -> None:
         """Note the last event as the origin of the tensors that its op made or wrote."""
         last = len(self.events) - 1
         for t in made:
             self._provenance.made(t, last)
-        if dispatcher.writes(ran.func):
+        if ran.facts.writes:
             for t in dispatcher.written(ran.func, ran.args, ran.kwargs):
                 if ran.op_call.place.updating:
                     self._provenance.forget(t)  # a parameter, after its step
@@ -206,7 +242,7 @@ class ValueTracer(OpTracer):
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
-        return first_fault(self.events, self._provenance)
+        return first_fault(self.events, self.ranges, self._provenance)
 
 
 def _floats(ran: Ran) -> list[float]:

@@ -294,6 +294,18 @@ def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
     assert key not in {storage.storage_key(torch.ones(4, 4)) for _ in range(100)}
 
 
+def test_keys_of_freed_storages_are_not_used_again_while_they_are_kept():
+    kept, keys = storage.KeptKeys(), []
+    for _ in range(100):
+        t = torch.ones(4, 4)
+        keys.append(storage.storage_key(t))
+        kept.keep(t)
+    assert len({*keys}) == 100
+    reference = storage.storage_reference(t)
+    del t
+    assert reference.expired()
+
+
 def test_modules_whose_calls_run_are_read_off_the_stack():
     class Inner(torch.nn.Module):
         def forward(self):

@@ -23,9 +23,7 @@ COST = {
     },
     "torch-speed": {
         "train: polymp / torch.autocast": "PyTorch: training step, `autocast` / torch.autocast",
-        "accumulate: held / torch.autocast": (
-            "PyTorch: step of 8 microbatches, `hold_casts` / torch.autocast"
-        ),
+        "mlp 1: held / torch.autocast": "PyTorch: MLP on one row, `hold_casts` / torch.autocast",
         "mlp 1: frozen / torch.autocast": "PyTorch: MLP on one row, `freeze` / torch.autocast",
     },
     "jax-speed": {
@@ -47,8 +45,8 @@ LAYOUT = (
     "products in float32. polymp lays out the operands so that XLA uses its bfloat16 kernel."
 )
 HOLDING = (
-    "- `hold_casts` is for CPUs. On a GPU it saves casts, but adds CPU time to each op that uses a "
-    "held weight, so the step takes longer."
+    "- `hold_casts` is for CPUs and few rows; with many rows, casts are a small part of the time. "
+    "On a GPU it saves casts, but adds CPU time to each op that uses a held weight."
 )
 
 

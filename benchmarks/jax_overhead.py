@@ -24,7 +24,7 @@ from polymp.jax import autocast
 
 PARTS = ("rewrite", "call")
 EXTRA_BAR = 1.0  # plan and re-emit / make_jaxpr
-CALL_BAR = 2.0  # a jitted function under autocast / the jitted function
+CALL_BAR = 2.0  # a call under autocast / the call
 GROWTH_BAR = 1.2  # exponent; make_jaxpr's own is above 1, too: caches and the garbage collector
 
 
@@ -136,7 +136,7 @@ def calling(rounds: int) -> Iterator[Row]:
     for name, base, bar in (
         ("jit(autocast(f))", "jit(f)", None),
         ("autocast(jit(f))", "jit(f)", CALL_BAR),
-        ("autocast(f)", "f", None),
+        ("autocast(f)", "f", CALL_BAR),
         ("make_jaxpr(f) and f", "f", None),  # the least that a call costs which is traced anew
     ):
         yield row(f"call: {name} / {base}", times[base], times[name], bar, "us")

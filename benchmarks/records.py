@@ -32,7 +32,7 @@ PARTS = {
     "trainers": "Lightning, accelerate and transformers",
     "trainers-jax": "Keras",
     "advice": "Predictions of polymp doctor",
-    "policies": "Policies in compiled programs",
+    "policies": "The cost of a policy in PyTorch",
     "gpu-machine": "The machine with the GPU",
     "exactness": "Every op on a GPU",
     "gpu-tests": "Tests on a GPU",

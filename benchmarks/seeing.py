@@ -18,6 +18,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,11 +45,13 @@ BAR = 2.0  # explain in JAX, against make_jaxpr
 AUDIT_BAR = {"torch": 2.0, "JAX": 2.5}
 BERT_BAR = 3.0  # audit
 LOCATE_BAR = 8.0  # of the same BERT
+PICTURE_S = 3.0  # the most that the picture of its audit may take
 FIRST_BAR = 3.0  # audit and locate in JAX, against a first step
 CATCH_BAR = 1.03
 LAYERS = (2, 8)  # of the model explained in JAX
 EVERY = 100  # steps from one copy of `catch` to the next
 STEPS = 4  # in a block
+WIDE = 512  # of a BERT whose ops are not tiny
 DTYPES = ("fp32", "bf16", "fp16")
 ALPHABET = 100
 
@@ -135,14 +138,14 @@ def training_in_torch(name: str) -> Training:
     return model, scaler, step
 
 
-def bert() -> Training:
-    """A BERT of 24 narrow layers, no scaler, and a training step in bfloat16."""
+def bert(width: int = 64) -> Training:
+    """A BERT of 24 layers, narrow ones as a rule, no scaler, and a training step in bfloat16."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=512, hidden_size=64, num_hidden_layers=24, num_attention_heads=4,
-        intermediate_size=256,
+        vocab_size=512, hidden_size=width, num_hidden_layers=24, num_attention_heads=4,
+        intermediate_size=4 * width,
     )  # fmt: skip
     model = transformers.BertForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -276,20 +279,38 @@ def audits(rounds: int) -> Iterator[Row]:
         base, inside, whole = measure(audited_in_torch(training_in_torch(name)), rounds).values()
         yield row(f"audit, torch, {name}: step / plain step", base, inside, AUDIT_BAR["torch"])
         yield row(f"audit, torch, {name}: {STEPS} steps, entered and read / plain", base, whole)
+    plain = {}
     for name in DTYPES:
-        base, inside = measure(audited_in_jax(name), rounds).values()
-        yield row(f"audit, JAX, {name}: call / plain step", base, inside, AUDIT_BAR["JAX"])
+        plain[name], inside = measure(audited_in_jax(name), rounds).values()
+        yield row(f"audit, JAX, {name}: call / plain step", plain[name], inside, AUDIT_BAR["JAX"])
+    least = [2 * half + wide for half, wide in zip(plain["fp16"], plain["fp32"], strict=True)]
+    yield row("audit, JAX, fp16: the plain step twice, and once in fp32 / plain step",
+              plain["fp16"], least)  # fmt: skip
 
 
 def of_bert(rounds: int) -> Iterator[Row]:
-    """A 24-layer BERT in torch: audited, seen by a mode that does nothing, and located."""
-    training = bert()
+    """A 24-layer BERT in torch: audited, drawn, seen by a mode that does nothing, and located."""
+    model, _, step = training = bert()
     base, inside, whole = measure(audited_in_torch(training), rounds, warm=1).values()
     yield row("audit, torch, 24-layer BERT: step / plain step", base, inside, BERT_BAR)
     yield row(f"audit, torch, 24-layer BERT: {STEPS} steps, entered and read / plain", base, whole)
     base, nothing, located = measure(seen_in_torch(training), rounds, warm=1).values()
     yield row("a mode that does nothing, torch, 24-layer BERT: step / plain step", base, nothing)
     yield row("locate, torch, 24-layer BERT, nothing wrong / step", base, located, LOCATE_BAR)
+    with polymp.torch.audit(model) as audit:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        draw = timed(lambda: audit.plot(Path(folder) / "audit.png"), clock=time.process_time)
+        drawn = [1e3 * draw() for _ in range(rounds)]
+    yield row(f"picture of the audit, 24-layer BERT / {PICTURE_S:g} s", [1e3 * PICTURE_S] * rounds,
+              drawn, 1.0)  # fmt: skip
+    wide = bert(WIDE)
+    base, inside, _ = measure(audited_in_torch(wide), rounds, warm=1).values()
+    yield row(f"audit, torch, 24-layer BERT of width {WIDE}: step / plain step",
+              base, inside, BERT_BAR)  # fmt: skip
+    base, _, located = measure(seen_in_torch(wide), rounds, warm=1).values()
+    yield row(f"locate, torch, 24-layer BERT of width {WIDE}, nothing wrong / step",
+              base, located, LOCATE_BAR)  # fmt: skip
 
 
 def first_calls(rounds: int) -> Iterator[Row]:
@@ -363,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=20, help="paired rounds")
+    parser.add_argument("--rounds", type=int, default=12, help="paired rounds")
     parser.add_argument("--only", nargs="*", default=[*PARTS], choices=[*PARTS], help="what to run")
     parser.add_argument("--out", type=Path, help="JSON file; default: results/ by date and device")
     args = parser.parse_args(argv)

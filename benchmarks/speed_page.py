@@ -51,6 +51,8 @@ The names of the programs:
 | name | program |
 | --- | --- |
 | torch.autocast | in a region of torch |
+| torch.autocast, low weights | in a region of torch; weights of products stored in the low dtype |
+| torch.autocast, one region | one region of torch around all microbatches |
 | fp32, float32 | without a region |
 | by hand | weights and activations cast by hand; norms and the loss in float32 |
 | polymp, autocast | in a region of polymp; in PyTorch without a policy |

@@ -23,6 +23,8 @@ from train_torch import Transformer, loss_on
 
 Program = Callable[[], Any]
 
+REGION_BAR, WRITE_BAR = 1.15, 1.3
+
 
 def paired(
     what: str, theirs: Program, ours: Program, rounds: int, inner: int, bar: float | None
@@ -61,22 +63,55 @@ library = torch.library.Library("aten", "IMPL")
 dispatcher.put(library, "add_.Tensor", kernel, key)
 """
 
-IMPORTS = """
-import time
+# Of polymp.torch beyond torch. The garbage collector goes once through all that torch has made, in
+# whatever is imported or made after it: that is left out.
+IMPORT = """
+import gc, time, torch
+gc.disable()
 start = time.process_time()
-import {package}
-print((time.process_time() - start) * 1e6)
+import polymp.torch
+print((time.process_time() - start) * 1e3)
 """
+IMPORT_MS = 40.0
 
 
-def apart(what: str, theirs: str, ours: str, rounds: int) -> Row:
-    """Measure two programs that print microseconds, each run in a process of its own."""
-    times: list[tuple[str, list[float]]] = [(theirs, []), (ours, [])]
-    for _ in range(rounds):
-        for code, found in times:
-            run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-            found.append(float(run.stdout))
-    return row(what, times[0][1], times[1][1], unit="us")
+class Bare:
+    """A region of nothing but torch's state: read, written, and put back."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.before: list[Any] = []
+
+    def __enter__(self) -> None:
+        device = self.device
+        self.before.append(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+             torch.is_autocast_cache_enabled())
+        )  # fmt: skip
+        torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, torch.bfloat16)
+        torch.set_autocast_cache_enabled(True)
+
+    def __exit__(self, *_: object) -> None:
+        enabled, dtype, cache = self.before.pop()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(self.device, enabled)
+        torch.set_autocast_dtype(self.device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+
+def printed(code: str) -> float:
+    """Run a program in a process of its own; return the figure that it prints."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    return float(run.stdout)
+
+
+def apart(what: str, theirs: str, ours: str, rounds: int, bar: float | None = None) -> Row:
+    """Measure two programs that print microseconds, in turn."""
+    base, found = zip(*((printed(theirs), printed(ours)) for _ in range(rounds)), strict=True)
+    return row(what, base, found, bar, "us")
 
 
 def entering(make: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
@@ -115,7 +150,7 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
     """All comparisons: `rounds` of ten training steps, more of what is short. Less if `small`."""
     torch.set_num_threads(1)
     ours, theirs = polymp.torch, torch.amp
-    kept, theirs_kept = ours.autocast(device), theirs.autocast(device)
+    kept, theirs_kept, bare = ours.autocast(device), theirs.autocast(device), Bare(device)
     x, w = torch.randn(8, 8, device=device), torch.randn(8, 8, device=device, requires_grad=True)
     many, times = (5, 5) if small else (7 * rounds, 500)
 
@@ -129,17 +164,19 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
 
     names = ("torch.amp", "polymp.torch")
     writes = [WRITES.format(package=package, device=device) for package in names]
-    imports = [IMPORTS.format(package=package) for package in names]
+    imports = [printed(IMPORT) for _ in range(max(1, rounds // 12))]
     found = [
         paired("region: enter and leave", entering(lambda: theirs_kept), entering(lambda: kept),
-               many, times, 1.5),
+               many, times, REGION_BAR),
         paired("region: make, enter and leave", entering(lambda: theirs.autocast(device)),
-               entering(lambda: ours.autocast(device)), many, times, 1.5),
+               entering(lambda: ours.autocast(device)), many, times, REGION_BAR),
+        paired("region: torch's state alone, enter and leave", entering(lambda: theirs_kept),
+               entering(lambda: bare), many, times, None),
         paired("100 small mm in a region", ops(theirs_kept), ops(kept), many // 2, 20, None),
-        apart("100 small add_ in a region", *writes, max(1, rounds // 6)),
+        apart("100 small add_ in a region", *writes, max(1, rounds // 6), WRITE_BAR),
         apart("the same, torch.amp with a Python kernel that only passes on", writes[0],
               PASSES_ON.format(device=device) + writes[0], max(1, rounds // 12)),
-        apart("import", *imports, max(1, rounds // 12)),
+        row("import of polymp.torch after torch / 40 ms", [IMPORT_MS] * len(imports), imports, 1.0),
     ]  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")

@@ -124,7 +124,7 @@ def with_lightning(way: str, mode: str, every: int, steps: int) -> Run:
         enable_model_summary=False,
     )  # fmt: skip
     # Without units for float16, a processor is slow in it.
-    data = images(steps * every, 16 if mode == "fp16" else 512)
+    data = images(steps * every, 64 if mode == "fp16" else 512)
     trainer.fit(AutoEncoder(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return clock.run(losses)
 
@@ -205,7 +205,8 @@ class Program(NamedTuple):
     Attributes:
         train: runs it: the way, the mode, microbatches of a step, steps.
         modes: that it has on a CPU.
-        steps: optimizer steps of a run, about half a second of them.
+        steps: optimizer steps of a run: few, for many short runs in turn differ less by chance than
+            few long ones.
     """
 
     train: Callable[[str, str, int, int], Run]
@@ -214,9 +215,9 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "Lightning": Program(with_lightning, ("bf16", "fp16"), 20),
-    "accelerate": Program(with_accelerate, ("bf16",), 12),
-    "transformers": Program(with_transformers, ("bf16",), 12),
+    "Lightning": Program(with_lightning, ("bf16", "fp16"), 8),
+    "accelerate": Program(with_accelerate, ("bf16",), 6),
+    "transformers": Program(with_transformers, ("bf16",), 6),
 }
 
 
@@ -261,7 +262,7 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=PROGRAMS, action="append", help="one framework")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--out", type=Path, help="the file; by default one in benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -186,6 +186,26 @@ def torch_scaler(job: Job) -> Run:
     return with_scaler(torch.amp, job)
 
 
+def low_weights(job: Job) -> Run:
+    """A region of torch's, and the weights of its products stored low: no weight is cast."""
+    for module in job.model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            module.to(LOW)
+    return Run(job.model, regions(torch.autocast, job, LOW))
+
+
+def one_region(job: Job) -> Run:
+    """A region of torch's around all calls: it casts a weight once, until the weight changes."""
+    optimizer = job.made()
+    job.stack.enter_context(torch.autocast(job.device, dtype=LOW))
+
+    def step() -> None:
+        stepping(optimizer)()
+        torch.clear_autocast_cache()
+
+    return Run(job.model, step=step)
+
+
 def polymp_autocast(job: Job) -> Run:
     import polymp.torch
 
@@ -278,6 +298,8 @@ WAYS: dict[str, Callable[[Job], Run]] = {
     "by hand": by_hand,
     "by hand, float32 gradients": by_hand_wide,
     "torch.autocast": torch_autocast,
+    "torch.autocast, low weights": low_weights,
+    "torch.autocast, one region": one_region,
     "polymp": polymp_autocast,
     "held": polymp_held,
     "frozen": polymp_frozen,

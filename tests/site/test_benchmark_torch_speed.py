@@ -129,7 +129,7 @@ class InProcess:
     def __init__(self, module: ModuleType, failed: Any) -> None:
         self.module, self.failed = module, failed
 
-    def __call__(self, way: str, device: str, size: Any, python: str) -> InProcess:
+    def __call__(self, way: str, device: str, size: Any, *_: object) -> InProcess:
         made = InProcess(self.module, self.failed)
         made.way, made.worker = way, self.module.Worker(way, device, size)
         return made
@@ -242,7 +242,8 @@ def test_every_bar_has_its_row(speed: ModuleType) -> None:
     whats = set()
     for name, plan in speed.PLANS.items():
         ways = ("fp32", "by hand", "torch.autocast", "polymp", *plan.ways)
-        whats |= {r.what for r in speed.compared(name, {way: [1.0] for way in ways})}
+        for some in (ways, [way + speed.COMPILED for way in plan.compiled]):
+            whats |= {r.what for r in speed.compared(name, {way: [1.0] for way in some})}
     for name, ways in speed.PEAKS.items():
         found = {way: [1.0] for way in ("torch.autocast", *ways)}
         whats |= {r.what for r in speed.compared(f"peak memory, {name}", found, "MB")}

@@ -40,8 +40,8 @@ def audit(
         a.plot("audit.png")          # a row for each layer, against the ranges of the dtypes
         policy = a.suggest().apply("amp")
 
-    The steps compute the same bits as without. A step takes about three times as long, more if its
-    ops are tiny. The host reads nothing from the device before the block ends. Largest magnitudes,
+    The steps compute the same bits as without. A step takes up to twice as long, more if its ops
+    are tiny. The host reads nothing from the device before the block ends. Largest magnitudes,
     Inf and NaN are of all values; shares are of up to 4,096 values of each tensor, spread evenly.
 
     To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on

@@ -27,8 +27,9 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     A region of torch.autocast drops its casts when it ends, and never keeps casts of frozen weights
     or in inference mode. In this block casts stay: of parameters with and without gradients, of
     buffers, and of views of them, in every low dtype, for every thread. Outputs and gradients are
-    the same as without the block, bit for bit. It pays wherever a region is entered again with the
-    same weights: gradient accumulation, decoding, evaluation, sampling, frozen backbones.
+    the same as without the block, bit for bit. It pays on CPUs where regions are entered again with
+    the same weights and few rows, as in decoding and sampling: a cast then takes longer than the
+    product. With many rows, as in most training steps, casts are a small part of the time.
 
     A cast is made again when its weight has another version, address, shape or strides than before
     (after in-place writes, `load_state_dict`, `weight.data = ...`, `swap_tensors`), and after the

@@ -53,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "collect" not in args:
         parser.print_help()
         return 0
+    if sys.stdout is None:
+        print("polymp: standard output is closed.", file=sys.stderr)
+        return 2
     try:
         drawn = _is_drawn(args)
-        if sys.stdout is None:
-            raise UsageError("standard output is closed.")
         with contextlib.redirect_stdout(sys.stderr):  # what a user's model prints
             data = args.collect(args)
     except (PolicyError, BackendMissingError, UsageError) as error:

@@ -110,7 +110,7 @@ def differing(policy: Policy, device: str) -> frozenset[str]:
     return frozenset(
         op
         for low in LOW
-        for op in torch_table.kernels(device) | torch_table.table(policy, low).keys()
+        for op in torch_table.kernels(device) | torch_table.table(policy, low, device).keys()
         if not torch_table.agrees(device, policy, op, low)
     )
 

@@ -78,8 +78,11 @@ def in_float32(overload: str) -> bool:
     return op is not None and op.kind in ELEMENT_BY_ELEMENT
 
 
-# These of the class are put together from ops that have low kernels.
+# These of linear algebra are put together from ops that have low kernels.
 _HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
+
+# Of the other classes, these lack a kernel for one low dtype or both, on CPUs.
+_NO_LOW_ON_CPU = frozenset("avg_pool3d ctc_loss nanquantile polar quantile view_as_complex".split())
 
 
 def has_low(overload: str, device: str, dtype: str) -> bool:
@@ -104,4 +107,4 @@ def has_low(overload: str, device: str, dtype: str) -> bool:
         return True
     if op.kind == "fft":
         return device in ("cuda", "xpu") and dtype == "float16"
-    return op.kind != "linear_algebra"
+    return op.kind != "linear_algebra" and (device != "cpu" or op.name not in _NO_LOW_ON_CPU)

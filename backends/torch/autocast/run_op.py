@@ -79,7 +79,7 @@ class Rulings:
             policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
             agrees = "::" not in name
         else:
-            policy, row = region.policy, torch_table.table(region.policy, dtype).get(name)
+            policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
             agrees = torch_table.agrees(device, policy, name, dtype)
         how, decision = Apply.CAST, None
         if row is not None:
@@ -130,8 +130,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     in_float32, words = op_facts.in_float32(name), vocabulary()
     own_kernel = layer_norm.kernel(name, device)
     picks = words.picks(words.of_aten(name))
-    # Batch norm writes its running statistics, though its schema does not say so: a cast of them
-    # would take the write. Its kernels take a low input beside float32 weights and statistics.
+    # Batch norm writes its running statistics, though its schema does not say so: what is
+    # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
     with_low_input = set(range(1, len(schema))) if written else set()
     prepare = recurrent.prepare(name, device)
@@ -150,6 +150,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                 if own_kernel is not None:
                     return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
+        if decision.run == "float32" and kwargs.get("dtype") is not None:
+            decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch
         if decision.rule is Rule.FP8:
             recipe = RECIPES[ruling.policy.fp8]
             if not fp8_ops.why_not(name, ruling.region, recipe, args, kwargs):
@@ -159,7 +161,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
             dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
-            uncast = written if dtype is torch.float32 else with_low_input
+            uncast = () if dtype is torch.float32 else with_low_input
             if prepare is not None:
                 args = prepare(args, dtype)
             # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
@@ -178,8 +180,13 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                 if at not in uncast:
                     made = made or list(args)
                     made[at] = _cast(value, device, dtype, low, cast)
-            args = made or args
-        result = call(*args, **kwargs)
+            given, args = args, made or args
+            result = call(*args, **kwargs)
+            for at in written:
+                if args[at] is not given[at] and args[max(written) + 1]:  # whether it trains
+                    given[at].copy_(args[at])
+        else:
+            result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])
 
     return run

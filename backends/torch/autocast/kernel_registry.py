@@ -111,7 +111,8 @@ def differing(policy: Policy, device: str) -> frozenset[str]:
         op
         for low in LOW
         for op in torch_table.kernels(device) | torch_table.table(policy, low, device).keys()
-        if not torch_table.agrees(device, policy, op, low)
+        if torch_table.as_mul(device, policy, op, low)
+        or not torch_table.agrees(device, policy, op, low)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from polymp import versions
 from polymp.backends.torch.autocast import layer_norm
-from polymp.backends.torch.autocast.op_facts import UNTOUCHED, has_low, in_float32
+from polymp.backends.torch.autocast.op_facts import PRODUCTS, UNTOUCHED, has_low, in_float32
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -110,10 +110,25 @@ def row(device: str, op: str, dtype: str) -> Row | None:
     return None
 
 
+def as_mul(device: str, policy: Policy, op: str, dtype: str) -> Row | None:
+    """Return the row that an op follows where it adds nothing up; None if it keeps its own.
+
+    It is that of a multiplication. Tables that do as torch does, errors included, are torch's.
+    """
+    rows = table(policy, dtype, device)
+    lowers = op in PRODUCTS and op in rows and rows[op].rule in (Rule.LOWER, Rule.FP8)
+    if not lowers or policy.halves == "raise":
+        return None
+    row = rows.get("mul.Tensor")
+    return Row("mul", Rule.WIDEST) if row is None or row.rule is Rule.KEEP else row
+
+
 def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's compiled kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
+        if vocabulary().picks(vocabulary().of_aten(op)):
+            return device != "cpu"  # see `run_op`
         return in_float32(op) and layer_norm.kernel(op, device) is None
     if ours is None or theirs is None:
         return ours is theirs

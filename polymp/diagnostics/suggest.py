@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
+from polymp.diagnostics.blame import CAST, CONSTANT, lost_constants
 from polymp.diagnostics.magnitudes import joined
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.dtypes import FORMATS
@@ -135,11 +136,14 @@ def _same_call(m: Measured, fault: Fault) -> bool:
 def _look(fault: Fault) -> str:
     at = _at(fault)
     if fault.kind == "operation":
+        if fault.why == CONSTANT:
+            return f"{at}: {fault.why}: change the program."
         return f"{at}: {fault.found} in float32 too: look at its inputs. {fault.why}"
     bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
     name = next((f" {o.name!r}" for o in bad if o.name), "")
     what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)
-    return f"{at}: its input{name} has {what}: look at the data or the parameters. {fault.why}"
+    look = "call zero_grad() before it" if ".grad" in name else "look at the data or the parameters"
+    return f"{at}: its input{name} has {what}: {look}. {fault.why}"
 
 
 def _hopeless(audit: AuditRecord) -> str:
@@ -154,8 +158,7 @@ def _hopeless(audit: AuditRecord) -> str:
                     f"{_at(fault)}: {name} holds {operand.largest:.3g}, and float16 ends at "
                     f"{_TOP:g}: the inputs are beyond float16's range, and bfloat16 holds them."
                 )
-        made = [m for m in audit.results if _same_call(m, fault)]
-        if made and not any(m.magnitudes.burst > 0 for m in made):
+        if fault.why == CAST.format("float16"):
             return f"{_at(fault)}: its inputs are beyond float16's range, and bfloat16 holds them."
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
@@ -184,7 +187,7 @@ def _raised(
         scope = pattern if len(alike) >= ALIKE else scope
         why = f"{_at(one)}: {_READS if one in readers else _loss(one)}"
         if not of:
-            reasons.append(f"{why} No row can be for it: change the program.")
+            reasons.append(f"{why.rstrip('.')}. No row can be for it: change the program.")
         elif _has(policy, one, of):
             reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
         elif of not in (own := inside.setdefault(scope, {}) if scope else rules):
@@ -208,6 +211,8 @@ def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
 def _selector(one: Measured | Fault) -> str:
     """The selector for a row: the op that a row decided for, or its own; "" if none can be."""
     words, row = vocabulary(), one.row
+    if one.spelling.partition(".")[0].endswith("_"):  # in place: the dtype of its result is given
+        return ""
     if row is not None and row.of in words.ops:
         return row.of
     if one.op in words.ops:
@@ -291,6 +296,5 @@ def _loss(one: Measured | Fault) -> str:
     if m.burst > 0:
         return f"{m.burst:.0%} of its values are Inf in float16 and are not in float32."
     if one.numbers:
-        numbers = ", ".join(f"{number:g}" for number in one.numbers)
-        return f"the number {numbers} is zero in float16 and is not in float32."
+        return f"the number {lost_constants(one.numbers, one.run)} and is not in float32."
     return f"{m.vanished:.0%} of its values are zero in float16 and are not in float32."

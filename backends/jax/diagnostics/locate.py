@@ -153,9 +153,6 @@ def fault(
     event, first = program.twin.events[found.node], program.twin.events[found.first]
     call, other = call_of(program, event.site), call_of(program, first.site)
     assert call is not None, "what computes with floats is part of a call"
-    why = found.why
-    if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
-        why = f"an input of it is beyond {event.dtype}'s largest number when it is cast"
     became, *_ = _bad(first, facts[found.first])
     if other is not None and found.first != found.node:
         at = f" in {other.module}" if other.module else ""
@@ -171,7 +168,7 @@ def fault(
         call.row,
         tuple(_operands(program, event, operands, peaks)),
         became,
-        why,
+        found.why,
         call.region,
     )
 
@@ -192,10 +189,10 @@ def _operands(
         if given is not None:
             rounds = given[:, at]
             smallest, largest = float(rounds[:, 0].min()), float(rounds[:, 1].max())
-            zeros, inf, nan = rounds[:, 2:].mean(0).tolist()
+            zeros, inf, nan, negative = rounds[:, 2:].mean(0).tolist()
             at += 1
             smallest = smallest if math.isfinite(smallest) else 0.0
-            yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name)
+            yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name, negative)
             continue
         peak = float(peaks[names(program).index(name)]) if name else 0.0
         largest = peak if math.isfinite(peak) else 0.0

@@ -14,6 +14,7 @@ from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
 from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.op_kinds import facts_of
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
@@ -72,7 +73,7 @@ class MagnitudeTracer(ValueTracer):
         if event.cast:
             return True
         op_call = event.op_call
-        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
+        site = event.func, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
         return self._visits[site] % _EVERY == 1
 
@@ -93,6 +94,8 @@ class MagnitudeTracer(ValueTracer):
     ) -> Event:
         op_call = event.op_call
         if op_call.place.updating or not results:
+            return event
+        if facts_of(event.func).copies_as not in ("", op_call.op):  # on the way into a product
             return event
         at = self._scales_at if op_call.direction == BACKWARD else 0
         key = (

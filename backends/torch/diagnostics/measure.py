@@ -38,7 +38,12 @@ def measurable(t: Any) -> bool:
     )
 
 
-_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS)
+_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS or t.is_complex)
+
+
+def real(t: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor's numbers as real ones; another tensor as it is."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 def range_of(t: torch.Tensor) -> Range:
@@ -48,7 +53,7 @@ def range_of(t: torch.Tensor) -> Range:
 
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
-    return t if t.element_size() > 1 else t.to(torch.float32)
+    return real(t) if t.element_size() > 1 else t.to(torch.float32)
 
 
 def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
@@ -124,6 +129,7 @@ class Lost(NamedTuple):
 
 def sample(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values in one row; of a large tensor about `SAMPLE`, evenly spaced."""
+    t = real(t)
     size = t.numel()
     every = max(-(-size // SAMPLE), 1)
     if t.is_contiguous():  # then one op is enough, at half the time

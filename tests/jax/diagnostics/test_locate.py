@@ -38,6 +38,7 @@ def operand(values: Any, name: str = "") -> Operand:
         float(np.isinf(array).mean()),
         float(np.isnan(array).mean()),
         name,
+        float((np.asarray(values, np.float32) < 0).mean()),
     )
 
 

@@ -116,15 +116,9 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     Returns:
         The node and the cause; None if every value that reached an end is finite or meant.
     """
-    readers = _readers(nodes)
-    reaches = _reaching(nodes, readers)
+    reaches, hidden = _bad_ones(nodes)
     for at, node in enumerate(nodes):
-        # An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf
-        # is 0. A softmax or a clamp, though, gives the same for Inf and for the number it was.
-        hidden = node.burst and not node.cast
-        hidden = hidden and not all(nodes[r].op in _TAKES_UP for r in readers[at])
-        counts = reaches[at] or hidden
-        if counts and not any(_spoils(nodes, i, at) for i in node.inputs):
+        if (reaches[at] or hidden[at]) and not any(_spoils(nodes, i, at) for i in node.inputs):
             if node.spoiled or not node.given:
                 return _of(nodes, at)
     for at, node in enumerate(nodes):
@@ -140,6 +134,31 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
             why = "its result is NaN, from infinities that the program has as constants"
         return Blame(source, source, "operation", why)
     return None
+
+
+def meant(nodes: Sequence[Node]) -> set[int]:
+    """Return the nodes whose infinities are a mask's: they reach no end, or are constants."""
+    (reaches, hidden), found = _bad_ones(nodes), set[int]()
+    for at, node in enumerate(nodes):
+        spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
+        constant = (node.given or spoilt) and spoilt <= found and not (node.spoiled or node.burst)
+        if node.bad == "Inf" and (constant or not (reaches[at] or hidden[at])):
+            found.add(at)
+    return found
+
+
+def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
+    """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf.
+
+    An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
+    A softmax or a clamp, though, gives the same for Inf and for the number it was.
+    """
+    readers = _readers(nodes)
+    hidden = [
+        node.burst and not node.cast and not all(nodes[r].op in _TAKES_UP for r in readers[at])
+        for at, node in enumerate(nodes)
+    ]
+    return _reaching(nodes, readers), hidden
 
 
 def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:

@@ -10,7 +10,7 @@ from polymp.backends.torch.diagnostics.measure import Lost, RangeTable, real
 from polymp.backends.torch.diagnostics.op_call import OpCall
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame, rounded
+from polymp.diagnostics.blame import CONSTANT, DIVIDING, Blame, Node, blame, meant, rounded
 
 # Dtype and shape of the float tensors that an op reads.
 Reads = tuple[tuple[torch.dtype, torch.Size], ...]
@@ -88,6 +88,8 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
             )
         )
     found = blame(nodes)
+    if found is None or found.why != CONSTANT:
+        ranges.meant = {number for at in meant(nodes) for number in events[at].ranges}
     return None if found is None else _fault(events, ranges, provenance, found, bad)
 
 

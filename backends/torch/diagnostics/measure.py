@@ -4,7 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,12 @@ class RangeTable:
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
     of thousands of them.
+
+    Attributes:
+        meant: numbers of those whose infinities are a mask's, once that is known.
     """
+
+    meant: Collection[int] = ()
 
     def __init__(self) -> None:
         self._ends: list[torch.Tensor] = []
@@ -243,16 +248,20 @@ class Bins:
         """Return what was counted. Waits for the device."""
         ranges = self._ranges.read(self.ranges)
         finite = [abs(x) for x in ranges if math.isfinite(x)]
-        bins = self._table.read(self._row)
-        largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
+        bins, counted = self._table.read(self._row), self.counted
+        largest = max(finite, default=0.0)
         if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
+        ranges = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
+        nan = any(map(math.isnan, ranges))
+        if not nan and not any(map(math.isinf, ranges)):
+            burst, counted, bins = 0, counted - bins[INF], (*bins[:INF], 0, *bins[INF + 1 :])
         total = max(sum(x.looked_at for x in self.lost), 1)
         return Magnitudes(
             self.values,
-            self.counted,
+            counted,
             bins,
             largest,
             any(map(math.isinf, ranges)) or (nan and bins[INF] > 0),

@@ -245,8 +245,8 @@ class AuditRecord:
         low = dtype_name(dtype, what="fitting_scale(): dtype")
         largest = 0.0
         for run in (low, "bfloat16", ""):  # what float32 holds need not fit, if others are there
-            made = (m.magnitudes.largest for m in self.backward if run in (m.run, ""))
-            largest = largest or max(made, default=0.0)
+            made = (m.magnitudes for m in self.backward if run in (m.run, ""))
+            largest = largest or max((max(m.largest, m.wide) for m in made), default=0.0)
         if largest == 0 or not math.isfinite(largest):
             return None
         return float(2.0 ** math.floor(math.log2(FORMATS[low].max / 2 / largest)))

@@ -7,6 +7,7 @@ float16; a loss scale where only gradients are. Ops after the first Inf cannot b
 again with the suggestion. Nothing here knows a framework.
 """
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -58,6 +59,8 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
     if why := _hopeless(audit):
+        if fault is not None and fault.region == "bfloat16":
+            return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
         return Suggestion(dtype="bfloat16", reasons=(why,))
     burst = _bursts(audit)
     if found := burst + _losses(audit):
@@ -247,11 +250,15 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
     burst = [m for m in audit.results if m.direction == "backward" and m.magnitudes.burst > 0]
     over: Measured | Fault | None = burst[0] if burst else fault
     if over is not None:
-        lower = min(fits or scale / 2, scale / 2)
         if scale <= 1:
             return _raised([over], policy)
+        cast = max((o.largest for o in fault.inputs), default=0.0) if fault is not None else 0.0
+        if cast > _TOP:
+            fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))
+        lower = min(fits or scale, scale / 2)
         why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
-        return Suggestion(init_scale=lower, reasons=(f"{why}; {lower:g} fits.",))
+        told = f"{lower:g} fits" if lower == fits else f"try {lower:g}"
+        return Suggestion(init_scale=lower, reasons=(f"{why}; {told}.",))
     lost = _lost(audit, scale)
     if lost <= MANY or not any(m.region == "float16" for m in audit.results):
         return Suggestion()

@@ -49,7 +49,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         kwargs: of the call.
 
     Returns:
-        The fault; None if everything is finite.
+        The fault; None if everything is finite, which is also written to standard error.
 
     Raises:
         TypeError: `fn` is not callable, or an argument is traced.
@@ -64,6 +64,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
         found = blamed(program, facts, peaks)
         if found is None:
+            progress.tell("locate: all values that the step made are finite")
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")

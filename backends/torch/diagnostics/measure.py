@@ -51,6 +51,11 @@ def range_of(t: torch.Tensor) -> Range:
     return Range(*torch.aminmax(comparable(t)))
 
 
+def is_finite(ranges: Sequence[Range]) -> bool:
+    """Return whether all values in ranges are finite. Waits for the device."""
+    return all(math.isfinite(x) for found in ranges for x in found)
+
+
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
     return real(t) if t.element_size() > 1 else t.to(torch.float32)
@@ -254,6 +259,7 @@ class Bins:
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
+        ends = numbers([x for one in self.lost for x in one.wide])
         ranges = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
         nan = any(map(math.isnan, ranges))
         if not nan and not any(map(math.isinf, ranges)):
@@ -268,6 +274,7 @@ class Bins:
             nan,
             burst / total,
             vanished / total,
+            wide=max(filter(math.isfinite, map(abs, ends)), default=0.0) if burst else 0.0,
         )
 
 

@@ -105,6 +105,52 @@ def test_a_mask_that_float16_rounds_to_inf_is_no_fault() -> None:
     assert locate(lambda: 1 / (scores.half() * 1e4)) is not None, "x / Inf hides an overflow"
 
 
+def spread(p: torch.Tensor) -> torch.Tensor:
+    return (p.half() - p.half().mean()) / (p.half().std() + 1e-8)
+
+
+SCALED: dict[str, tuple[Any, torch.Tensor, bool]] = {
+    "a quotient": (lambda p: p.half() / (p.half().abs().amax() + 1e-8), torch.zeros(3, 4), True),
+    "a root": (lambda p: (p.half() + 1e-12).sqrt(), torch.zeros(3, 4), True),
+    "a spread": (spread, torch.ones(3, 4), False),
+    "two products": (lambda p: (p.half() * 3e4).float() * 1e6, torch.zeros(3, 4), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler has no effect")
+@pytest.mark.parametrize("name", SCALED)
+def test_suggestions_end(name: str) -> None:
+    """Each is followed; a scale is not halved again and again: that which fits was measured."""
+    forward, x, helps = SCALED[name]
+    policy, scale, dtype, seen = polymp.policy("torch-cpu"), 2.0**16, torch.float16, list[Any]()
+    for _ in range(8):
+        p, scaler = (
+            nn.Parameter(x.clone()),
+            GradScaler("cpu", init_scale=scale, dtype=torch.float16),
+        )
+        with audit(None, scaler) as found:
+            with autocast("cpu", dtype, policy=policy):
+                loss = forward(p).sum().float()
+            scaler.scale(loss).backward()
+        suggestion = found.suggest(policy)
+        seen.append(suggestion)
+        if not suggestion:
+            break
+        policy, scale = suggestion.apply(policy), suggestion.init_scale or scale
+        dtype = torch.bfloat16 if suggestion.dtype else dtype
+    assert not seen[-1]
+    assert sum(one.init_scale is not None for one in seen) <= 2
+    assert bool(p.grad.isfinite().all()) == helps
+    assert helps or seen[-1].reasons[0].endswith("change it.")
+
+
+def test_a_step_that_is_healthy_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert locate(lambda: torch.ones(3) * 2) is None
+    assert capsys.readouterr().err == "locate: all values that the step made are finite\n"
+    assert locate(lambda: torch.ones(3) / 0) is not None
+    assert not capsys.readouterr().err
+
+
 def triangle() -> torch.Tensor:
     return torch.full((4, 4), -torch.inf).triu(1)
 

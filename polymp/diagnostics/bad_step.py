@@ -46,6 +46,8 @@ class BadStep(NamedTuple):
         fault = self.fault
         if fault is not None and fault.kind == "input":
             return "Look at the data: an argument or a parameter is not finite before any op runs."
+        if fault is not None and fault.kind == "index":
+            return f"Look at the data: {fault.why}."
         if grown := _grown(self.losses, fault):
             return grown
         if fault is None and not self.undone:

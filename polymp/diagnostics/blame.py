@@ -48,6 +48,7 @@ class Node(NamedTuple):
         loops: keys of the loops around it, the outermost first.
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
+        late: True if only the backward pass reads its result.
     """
 
     inputs: tuple[int, ...]
@@ -65,6 +66,7 @@ class Node(NamedTuple):
     loops: tuple[Hashable, ...] = ()
     first: tuple[int, ...] = ()
     op: str = ""
+    late: bool = False
 
 
 class Blame(NamedTuple):
@@ -96,7 +98,9 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     """
     readers = _readers(nodes)
     reaches = _reaching(nodes, readers)
-    for at, node in enumerate(nodes):
+    order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)
+    for at in order:
+        node = nodes[at]
         # An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf
         # is 0. A softmax or a clamp, though, gives the same for Inf and for the number it was.
         hidden = node.burst and not node.cast
@@ -105,8 +109,8 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
         if counts and not any(_spoils(nodes, i, at) for i in node.inputs):
             if node.spoiled or not node.given:
                 return _of(nodes, at)
-    for at, node in enumerate(nodes):
-        if reaches[at] and node.bad == "NaN":
+    for at in order:
+        if reaches[at] and nodes[at].bad == "NaN":
             if not any(nodes[i].bad == "NaN" and _spoils(nodes, i, at) for i in node.inputs):
                 why = "its result is NaN, from infinities that the program has as constants"
                 return Blame(at, at, "operation", why)

@@ -53,7 +53,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         PolicyError: no such policy.
     """
     policy, fault = policy_files.load(base), audit.fault
-    if fault is not None and fault.kind in ("input", "operation"):
+    if fault is not None and fault.kind in ("input", "index", "operation"):
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
     if why := _hopeless(audit):
@@ -134,6 +134,8 @@ def _same_call(m: Measured, fault: Fault) -> bool:
 
 def _look(fault: Fault) -> str:
     at = _at(fault)
+    if fault.kind == "index":
+        return f"{at}: {fault.why}: look at the data."
     if fault.kind == "operation":
         return f"{at}: {fault.found} in float32 too: look at its inputs. {fault.why}"
     bad = [operand for operand in fault.inputs if operand.nan or operand.inf]

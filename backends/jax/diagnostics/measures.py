@@ -90,10 +90,9 @@ def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax
     return jnp.stack([peak(wide), burst, vanished])
 
 
-def operands(eqn: Equation, args: list[jax.Array]) -> jax.Array:
-    """Measurements of an equation's operands, numbers of the program aside; float32 [k, 5]."""
-    read = [x for v, x in zip(eqn.invars, args, strict=True) if not hasattr(v, "val")]
-    return jnp.stack([_operand(x) for x in read if is_measured(x)])
+def operands(values: Sequence[jax.Array]) -> jax.Array:
+    """Measurements of what a call was given; float32 [k, 5]."""
+    return jnp.stack(list(map(_operand, values)))
 
 
 def _operand(x: jax.Array) -> jax.Array:

@@ -112,7 +112,7 @@ _SCALING = frozenset(
     module.__file__ for module in (grad_scaler, optax_wrapper, optimizer_step, scale_update)
 )
 
-_NUMPY = os.path.join("jax", "_src", "numpy", "")
+_NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 
 # Whose lines say nothing of the user's program.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")

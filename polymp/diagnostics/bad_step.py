@@ -60,7 +60,7 @@ class BadStep(NamedTuple):
             return f"Use a larger constant, or give {fault.op} the rule fp32{place}."
         if fault.kind == "operation" or fault.run == "float32":
             return f"Change the code: {fault.op} has no finite result there in float32 either."
-        other = ", or use bfloat16" if fault.run == "float16" else ""
+        other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
         return f"Give {fault.op} the rule fp32{place}{other}."
 
     def __str__(self) -> str:

@@ -25,6 +25,9 @@ _TAKES_UP = frozenset(
     "min amax amin where masked_fill relu".split()
 )
 
+# Ops whose results may be exactly what an exact 1 made.
+_OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
+
 # An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
 
@@ -49,6 +52,7 @@ class Node(NamedTuple):
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
         late: True if only the backward pass reads its result.
+        ones: share of its results that are 1 in its dtype, where float32 has no 1.
     """
 
     inputs: tuple[int, ...]
@@ -67,6 +71,7 @@ class Node(NamedTuple):
     first: tuple[int, ...] = ()
     op: str = ""
     late: bool = False
+    ones: float = 0.0
 
 
 class Blame(NamedTuple):
@@ -162,6 +167,13 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             "overflow",
             f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
         )
+    if (cause := _saturated(nodes, at)) is not None:
+        found = nodes[cause]
+        if found.cast and not found.inputs and found.ones == 1:
+            why = f"a constant, which keeps a value from 1, is 1 in {found.run}"
+            return Blame(cause, at, "number", why)
+        why = f"{found.ones:.0%} of its results are 1 in {found.run}, and in float32 none is"
+        return Blame(cause, at, "saturation", why)
     cause = _cause(nodes, at)
     if cause is not None:
         found = nodes[cause]
@@ -173,6 +185,17 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         return Blame(cause, at, "underflow", why)
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
     return Blame(at, at, "operation", why)
+
+
+def _saturated(nodes: Sequence[Node], at: int) -> int | None:
+    """The node whose dtype made ones, of which others made what the node `at` cannot take."""
+    front = [i for i in nodes[at].inputs if i < at]
+    while front:
+        if found := [i for i in front if nodes[i].ones]:
+            return found[0]
+        front = [i for f in front if nodes[f].cast or nodes[f].op in _OF_ONE
+                 for i in nodes[f].inputs if i < f]  # fmt: skip
+    return None
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:

@@ -77,7 +77,7 @@ def _bursts(audit: AuditRecord) -> list[Measured | Fault]:
 def _losses(audit: AuditRecord) -> list[Measured | Fault]:
     """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
     fault = audit.fault
-    if fault is not None and fault.kind in ("underflow", "number"):
+    if fault is not None and fault.kind in ("underflow", "number", "saturation"):
         return [fault, *_lost_before(audit, fault)]
     lost = (m for m in _forward(audit) if m.numbers or m.magnitudes.vanished > MANY)
     return list(lost)
@@ -184,7 +184,7 @@ def _raised(
         if pattern != scope:
             alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
         scope = pattern if len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}"
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
         if not of:
             reasons.append(f"{why} No row can be for it: change the program.")
         elif _has(policy, one, of):

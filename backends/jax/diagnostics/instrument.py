@@ -40,6 +40,7 @@ from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.sites import Site
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.rules.row import LOW
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[Sequence[Tracked], list[Facts]]
@@ -180,7 +181,7 @@ class Twin:
         self._carried[number] = through.carried
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs) if event.dtype == "float16" else _NOTHING,
+            measures.lost(eqn, args, outs) if event.dtype in LOW else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
             measures.operands(given) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
@@ -193,7 +194,8 @@ class Twin:
         """The values that its call was given, of which an equation makes its results."""
         counts = eqn.primitive.name == "gather"  # then the indices, too
         pairs = zip(eqn.invars, args, strict=True)
-        read = [x for v, x in pairs if (is_measured(x) or counts) and not hasattr(v, "val")]
+        arrays = [x for v, x in pairs if hasattr(x, "shape") and not hasattr(v, "val")]
+        read = [x for x in arrays if is_measured(x) or counts]
         came = [y for x in read for y in self._came.get(id(x), (x, [x]))[1]]
         return list({id(x): x for x in came}.values())
 

@@ -81,7 +81,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     bad = _bad(program.twin.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
-    rounds = operands.reshape(-1, *operands.shape[-2:])
+    rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
     return fault(program, found, tuple(_measured(program, twin, rounds)), facts)
 
 
@@ -112,18 +112,17 @@ def _bad(event: Event, fact: Facts) -> _Bad:
 def derived(program: MeasuredCall) -> set[int]:
     """Events that a call makes beside its result, for the backward pass alone."""
     events = program.twin.events
-    readers: list[list[int]] = [[] for _ in events]
-    for at, event in enumerate(events):
-        for i in event.inputs:
-            readers[i].append(at)
-    late: set[int] = set()
+    used = {at for came in program.twin.results for at in came.events}
+    read, late, whole = set[int](), set[int](), set[int | None]()
     for at in reversed(range(len(events))):
-        by = readers[at]
-        if by and all(r in late or events[r].site.scope.direction == BACKWARD for r in by):
+        event, direction = events[at], events[at].site.scope.direction
+        if direction == FORWARD and at in read and at not in used:
             late.add(at)
-    late = {at for at in late if events[at].site.scope.direction == FORWARD}
-    results = {events[at].group for at in range(len(events)) if at not in late}
-    return {at for at in late if events[at].group in results}
+        elif direction != BACKWARD:
+            used.update(event.inputs)
+            whole.add(event.group)
+        read.update(event.inputs)
+    return {at for at in late if events[at].group in whole}
 
 
 def blamed(
@@ -137,10 +136,10 @@ def blamed(
         bad, first, round_ = _bad(event, fact)
         call = call_of(program, event.site)
         burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
-        vanished = 0.0
+        vanished = ones = 0.0
         if fact.lost.size:
             burst = bool(bad) and bool(np.isfinite(fact.lost[round_][0]))
-            vanished = float(fact.lost[..., 2].max())
+            vanished, ones = fact.lost[..., 2:].max(tuple(range(fact.lost.ndim - 1))).tolist()
         name = event.site.eqn.primitive.name
         nodes.append(
             Node(
@@ -160,6 +159,7 @@ def blamed(
                 first,
                 "" if call is None else call.op,
                 at in late,
+                ones,
             )
         )
     return blame(nodes)

@@ -109,11 +109,17 @@ def _leaving(
 ) -> list[Site]:
     """The equations of a call whose results are read outside of it, or by nothing.
 
-    Its result, what the backward pass reads beside that, or one for each gradient.
+    Its result, what the backward pass reads beside that, or one for each gradient; a cast that the
+    call reads itself is of its input.
     """
     own = {id(s.eqn) for s in sites}
-    read = [set().union(*(readers.get(v, ()) for v in s.eqn.outvars)) for s in floats]
-    return [s for s, by in zip(floats, read, strict=True) if not by or by - own]
+    left = []
+    for s in floats:
+        by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
+        taken = s.eqn.primitive.name == "convert_element_type" and by & own
+        if not by or (by - own and not taken):
+            left.append(s)
+    return left
 
 
 def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, set[int]]:

@@ -52,7 +52,7 @@ class Node(NamedTuple):
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
         late: True if only the backward pass reads its result.
-        ones: share of its results that are 1 in its dtype, where float32 has no 1.
+        ones: True if its largest result is 1 in its dtype, and below in float32.
     """
 
     inputs: tuple[int, ...]
@@ -71,7 +71,7 @@ class Node(NamedTuple):
     first: tuple[int, ...] = ()
     op: str = ""
     late: bool = False
-    ones: float = 0.0
+    ones: bool = False
 
 
 class Blame(NamedTuple):
@@ -168,11 +168,7 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
         )
     if (cause := _saturated(nodes, at)) is not None:
-        found = nodes[cause]
-        if found.cast and not found.inputs and found.ones == 1:
-            why = f"a constant, which keeps a value from 1, is 1 in {found.run}"
-            return Blame(cause, at, "number", why)
-        why = f"{found.ones:.0%} of its results are 1 in {found.run}, and in float32 none is"
+        why = f"its largest result is 1 in {nodes[cause].run}, and below 1 in float32"
         return Blame(cause, at, "saturation", why)
     cause = _cause(nodes, at)
     if cause is not None:

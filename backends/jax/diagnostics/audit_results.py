@@ -119,7 +119,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
     largest = float(peaks[np.isfinite(peaks)].max(initial=0.0))
     if not np.isfinite(peaks).all():  # the peak of such an array says no more; its bins do
         largest = max([largest, *(lower_edge(int(b)) for b in np.flatnonzero(bins[:INF]))])
-    lost = fact.lost.reshape(-1, 4) if fact.lost.size else np.zeros((1, 4))
+    lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
     return Magnitudes(
         math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
         int(bins.sum()),

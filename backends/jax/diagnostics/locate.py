@@ -136,10 +136,11 @@ def blamed(
         bad, first, round_ = _bad(event, fact)
         call = call_of(program, event.site)
         burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
-        vanished = ones = 0.0
+        vanished, ones = 0.0, False
         if fact.lost.size:
             burst = bool(bad) and bool(np.isfinite(fact.lost[round_][0]))
-            vanished, ones = fact.lost[..., 2:].max(tuple(range(fact.lost.ndim - 1))).tolist()
+            vanished = float(fact.lost[..., 2].max())
+            ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
         name = event.site.eqn.primitive.name
         nodes.append(
             Node(
@@ -181,6 +182,8 @@ def fault(
     kind = found.kind
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(event, operands)
+    if kind == "saturation" and not event.inputs and not event.outside:
+        kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     became, *_ = _bad(first, facts[found.first])
     if other is not None and found.first != found.node:
         at = f" in {other.module}" if other.module else ""

@@ -35,8 +35,8 @@ class Facts(NamedTuple):
     Attributes:
         peak: float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64
             of float64.
-        lost: float32 [4], of low results: the largest magnitude in float32, and the shares of
-            values that became Inf, zero, and 1 where float32 has none; empty for others.
+        lost: float32 [3], of low results: the largest magnitude in float32, and in float16 the
+            shares of values that became Inf and zero; empty for others.
         sample: int32 [n], bins of the values; empty but of the end of a call.
         operands: float32 [k, 5], what it was given, where that is asked for; else empty.
         when: int32 [w], the round of each `while` around it in which its result was first not
@@ -85,11 +85,12 @@ def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax
     wide = in_float32(eqn, args) if counts else None
     if wide is None:
         return jnp.zeros(0, jnp.float32)
+    if outs[0].dtype != np.float16:
+        return jnp.stack([peak(wide), 0, 0])
     some, low = few(wide), few(outs[0]).astype(jnp.float32)
     burst = jnp.mean((jnp.isinf(low) & jnp.isfinite(some)).astype(jnp.float32))
     vanished = jnp.mean(((low == 0) & (some != 0)).astype(jnp.float32))
-    ones = jnp.mean((jnp.abs(low) == 1).astype(jnp.float32)) * jnp.all(jnp.abs(some) != 1)
-    return jnp.stack([peak(wide), burst, vanished, ones])
+    return jnp.stack([peak(wide), burst, vanished])
 
 
 def operands(values: Sequence[jax.Array]) -> jax.Array:

@@ -52,7 +52,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         kwargs: of the call.
 
     Returns:
-        The fault; None if everything is finite.
+        The fault; None if everything is finite, which is also written to standard error.
 
     Raises:
         TypeError: `fn` is not callable, or an argument is traced.
@@ -67,6 +67,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
         found = blamed(program, facts, peaks)
         if found is None:
+            progress.tell("locate: all values that the step made are finite")
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
@@ -176,10 +177,7 @@ def fault(
     event, first = program.twin.events[found.node], program.twin.events[found.first]
     call, other = call_of(program, event.site), call_of(program, first.site)
     assert call is not None, "what computes with floats is part of a call"
-    why = found.why
-    if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
-        why = f"an input of it is beyond {event.dtype}'s largest number when it is cast"
-    kind = found.kind
+    kind, why = found.kind, found.why
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(event, operands)
     if kind == "saturation" and not event.inputs and not event.outside:
@@ -229,10 +227,10 @@ def _measured(program: MeasuredCall, twin: Twin, rounds: np.ndarray[Any, Any]) -
     named = names(program)
     for at, (dtype, shape, place) in enumerate(twin.given):
         smallest, largest = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())
-        zeros, inf, nan = rounds[:, at, 2:].mean(0).tolist()
+        zeros, inf, nan, negative = rounds[:, at, 2:].mean(0).tolist()
         smallest = smallest if math.isfinite(smallest) else 0.0
         name = "" if place is None else named[place]
-        yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name)
+        yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name, negative)
 
 
 def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:

@@ -38,7 +38,7 @@ class Facts(NamedTuple):
         lost: float32 [3], of low results: the largest magnitude in float32, and in float16 the
             shares of values that became Inf and zero; empty for others.
         sample: int32 [n], bins of the values; empty but of the end of a call.
-        operands: float32 [k, 5], what it was given, where that is asked for; else empty.
+        operands: float32 [k, 6], what it was given, where that is asked for; else empty.
         when: int32 [w], the round of each `while` around it in which its result was first not
             finite.
         fp8: float32 [5], what a product would lose in 8 bits; empty for others.
@@ -94,18 +94,20 @@ def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax
 
 
 def operands(values: Sequence[jax.Array]) -> jax.Array:
-    """Measurements of what a call was given; float32 [k, 5]."""
+    """Measurements of what a call was given; float32 [k, 6]."""
     return jnp.stack(list(map(_operand, values)))
 
 
 def _operand(x: jax.Array) -> jax.Array:
-    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
-    size = jnp.abs(jnp.ravel(x).astype(jnp.float32))
+    """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
+    values = jnp.ravel(x).astype(jnp.float32)
+    size = jnp.abs(values)
     finite = jnp.isfinite(size)
     some = jnp.where(finite & (size > 0), size, jnp.inf)
     most = jnp.where(finite, size, 0)
     shares = [
-        jnp.mean(s.astype(jnp.float32)) for s in (size == 0, jnp.isinf(size), jnp.isnan(size))
+        jnp.mean(s.astype(jnp.float32))
+        for s in (size == 0, jnp.isinf(size), jnp.isnan(size), values < 0)
     ]
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 

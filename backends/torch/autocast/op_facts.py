@@ -3,6 +3,9 @@
 Facts about ops that hold in every framework are in `policies/vocabulary.toml`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from polymp.rules.vocabulary import vocabulary
 
 # Given low inputs, these compute in float32 and round once, on every device. So for rule fp32_keep
@@ -35,6 +38,10 @@ COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
 # Batched, these become matmul, which has a rule, whether or not they have one themselves.
 BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
+
+# Products that may have nothing to add up. Those of linear layers, which are called most, stay with
+# torch's compiled kernels.
+PRODUCTS = frozenset("addr bmm dot einsum inner kron matmul mm mv outer tensordot vdot".split())
 
 # Views whose schema does not say so.
 SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
@@ -86,8 +93,11 @@ def in_float32(overload: str) -> bool:
     return op is not None and op.kind in ELEMENT_BY_ELEMENT
 
 
-# These of the class are put together from ops that have low kernels.
+# These of linear algebra are put together from ops that have low kernels.
 _HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
+
+# Of the other classes, these lack a kernel for one low dtype or both, on CPUs.
+_NO_LOW_ON_CPU = frozenset("avg_pool3d ctc_loss nanquantile polar quantile view_as_complex".split())
 
 
 def has_low(overload: str, device: str, dtype: str) -> bool:
@@ -112,4 +122,17 @@ def has_low(overload: str, device: str, dtype: str) -> bool:
         return True
     if op.kind == "fft":
         return device in ("cuda", "xpu") and dtype == "float16"
-    return op.kind != "linear_algebra"
+    return op.kind != "linear_algebra" and (device != "cpu" or op.name not in _NO_LOW_ON_CPU)
+
+
+def adds_up(name: str, args: Sequence[Any]) -> bool:
+    """Return False for one of `PRODUCTS` whose contracted dimensions, if any, have size 1."""
+    if name == "einsum":
+        terms, arrow, kept = args[0].replace(" ", "").partition("->")
+        named = zip(terms.split(","), args[1], strict=True)
+        sizes = {c: n for letters, t in named for c, n in zip(letters, t.shape, strict=False)}
+        kept = kept if arrow else [c for c in sizes if terms.count(c) == 1]
+        return "." in terms or any(n > 1 for c, n in sizes.items() if c not in kept)
+    if name == "tensordot":
+        return any(args[0].shape[d] > 1 for d in args[2])
+    return name not in ("addr", "kron", "outer") and args[0].shape[-1] > 1

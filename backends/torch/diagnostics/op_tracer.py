@@ -38,7 +38,7 @@ from polymp.rules.vocabulary import vocabulary
 
 # Classes whose ops, without a row, are told apart below autograd as well: views, and one kernel
 # each. Other classes that compute nothing have ops that are made of several, such as quantile.
-_SEEN_BELOW = frozenset({"layout", "indexing"})
+_SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
 class OpTracer(decision_log.Recorder):

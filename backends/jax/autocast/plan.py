@@ -74,7 +74,7 @@ class Step(NamedTuple):
         inside: of INSIDE, the programs inside.
         in_8_bits: of CONTRACT, how it runs in 8 bits; None if it does not.
         fallback: why a product that the policy wants in 8 bits runs by rule `lower`, or one with
-            rule `lower` in float32; "" for none.
+            rule `lower` is not lowered; "" for none.
     """
 
     eqn: Equation

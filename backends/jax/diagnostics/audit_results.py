@@ -127,6 +127,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
         bool(np.isnan(peaks).any()),
         float(lost[:, 1].mean()),
         float(lost[:, 2].mean()),
+        wide=float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
     )
 
 

@@ -49,7 +49,7 @@ _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 # What was not measured.
 _NOTHING: Any = np.empty(0, np.float32)
 _NO_BINS: Any = np.empty(0, np.int32)
-_NO_OPERANDS: Any = np.empty((0, 5), np.float32)
+_NO_OPERANDS: Any = np.empty((0, 6), np.float32)
 
 
 class Twin:

@@ -49,7 +49,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         kwargs: of the call.
 
     Returns:
-        The fault; None if everything is finite.
+        The fault; None if everything is finite, which is also written to standard error.
 
     Raises:
         TypeError: `fn` is not callable, or an argument is traced.
@@ -64,6 +64,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
         found = blamed(program, facts, peaks)
         if found is None:
+            progress.tell("locate: all values that the step made are finite")
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
@@ -153,9 +154,6 @@ def fault(
     event, first = program.twin.events[found.node], program.twin.events[found.first]
     call, other = call_of(program, event.site), call_of(program, first.site)
     assert call is not None, "what computes with floats is part of a call"
-    why = found.why
-    if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
-        why = f"an input of it is beyond {event.dtype}'s largest number when it is cast"
     became, *_ = _bad(first, facts[found.first])
     if other is not None and found.first != found.node:
         at = f" in {other.module}" if other.module else ""
@@ -171,7 +169,7 @@ def fault(
         call.row,
         tuple(_operands(program, event, operands, peaks)),
         became,
-        why,
+        found.why,
         call.region,
     )
 
@@ -192,10 +190,10 @@ def _operands(
         if given is not None:
             rounds = given[:, at]
             smallest, largest = float(rounds[:, 0].min()), float(rounds[:, 1].max())
-            zeros, inf, nan = rounds[:, 2:].mean(0).tolist()
+            zeros, inf, nan, negative = rounds[:, 2:].mean(0).tolist()
             at += 1
             smallest = smallest if math.isfinite(smallest) else 0.0
-            yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name)
+            yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name, negative)
             continue
         peak = float(peaks[names(program).index(name)]) if name else 0.0
         largest = peak if math.isfinite(peak) else 0.0

@@ -38,7 +38,7 @@ class Facts(NamedTuple):
         lost: float32 [3], of float16 results: the largest magnitude in float32, and the shares of
             values that became Inf and zero; empty for others.
         sample: int32 [n], bins of the values; empty but of the end of a call.
-        operands: float32 [k, 5], what it was given, where that is asked for; else empty.
+        operands: float32 [k, 6], what it was given, where that is asked for; else empty.
         when: int32 [w], the round of each `while` around it in which its result was first not
             finite.
         fp8: float32 [5], what a product would lose in 8 bits; empty for others.
@@ -91,19 +91,21 @@ def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax
 
 
 def operands(eqn: Equation, args: list[jax.Array]) -> jax.Array:
-    """Measurements of an equation's operands, numbers of the program aside; float32 [k, 5]."""
+    """Measurements of an equation's operands, numbers of the program aside; float32 [k, 6]."""
     read = [x for v, x in zip(eqn.invars, args, strict=True) if not hasattr(v, "val")]
     return jnp.stack([_operand(x) for x in read if is_measured(x)])
 
 
 def _operand(x: jax.Array) -> jax.Array:
-    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
-    size = jnp.abs(jnp.ravel(x).astype(jnp.float32))
+    """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
+    values = jnp.ravel(x).astype(jnp.float32)
+    size = jnp.abs(values)
     finite = jnp.isfinite(size)
     some = jnp.where(finite & (size > 0), size, jnp.inf)
     most = jnp.where(finite, size, 0)
     shares = [
-        jnp.mean(s.astype(jnp.float32)) for s in (size == 0, jnp.isinf(size), jnp.isnan(size))
+        jnp.mean(s.astype(jnp.float32))
+        for s in (size == 0, jnp.isinf(size), jnp.isnan(size), values < 0)
     ]
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 

@@ -49,13 +49,21 @@ SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
 # Ops that make numbers without reading any, or read only the shape or the kind of a tensor.
 FACTORIES = frozenset(
     "empty_like ones_like zeros_like full_like rand_like randn_like new_empty new_zeros new_ones "
-    "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ "
+    "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ lift_fresh "
     "_local_scalar_dense is_same_size _has_same_storage_numel".split()
 )
 
-# Kernels that are given a number, such as an epsilon, which keeps their result away from zero: if
-# its dtype makes the number zero, a later division may fail.
-ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
+# Kernels that copy numbers as they are; in a product, they are no result of it.
+COPIES = frozenset({"clone", "copy_", "_reshape_copy", "_to_copy"})
+
+# Kernels that are given a number, such as an epsilon or a bound, which keeps their result away from
+# 0, or from 0 and 1: if its dtype makes the number just that, a later quotient or log may fail.
+KEEPS = dict.fromkeys("add add_ sub sub_ rsub".split(), frozenset({0.0})) | dict.fromkeys(
+    "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ maximum minimum fmax fmin hardtanh "
+    "threshold where masked_fill masked_fill_ index_fill index_fill_ index_put index_put_ scatter "
+    "scatter_ fill fill_ full full_like new_full constant_pad_nd nan_to_num nan_to_num_".split(),
+    frozenset({0.0, 1.0, -1.0}),
+)
 
 # Kernels that add up: called with the magnitudes of their operands, they return what is added up.
 SUMS = frozenset(

@@ -37,6 +37,7 @@ KEYS = {
     "chooses": bool,
 }
 VARIANTS = (
+    "dot_general:unsummed",
     "dot_general:unbatched",
     *(f"conv_general_dilated:{kind}{n}d" for kind in ("", "transpose") for n in (1, 2, 3)),
     "integer_pow:negative",

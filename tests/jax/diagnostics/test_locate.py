@@ -38,12 +38,14 @@ def operand(values: Any, name: str = "") -> Operand:
         float(np.isinf(array).mean()),
         float(np.isnan(array).mean()),
         name,
+        float((np.asarray(values, np.float32) < 0).mean()),
     )
 
 
-def test_a_healthy_call_has_no_fault() -> None:
+def test_a_healthy_call_has_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
     x = jnp.ones(3)
     assert locate(lambda x: jnp.exp(x) * 2, x) is None
+    assert capsys.readouterr().err == "locate: all values that the step made are finite\n"
     assert locate(lambda x: jax.nn.softmax(jnp.where(x > 2, x, -jnp.inf).at[0].set(1.0)), x) is None
 
 

@@ -213,8 +213,7 @@ def test_amps_functions_of_libraries_are_all_called_above() -> None:
     called = {words.functions[dotted] for dotted in CALLS}
     theirs = {op for dotted, op in words.functions.items() if not dotted.startswith("jax.")}
     ruled = {op for op in theirs if amp.winner(op, "bfloat16")}
-    # A solver leaves several sections in a trace: `test_solvers.py` has those. A pool is a primitive
-    # as well: POOLS has it.
+    # A solver leaves several sections in a trace: `test_solvers.py` has those. Pools are below.
     assert {words.ops[op].kind for op in ruled - called} == {"iteration", "pooling"}
 
 

@@ -17,7 +17,7 @@ from polymp.dtypes import FORMATS
 _STEPS = 12
 
 # Ops whose Inf, of finite inputs, may be a division by zero.
-DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
+DIVIDING = frozenset("div reciprocal log log1p log2 log10 logit rsqrt pow".split())
 
 # Ops that give the same for Inf as for a very large number: masks and clamps lead to them.
 _TAKES_UP = frozenset(
@@ -146,14 +146,16 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
 
 
 def meant(nodes: Sequence[Node]) -> set[int]:
-    """Return the nodes whose infinities are a mask's: they reach no end, or are constants."""
-    (reaches, hidden), found = _bad_ones(nodes), set[int]()
+    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
+    (reaches, hidden), constants = _bad_ones(nodes), set[int]()
+    untested = _reaching(nodes, _readers(nodes), tests=False)
     for at, node in enumerate(nodes):
         spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
-        constant = (node.given or spoilt) and spoilt <= found and not (node.spoiled or node.burst)
-        if node.bad == "Inf" and (constant or not (reaches[at] or hidden[at])):
-            found.add(at)
-    return found
+        if (node.given or spoilt) and spoilt <= constants and not (node.spoiled or node.burst):
+            constants.add(at)
+    ends = [(untested if at in constants else reaches)[at] for at in range(len(nodes))]
+    bad = (at for at, node in enumerate(nodes) if node.bad == "Inf")
+    return {at for at in bad if not (ends[at] or hidden[at])}
 
 
 def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
@@ -189,17 +191,20 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
     return readers
 
 
-def _reaching(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> list[bool]:
+def _reaching(
+    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tests: bool = True
+) -> list[bool]:
     """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is a value that no op reads, or that is tested for being finite.
+    An end is a value that no op reads, or `tests` alone, or that is tested for being finite.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            reaches[at] = asked or not of_values or any(reaches[r] for r in of_values)
+            unread = not of_values if tests else not readers[at]
+            reaches[at] = asked or unread or any(reaches[r] for r in of_values)
     return reaches
 
 

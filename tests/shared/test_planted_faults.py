@@ -290,7 +290,6 @@ SINGLE = (
     Single("inf by a mask", "index_put", "operation", says=NOT_FINITE),
     Single("fill_", "fill_", "operation", says=NOT_FINITE),
     Single("full", "full", "operation", says=NOT_FINITE),
-    Single("tensor", "tensor", "operation", says=NOT_FINITE),
     Single("stale gradient", "add", "input", says="the .grad of a leaf (float32 3)"),
     Single("underflow of softmax", "softmax", "underflow", True, "then Inf, of log steps_torch.py"),
     Single("root of a negative", "sqrt", "operation", says="33 % negative"),

@@ -51,11 +51,6 @@ def range_of(t: torch.Tensor) -> Range:
     return Range(*torch.aminmax(comparable(t)))
 
 
-def is_finite(ranges: Sequence[Range]) -> bool:
-    """Return whether all values in ranges are finite. Waits for the device."""
-    return all(math.isfinite(x) for found in ranges for x in found)
-
-
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
     return real(t) if t.element_size() > 1 else t.to(torch.float32)

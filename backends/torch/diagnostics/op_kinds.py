@@ -67,10 +67,6 @@ def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-# Kernels by the functions that call them: `torch.tensor` ends in lift_fresh.
-_CALLED = {"_to_copy": "to", "lift_fresh": "tensor"}
-
-
 def name_of(overload: str, name: str) -> str:
     """Return the name of an op that is called past the kernels, such as in place: "relu_".
 
@@ -81,8 +77,8 @@ def name_of(overload: str, name: str) -> str:
     Returns:
         Its name in the vocabulary, or torch's own.
     """
-    if name in _CALLED:
-        return _CALLED[name]
+    if name == "_to_copy":
+        return "to"
     op = vocabulary().of_aten(overload) or vocabulary().of_kernel(name)
     if not op and name.endswith("_"):
         op = vocabulary().of_aten(overload.replace(name, name[:-1], 1))

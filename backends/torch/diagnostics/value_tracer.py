@@ -162,8 +162,9 @@ class ValueTracer(OpTracer):
 
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         reads = numbers_in(*args, *kwargs.values())
-        told = _floats(args, kwargs) or self._provenance.constants(reads)
-        return bool(told or (reads and func is torch.ops.aten.lift_fresh.default))
+        if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor, also of arrays of data
+            return any(not t.dim() for t in reads)
+        return bool(_floats(args, kwargs) or self._provenance.constants(reads))
 
     def unwatched(self, result: object) -> None:
         for t in numbers_in(result):

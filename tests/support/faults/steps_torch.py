@@ -125,7 +125,6 @@ STEPS: dict[str, Callable[[], Step]] = {
     "inf by a mask": lambda: Step(masked, ones(3, 4)),
     "fill_": lambda: Step(lambda x: (torch.empty_like(x).fill_(math.nan) * x).sum(), ones(3, 4)),
     "full": lambda: Step(lambda x: (torch.full((3, 4), math.inf) * x).sum(), ones(3, 4)),
-    "tensor": lambda: Step(lambda x: (torch.tensor([1.0, math.nan]) * x).sum(), ones(3, 2)),
     "stale gradient": lambda: Stale(lambda x: (x * 2).sum(), ones(3).requires_grad_()),
     "underflow of softmax": lambda: Step(
         lambda x: x.half().softmax(-1).log().sum(), torch.tensor([[0.0, 30.0]])

@@ -109,12 +109,6 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     """Find the node at which a run's numbers broke.
 
     Infinities that the program has as constants are no fault, until an op makes NaN of them.
-
-    Args:
-        nodes: in the order in which they ran.
-
-    Returns:
-        The node and the cause; None if every value that reached an end is finite or meant.
     """
     reaches, hidden = _bad_ones(nodes)
     for at, node in enumerate(nodes):

@@ -234,12 +234,7 @@ class Bins:
         self._row = table.new_row()
 
     def add(self, t: torch.Tensor, found: int) -> None:
-        """Count a tensor's values.
-
-        Args:
-            t: a measurable tensor.
-            found: the number of its range.
-        """
+        """Count a tensor's values."""
         self.ranges.append(found)
         self.values += t.numel()
         self.counted += self._table.add(self._row, t)

@@ -154,9 +154,9 @@ class Fault(NamedTuple):
         source: file and line of the user's code.
         direction: "forward", "backward" or "recompute".
         kind: "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into
-            zero), "number" (a constant of the program is zero in its dtype), "input" (an argument
-            or parameter was not finite) or "operation" (its result is not finite in float32
-            either).
+            zero), "saturation" (into 1), "number" (a constant of the program is zero in its dtype),
+            "input" (an argument or parameter was not finite), "index" (one is out of range, and was
+            filled with NaN) or "operation" (its result is not finite in float32 either).
         run: the dtype that it ran in.
         row: of the policy, that decided; None if the policy has no row for the op.
         inputs: of the op.

@@ -25,6 +25,8 @@ _TAKES_UP = frozenset(
     "min amax amin where masked_fill relu".split()
 )
 
+# Ops whose results may be exactly what an exact 1 made.
+_OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"
@@ -68,6 +70,8 @@ class Node(NamedTuple):
         loops: keys of the loops around it, the outermost first.
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
+        late: True if only the backward pass reads its result.
+        ones: True if its largest result is 1 in its dtype, and below in float32.
         single: True if its result is one number, as a loss is.
     """
 
@@ -86,6 +90,8 @@ class Node(NamedTuple):
     loops: tuple[Hashable, ...] = ()
     first: tuple[int, ...] = ()
     op: str = ""
+    late: bool = False
+    ones: bool = False
     single: bool = False
 
 
@@ -111,11 +117,14 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     Infinities that the program has as constants are no fault, until an op makes NaN of them.
     """
     reaches, hidden = _bad_ones(nodes)
-    for at, node in enumerate(nodes):
+    order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)
+    for at in order:
+        node = nodes[at]
         if (reaches[at] or hidden[at]) and not any(_spoils(nodes, i, at) for i in node.inputs):
             if node.spoiled or not node.given:
                 return _of(nodes, at)
-    for at, node in enumerate(nodes):
+    for at in order:
+        node = nodes[at]
         if not reaches[at] or not (node.bad == "NaN" or node.single):
             continue
         spoilt = [i for i in node.inputs if _spoils(nodes, i, at)]
@@ -207,6 +216,9 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             "overflow",
             f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
         )
+    if (cause := _saturated(nodes, at)) is not None:
+        why = f"its largest result is 1 in {nodes[cause].run}, and below 1 in float32"
+        return Blame(cause, at, "saturation", why)
     cause = _cause(nodes, at)
     if cause is not None:
         found = nodes[cause]
@@ -218,6 +230,17 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         return Blame(cause, at, "underflow", why)
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
     return Blame(at, at, "operation", why)
+
+
+def _saturated(nodes: Sequence[Node], at: int) -> int | None:
+    """The node whose dtype made ones, of which others made what the node `at` cannot take."""
+    front = [i for i in nodes[at].inputs if i < at]
+    while front:
+        if found := [i for i in front if nodes[i].ones]:
+            return found[0]
+        front = [i for f in front if nodes[f].cast or nodes[f].op in _OF_ONE
+                 for i in nodes[f].inputs if i < f]  # fmt: skip
+    return None
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from polymp.backends.jax.diagnostics.events import Event
 from polymp.backends.jax.diagnostics.fp8_losses import measurements
-from polymp.backends.jax.diagnostics.locate import blamed, fault
+from polymp.backends.jax.diagnostics.locate import blamed, derived, fault, largest
 from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, call_of, inputs, names
 from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost
@@ -70,7 +70,8 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         if audit.fault is None:
             found = blamed(program, facts, peaks)
             if found is not None:
-                audit.fault = fault(program, found, None, facts, peaks)
+                event = program.twin.events[found.node]
+                audit.fault = fault(program, found, tuple(largest(program, event, peaks)), facts)
     audit.results = [_together(many) for many in results.values()]
     audit.gradients = [_together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
@@ -91,8 +92,9 @@ def _results(
     program: MeasuredCall, facts: Sequence[Facts], scale: float
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
+    late = derived(program)
     for number, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
-        if event.group is None or not _ran(fact):
+        if event.group is None or number in late or not _ran(fact):
             continue
         call = program.calls[event.group]
         magnitudes = _magnitudes(event, fact)

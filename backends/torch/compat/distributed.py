@@ -67,4 +67,5 @@ def settle_dtypes(module: Any) -> None:
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is not None and group._orig_dtype is None:
-            group._init_mp_dtypes()
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype

@@ -27,6 +27,7 @@ _TAKES_UP = frozenset(
 
 # Ops whose results may be exactly what an exact 1 made.
 _OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
+
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"

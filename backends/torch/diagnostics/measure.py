@@ -121,15 +121,15 @@ class Lost(NamedTuple):
         return cls(range_of(wide), torch.stack((burst, vanished)), few.numel(), low.numel())
 
     @staticmethod
-    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float]]":
-        """Yield for each whether all was finite in float32, and the share that became zero."""
+    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float, bool]]":
+        """Yield whether it was finite in float32, the share that became zero, if it was below 1."""
         if not many:
             return
         ranges = iter(numbers([x for lost in many for x in lost.wide]))
         counts = torch.stack([lost.both.cpu() for lost in many]).tolist()
         for lost, (_, vanished) in zip(many, counts, strict=True):
-            finite = math.isfinite(next(ranges)) & math.isfinite(next(ranges))
-            yield finite, vanished / lost.looked_at
+            low, high = next(ranges), next(ranges)
+            yield math.isfinite(low) & math.isfinite(high), vanished / lost.looked_at, high < 1
 
 
 def sample(t: torch.Tensor) -> torch.Tensor:

@@ -243,21 +243,17 @@ class Bins:
         """Return what was counted. Waits for the device."""
         ranges = self._ranges.read(self.ranges)
         finite = [abs(x) for x in ranges if math.isfinite(x)]
-        bins, counted = self._table.read(self._row), self.counted
-        largest = max(finite, default=0.0)
+        bins = self._table.read(self._row)
+        largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
         if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
         ends = numbers([x for one in self.lost for x in one.wide])
-        ranges = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
-        nan = any(map(math.isnan, ranges))
-        if not nan and not any(map(math.isinf, ranges)):
-            burst, counted, bins = 0, counted - bins[INF], (*bins[:INF], 0, *bins[INF + 1 :])
         total = max(sum(x.looked_at for x in self.lost), 1)
-        return Magnitudes(
+        found = Magnitudes(
             self.values,
-            counted,
+            self.counted,
             bins,
             largest,
             any(map(math.isinf, ranges)) or (nan and bins[INF] > 0),
@@ -266,6 +262,8 @@ class Bins:
             vanished / total,
             wide=max(filter(math.isfinite, map(abs, ends)), default=0.0) if burst else 0.0,
         )
+        rest = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
+        return found if not all(map(math.isfinite, rest)) else found.unmasked()
 
 
 def in_float16(

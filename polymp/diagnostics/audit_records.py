@@ -63,27 +63,12 @@ def by_module(results: Iterable[Measured], fold: bool = True) -> list[ModuleRows
     """Return results of ops by direction and module, equal layers as one.
 
     A layer that its dtype broke, by an Inf or by making most values zero, is not equal to others.
-
-    Args:
-        results: of ops.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules of each direction, in the order in which they were first reached.
     """
     return folded(results, lambda m: (m.direction, m.module), _alike, together, fold)
 
 
 def by_owner(gradients: Iterable[Measured], fold: bool = True) -> list[ModuleRows[Measured]]:
-    """Return gradients of parameters by the module that has them, equal layers as one.
-
-    Args:
-        gradients: of parameters, by name.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules; their section is "".
-    """
+    """Return gradients of parameters by the module that has them, equal layers as one."""
     return folded(gradients, lambda m: ("", split(m.module)[0]), _alike_gradient, together, fold)
 
 

@@ -27,6 +27,7 @@ _TAKES_UP = frozenset(
 
 # Ops whose results may be exactly what an exact 1 made.
 _OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
+
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"
@@ -115,12 +116,6 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     """Find the node at which a run's numbers broke.
 
     Infinities that the program has as constants are no fault, until an op makes NaN of them.
-
-    Args:
-        nodes: in the order in which they ran.
-
-    Returns:
-        The node and the cause; None if every value that reached an end is finite or meant.
     """
     reaches, hidden = _bad_ones(nodes)
     order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)

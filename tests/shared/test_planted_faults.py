@@ -279,6 +279,7 @@ SINGLE = (
     Single("transform", "fft_rfft", "operation", says="ran in complex64"),
     Single("upper bound", "clamp", "number", helps=True, says="0.999999 is 1 in float16"),
     Single("upper bound in bfloat16", "clamp", "number", True, "0.9999 is 1 in bfloat16"),
+    Single("sigmoid of 10", "sigmoid", "saturation", helps=True, says="below 1 in float32"),
     Single("lower bound", "clamp_min", "number", helps=True, says="is zero in float16"),
     Single("bound in place", "clamp_min", "number", says="is zero in float16"),
     Single("fill of where", "where", "number", helps=True, says="1e-09"),

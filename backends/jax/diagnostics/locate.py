@@ -65,7 +65,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
-        found = blamed(program, facts, peaks)
+        found = blame(nodes_of(program, facts, peaks))
         if found is None:
             progress.tell("locate: all values that the step made are finite")
             return None
@@ -126,10 +126,10 @@ def derived(program: MeasuredCall) -> set[int]:
     return {at for at in late if events[at].group in whole}
 
 
-def blamed(
+def nodes_of(
     program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array]
-) -> Blame | None:
-    """The event that `blame` finds in the facts of a run; None if all is finite."""
+) -> list[Node]:
+    """The events of a run with their facts, for `blame`."""
     named = names(program)
     spoiled = {at: named[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
     nodes, late = [], derived(program)
@@ -164,7 +164,7 @@ def blamed(
                 ones,
             )
         )
-    return blame(nodes)
+    return nodes
 
 
 def fault(

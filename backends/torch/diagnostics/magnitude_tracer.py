@@ -60,7 +60,8 @@ class MagnitudeTracer(ValueTracer):
         self._model = model
         self._scaler = scaler
         self._visits: Counter[Any] = Counter()
-        self._call, self._part = None, 0  # the call whose kernels run, and how many have
+        self._call: OpCall | None = None
+        self._part = 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
         self.sites: dict[tuple[Any, ...], Site] = {}
         self.gradients: dict[tuple[str, int], Bins] = {}

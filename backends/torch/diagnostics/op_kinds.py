@@ -68,15 +68,7 @@ def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
 
 
 def name_of(overload: str, name: str) -> str:
-    """Return the name of an op that is called past the kernels, such as in place: "relu_".
-
-    Args:
-        overload: its full name: "add_.Tensor".
-        name: the name without the overload's: "add_".
-
-    Returns:
-        Its name in the vocabulary, or torch's own.
-    """
+    """Return the name of an op that is called past the kernels, such as in place: "relu_"."""
     if name == "_to_copy":
         return "to"
     op = vocabulary().of_aten(overload) or vocabulary().of_kernel(name)

@@ -245,6 +245,6 @@ class ValueTracer(OpTracer):
         return first_fault(self.events, self.ranges, self._provenance)
 
 
-def _floats(args: modes.Args, kwargs: modes.Kwargs) -> list[float]:
+def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
     """Return the Python floats among an op's arguments."""
     return [x for x in (*args, *kwargs.values()) if isinstance(x, float)]

@@ -105,6 +105,9 @@ STEPS: dict[str, Callable[[], Step]] = {
     "upper bound in bfloat16": lambda: Step(
         lambda x: torch.log1p(-x.bfloat16().clamp(max=1 - 1e-4)).sum(), ones(3), "bfloat16"
     ),
+    "sigmoid of 10": lambda: Step(
+        lambda x: torch.log1p(-x.half().sigmoid()).sum(), ones(3, value=10.0).requires_grad_()
+    ),
     "lower bound": lambda: Step(
         lambda x: x.half().clamp_min(1e-8).log().sum(), torch.zeros(3).requires_grad_()
     ),

@@ -158,29 +158,20 @@ def test_an_overflow_on_one_rank_skips_on_both(notes: Any, dtype: torch.dtype, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_train_as_with_torch_s_classes(notes: Any, dtype: torch.dtype, kind: str) -> None:
-    """But for the gradients of the step whose loss is lost: under polymp all of them are NaN."""
+    """In the step whose loss is lost, too."""
     for of_rank in notes:
         ours, theirs = (of_rank[name, str(dtype), kind] for name in ("polymp", "torch"))
-        lost = [n for n in ours if isinstance(n, dict)][SPOILED]
-        at = ours.index(lost)
-        for name, values in lost["gradients"]:
-            assert name == "torch.float32"
-            assert torch.frombuffer(bytearray(values), dtype=torch.float32).isnan().all()
-        assert {**lost, "gradients": theirs[at]["gradients"]} == theirs[at]
-        seen = {at, at - 1} if kind == "clipped" else {at}  # and the norm that was clipped
-        assert [n for i, n in enumerate(ours) if i not in seen] == [
-            n for i, n in enumerate(theirs) if i not in seen
-        ]
+        assert repr(ours) == repr(theirs)  # a norm that was clipped is NaN
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused", "clipped"])
-def test_ranks_that_tell_each_other_of_a_lost_loss_keep_the_scale(notes: Any, kind: str) -> None:
-    """It is lost on one rank only; without `process_group` the scale backs off, as torch's does."""
+def test_ranks_that_tell_each_other_of_a_lost_loss(notes: Any, kind: str) -> None:
+    """It is lost on one rank only; the scale backs off as without `process_group`."""
     one, other = (of_rank["telling", "", kind] for of_rank in notes)
     assert one == other
     steps = [n for n in one if isinstance(n, dict)]
     assert [n["skipped"] for n in steps] == [step == SPOILED for step in range(STEPS)]
-    assert [n["scale"] for n in steps] == [1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0]
+    assert [n["scale"] for n in steps] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
     assert [n["count"] for n in steps] == [1, 0, 0, 1, 0, 1]
 
 

@@ -61,8 +61,7 @@ def kernels(device: str) -> frozenset[str]:
 def table(policy: Policy, dtype: str, device: str = "") -> Mapping[str, Row]:
     """Return the overloads of this torch that have a row in regions of a dtype, with the rows.
 
-    Where torch has no low kernel of an op on the device, the fp32 row of the device's own table
-    stands in for a row that does not name the op, or for none.
+    An fp32 row of the device's own table stands in where the device has no low kernel of an op.
     """
     return _table(policy, dtype, device, len(vocabulary().registered))
 
@@ -80,8 +79,8 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
         if low and not named and not op_facts.has_low(overload, "cpu", dtype):
-            own = row(device, overload, dtype)
-            won = own if own is not None and own.rule is Rule.FP32 else None
+            won = row(device, overload, dtype)
+            won = won if won is not None and won.rule is Rule.FP32 else None
         if won is None or won.rule is Rule.PARTS or overload in op_facts.UNTOUCHED:
             continue
         if dispatcher.overload(overload) is not None:  # this torch is too old or too new for it
@@ -109,10 +108,7 @@ def row(device: str, op: str, dtype: str) -> Row | None:
 
 
 def as_mul(device: str, policy: Policy, op: str, dtype: str) -> Row | None:
-    """Return the row that an op follows where it adds nothing up; None if it keeps its own.
-
-    It is that of a multiplication. Tables that do as torch does, errors included, are torch's.
-    """
+    """Return the row of a multiplication, for a product that adds nothing up; None in torch's."""
     rows = table(policy, dtype, device)
     lowers = op in op_facts.PRODUCTS and op in rows and rows[op].rule in (Rule.LOWER, Rule.FP8)
     if not lowers or policy.halves == "raise":

@@ -63,27 +63,12 @@ def by_module(results: Iterable[Measured], fold: bool = True) -> list[ModuleRows
     """Return results of ops by direction and module, equal layers as one.
 
     A layer that its dtype broke, by an Inf or by making most values zero, is not equal to others.
-
-    Args:
-        results: of ops.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules of each direction, in the order in which they were first reached.
     """
     return folded(results, lambda m: (m.direction, m.module), _alike, together, fold)
 
 
 def by_owner(gradients: Iterable[Measured], fold: bool = True) -> list[ModuleRows[Measured]]:
-    """Return gradients of parameters by the module that has them, equal layers as one.
-
-    Args:
-        gradients: of parameters, by name.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules; their section is "".
-    """
+    """Return gradients of parameters by the module that has them, equal layers as one."""
     return folded(gradients, lambda m: ("", split(m.module)[0]), _alike_gradient, together, fold)
 
 
@@ -169,9 +154,9 @@ class Fault(NamedTuple):
         source: file and line of the user's code.
         direction: "forward", "backward" or "recompute".
         kind: "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into
-            zero), "number" (a constant of the program is zero in its dtype), "input" (an argument
-            or parameter was not finite) or "operation" (its result is not finite in float32
-            either).
+            zero), "saturation" (into 1), "number" (a constant of the program is zero in its dtype),
+            "input" (an argument or parameter was not finite), "index" (one is out of range, and was
+            filled with NaN) or "operation" (its result is not finite in float32 either).
         run: the dtype that it ran in.
         row: of the policy, that decided; None if the policy has no row for the op.
         inputs: of the op.

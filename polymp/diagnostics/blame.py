@@ -17,13 +17,16 @@ from polymp.dtypes import FORMATS
 _STEPS = 12
 
 # Ops whose Inf, of finite inputs, may be a division by zero.
-DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
+DIVIDING = frozenset("div reciprocal log log1p log2 log10 logit rsqrt pow".split())
 
 # Ops that give the same for Inf as for a very large number: masks and clamps lead to them.
 _TAKES_UP = frozenset(
     "softmax log_softmax logsumexp exp sigmoid tanh clamp clamp_min clamp_max maximum minimum max "
     "min amax amin where masked_fill relu".split()
 )
+
+# Ops whose results may be exactly what an exact 1 made.
+_OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
@@ -68,6 +71,8 @@ class Node(NamedTuple):
         loops: keys of the loops around it, the outermost first.
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
+        late: True if only the backward pass reads its result.
+        ones: True if its largest result is 1 in its dtype, and below in float32.
         single: True if its result is one number, as a loss is.
     """
 
@@ -86,6 +91,8 @@ class Node(NamedTuple):
     loops: tuple[Hashable, ...] = ()
     first: tuple[int, ...] = ()
     op: str = ""
+    late: bool = False
+    ones: bool = False
     single: bool = False
 
 
@@ -109,19 +116,16 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     """Find the node at which a run's numbers broke.
 
     Infinities that the program has as constants are no fault, until an op makes NaN of them.
-
-    Args:
-        nodes: in the order in which they ran.
-
-    Returns:
-        The node and the cause; None if every value that reached an end is finite or meant.
     """
     reaches, hidden = _bad_ones(nodes)
-    for at, node in enumerate(nodes):
+    order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)
+    for at in order:
+        node = nodes[at]
         if (reaches[at] or hidden[at]) and not any(_spoils(nodes, i, at) for i in node.inputs):
             if node.spoiled or not node.given:
                 return _of(nodes, at)
-    for at, node in enumerate(nodes):
+    for at in order:
+        node = nodes[at]
         if not reaches[at] or not (node.bad == "NaN" or node.single):
             continue
         spoilt = [i for i in node.inputs if _spoils(nodes, i, at)]
@@ -137,14 +141,16 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
 
 
 def meant(nodes: Sequence[Node]) -> set[int]:
-    """Return the nodes whose infinities are a mask's: they reach no end, or are constants."""
-    (reaches, hidden), found = _bad_ones(nodes), set[int]()
+    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
+    (reaches, hidden), constants = _bad_ones(nodes), set[int]()
+    untested = _reaching(nodes, _readers(nodes), tests=False)
     for at, node in enumerate(nodes):
         spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
-        constant = (node.given or spoilt) and spoilt <= found and not (node.spoiled or node.burst)
-        if node.bad == "Inf" and (constant or not (reaches[at] or hidden[at])):
-            found.add(at)
-    return found
+        if (node.given or spoilt) and spoilt <= constants and not (node.spoiled or node.burst):
+            constants.add(at)
+    ends = [(untested if at in constants else reaches)[at] for at in range(len(nodes))]
+    bad = (at for at, node in enumerate(nodes) if node.bad == "Inf")
+    return {at for at in bad if not (ends[at] or hidden[at])}
 
 
 def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
@@ -180,17 +186,20 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
     return readers
 
 
-def _reaching(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> list[bool]:
+def _reaching(
+    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tests: bool = True
+) -> list[bool]:
     """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is a value that no op reads, or that is tested for being finite.
+    An end is a value that no op reads, or `tests` alone, or that is tested for being finite.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            reaches[at] = asked or not of_values or any(reaches[r] for r in of_values)
+            unread = not of_values if tests else not readers[at]
+            reaches[at] = asked or unread or any(reaches[r] for r in of_values)
     return reaches
 
 
@@ -208,6 +217,9 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             "overflow",
             f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
         )
+    if (cause := _saturated(nodes, at)) is not None:
+        why = f"its largest result is 1 in {nodes[cause].run}, and below 1 in float32"
+        return Blame(cause, at, "saturation", why)
     cause = _cause(nodes, at)
     if cause is not None:
         found = nodes[cause]
@@ -219,6 +231,17 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         return Blame(cause, at, "underflow", why)
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
     return Blame(at, at, "operation", why)
+
+
+def _saturated(nodes: Sequence[Node], at: int) -> int | None:
+    """The node whose dtype made ones, of which others made what the node `at` cannot take."""
+    front = [i for i in nodes[at].inputs if i < at]
+    while front:
+        if found := [i for i in front if nodes[i].ones]:
+            return found[0]
+        front = [i for f in front if nodes[f].cast or nodes[f].op in _OF_ONE
+                 for i in nodes[f].inputs if i < f]  # fmt: skip
+    return None
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:

@@ -123,6 +123,11 @@ class Magnitudes(NamedTuple):
         at = bisect_left(seen, max(share * seen[-1], 1))  # the bin that brings the count there
         return _EDGES[at + 1] if at < len(seen) else 0.0
 
+    def unmasked(self) -> "Magnitudes":
+        """The same values without Inf, where that is a mask's."""
+        bins, kept = (*self.bins[:INF], 0, *self.bins[INF + 1 :]), self.counted - self.bins[INF]
+        return self._replace(bins=bins, counted=kept, inf=False, burst=0.0)
+
     def scaled(self, factor: float) -> "Magnitudes":
         """The same values, multiplied by a power of two.
 

@@ -55,7 +55,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         PolicyError: no such policy.
     """
     policy, fault = policy_files.load(base), audit.fault
-    if fault is not None and fault.kind in ("input", "operation"):
+    if fault is not None and fault.kind in ("input", "index", "operation"):
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
     if why := _hopeless(audit):
@@ -81,7 +81,7 @@ def _bursts(audit: AuditRecord) -> list[Measured | Fault]:
 def _losses(audit: AuditRecord) -> list[Measured | Fault]:
     """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
     fault = audit.fault
-    if fault is not None and fault.kind in ("underflow", "number"):
+    if fault is not None and fault.kind in ("underflow", "number", "saturation"):
         return [fault, *_lost_before(audit, fault)]
     lost = (m for m in _forward(audit) if m.numbers or m.magnitudes.vanished > MANY)
     return list(lost)
@@ -138,6 +138,8 @@ def _same_call(m: Measured, fault: Fault) -> bool:
 
 def _look(fault: Fault) -> str:
     at = _at(fault)
+    if fault.kind == "index":
+        return f"{at}: {fault.why}: look at the data."
     if fault.kind == "operation":
         if fault.why == CONSTANT:
             return f"{at}: {fault.why}: change the program."
@@ -188,7 +190,7 @@ def _raised(
         if pattern != scope:
             alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
         scope = pattern if len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}"
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
         if not of:
             reasons.append(f"{why.rstrip('.')}. No row can be for it: change the program.")
         elif _has(policy, one, of):

@@ -67,8 +67,9 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
     nodes = []
     for event, was in zip(events, bad, strict=True):
         finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
+        ends, below = ranges.read(event.ranges), False
         if event.lost is not None:
-            finite, vanished = next(losses)
+            finite, vanished, below = next(losses)
         which = next((spoiled[at] for at in event.origins if at in spoiled), "")
         nodes.append(
             Node(
@@ -78,12 +79,13 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
                 finite and bool(was),
                 vanished,
                 True,
-                _in_range(event, ranges.read(event.ranges)),
+                _in_range(event, ends),
                 which,
                 event.given or not event.reads,
                 bool(event.ranges),
                 cast=event.cast,
                 op=event.op_call.op,
+                ones=below and max(ends) == 1 and not event.numbers,
                 single=event.single,
             )
         )

@@ -12,19 +12,13 @@ import torch.nn as nn
 
 from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
-from polymp.backends.torch.diagnostics.measure import (
-    Bins,
-    BinTable,
-    Range,
-    is_finite,
-    measurable,
-    range_of,
-)
+from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_kinds import facts_of
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
+from polymp.diagnostics.blame import DIVIDING
 from polymp.diagnostics.call_record import BACKWARD
 
 # At each call site, one of so many calls is compared with float32, the first among them.
@@ -66,7 +60,8 @@ class MagnitudeTracer(ValueTracer):
         self._model = model
         self._scaler = scaler
         self._visits: Counter[Any] = Counter()
-        self._call, self._part = None, 0  # the call whose kernels run, and how many have
+        self._call: OpCall | None = None
+        self._part = 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
         self.sites: dict[tuple[Any, ...], Site] = {}
         self.gradients: dict[tuple[str, int], Bins] = {}
@@ -86,9 +81,7 @@ class MagnitudeTracer(ValueTracer):
         kernel = event.func, self._part  # in a call of an op, one after the other
         site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        if self._visits[site] % _EVERY == 1:
-            return True
-        return results[0].device.type == "cpu" and not is_finite(ranges)  # read without waiting
+        return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING
 
     def before(self, ran: Ran) -> Any:
         self._pass()

@@ -51,11 +51,6 @@ def range_of(t: torch.Tensor) -> Range:
     return Range(*torch.aminmax(comparable(t)))
 
 
-def is_finite(ranges: Sequence[Range]) -> bool:
-    """Return whether all values in ranges are finite. Waits for the device."""
-    return all(math.isfinite(x) for found in ranges for x in found)
-
-
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
     return real(t) if t.element_size() > 1 else t.to(torch.float32)
@@ -126,15 +121,15 @@ class Lost(NamedTuple):
         return cls(range_of(wide), torch.stack((burst, vanished)), few.numel(), low.numel())
 
     @staticmethod
-    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float]]":
-        """Yield for each whether all was finite in float32, and the share that became zero."""
+    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float, bool]]":
+        """Yield whether it was finite in float32, the share that became zero, if it was below 1."""
         if not many:
             return
         ranges = iter(numbers([x for lost in many for x in lost.wide]))
         counts = torch.stack([lost.both.cpu() for lost in many]).tolist()
         for lost, (_, vanished) in zip(many, counts, strict=True):
-            finite = math.isfinite(next(ranges)) & math.isfinite(next(ranges))
-            yield finite, vanished / lost.looked_at
+            low, high = next(ranges), next(ranges)
+            yield math.isfinite(low) & math.isfinite(high), vanished / lost.looked_at, high < 1
 
 
 def sample(t: torch.Tensor) -> torch.Tensor:
@@ -239,12 +234,7 @@ class Bins:
         self._row = table.new_row()
 
     def add(self, t: torch.Tensor, found: int) -> None:
-        """Count a tensor's values.
-
-        Args:
-            t: a measurable tensor.
-            found: the number of its range.
-        """
+        """Count a tensor's values."""
         self.ranges.append(found)
         self.values += t.numel()
         self.counted += self._table.add(self._row, t)
@@ -253,21 +243,17 @@ class Bins:
         """Return what was counted. Waits for the device."""
         ranges = self._ranges.read(self.ranges)
         finite = [abs(x) for x in ranges if math.isfinite(x)]
-        bins, counted = self._table.read(self._row), self.counted
-        largest = max(finite, default=0.0)
+        bins = self._table.read(self._row)
+        largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
         if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
         ends = numbers([x for one in self.lost for x in one.wide])
-        ranges = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
-        nan = any(map(math.isnan, ranges))
-        if not nan and not any(map(math.isinf, ranges)):
-            burst, counted, bins = 0, counted - bins[INF], (*bins[:INF], 0, *bins[INF + 1 :])
         total = max(sum(x.looked_at for x in self.lost), 1)
-        return Magnitudes(
+        found = Magnitudes(
             self.values,
-            counted,
+            self.counted,
             bins,
             largest,
             any(map(math.isinf, ranges)) or (nan and bins[INF] > 0),
@@ -276,6 +262,8 @@ class Bins:
             vanished / total,
             wide=max(filter(math.isfinite, map(abs, ends)), default=0.0) if burst else 0.0,
         )
+        rest = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
+        return found if not all(map(math.isfinite, rest)) else found.unmasked()
 
 
 def in_float16(

@@ -67,22 +67,10 @@ def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-# Kernels by the functions that call them: `torch.tensor` ends in lift_fresh.
-_CALLED = {"_to_copy": "to", "lift_fresh": "tensor"}
-
-
 def name_of(overload: str, name: str) -> str:
-    """Return the name of an op that is called past the kernels, such as in place: "relu_".
-
-    Args:
-        overload: its full name: "add_.Tensor".
-        name: the name without the overload's: "add_".
-
-    Returns:
-        Its name in the vocabulary, or torch's own.
-    """
-    if name in _CALLED:
-        return _CALLED[name]
+    """Return the name of an op that is called past the kernels, such as in place: "relu_"."""
+    if name == "_to_copy":
+        return "to"
     op = vocabulary().of_aten(overload) or vocabulary().of_kernel(name)
     if not op and name.endswith("_"):
         op = vocabulary().of_aten(overload.replace(name, name[:-1], 1))

@@ -206,6 +206,10 @@ class OpTracer(decision_log.Recorder):
     def __enter__(self) -> "OpTracer":
         self._origins.begin()
         with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # In it, a mode is given ops such as `linear` whole, with autocast off inside.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             stack.enter_context(lent_kernels.recorded())
             stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)

@@ -4,6 +4,7 @@ The host reads the range of each result as soon as it is there. Most ops are not
 inputs need no measurement.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.compat.storage import storage_key
 from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
-from polymp.backends.torch.diagnostics.measure import Range, is_finite, measurable, sample
+from polymp.backends.torch.diagnostics.measure import Range, measurable, sample
 from polymp.backends.torch.diagnostics.op_call import Ran
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
@@ -34,8 +35,9 @@ class OperandTracer(ValueTracer):
             return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 
     def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
-        # Else float16 has made no value Inf, and none of those that are compared zero.
-        return not is_finite(ranges) or any(bool((sample(t) == 0).any()) for t in results[:1])
+        # Else float16 has made no value Inf, and none of those that are compared zero or 1.
+        few = [sample(t) for t in results[:1]]
+        return not _finite(ranges) or any(bool(((t == 0) | (t == 1)).any()) for t in few)
 
     def noted(
         self,
@@ -45,7 +47,11 @@ class OperandTracer(ValueTracer):
         inputs: list[torch.Tensor],
     ) -> Event:
         lost = event.lost is not None and bool(event.lost.both.any())
-        if not (lost or event.numbers) and is_finite(ranges):
+        if not (lost or event.numbers) and _finite(ranges):
             return event
         measured = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
         return event._replace(operands=measured)
+
+
+def _finite(ranges: Sequence[Range]) -> bool:
+    return all(math.isfinite(x) for found in ranges for x in found)

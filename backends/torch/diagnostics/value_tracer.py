@@ -162,8 +162,9 @@ class ValueTracer(OpTracer):
 
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         reads = numbers_in(*args, *kwargs.values())
-        told = _floats(args, kwargs) or self._provenance.constants(reads)
-        return bool(told or (reads and func is torch.ops.aten.lift_fresh.default))
+        if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor, also of arrays of data
+            return any(not t.dim() for t in reads)
+        return bool(_floats(args, kwargs) or self._provenance.constants(reads))
 
     def unwatched(self, result: object) -> None:
         for t in numbers_in(result):
@@ -244,6 +245,6 @@ class ValueTracer(OpTracer):
         return first_fault(self.events, self.ranges, self._provenance)
 
 
-def _floats(args: modes.Args, kwargs: modes.Kwargs) -> list[float]:
+def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
     """Return the Python floats among an op's arguments."""
     return [x for x in (*args, *kwargs.values()) if isinstance(x, float)]

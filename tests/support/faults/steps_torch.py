@@ -105,6 +105,9 @@ STEPS: dict[str, Callable[[], Step]] = {
     "upper bound in bfloat16": lambda: Step(
         lambda x: torch.log1p(-x.bfloat16().clamp(max=1 - 1e-4)).sum(), ones(3), "bfloat16"
     ),
+    "sigmoid of 10": lambda: Step(
+        lambda x: torch.log1p(-x.half().sigmoid()).sum(), ones(3, value=10.0).requires_grad_()
+    ),
     "lower bound": lambda: Step(
         lambda x: x.half().clamp_min(1e-8).log().sum(), torch.zeros(3).requires_grad_()
     ),
@@ -125,7 +128,6 @@ STEPS: dict[str, Callable[[], Step]] = {
     "inf by a mask": lambda: Step(masked, ones(3, 4)),
     "fill_": lambda: Step(lambda x: (torch.empty_like(x).fill_(math.nan) * x).sum(), ones(3, 4)),
     "full": lambda: Step(lambda x: (torch.full((3, 4), math.inf) * x).sum(), ones(3, 4)),
-    "tensor": lambda: Step(lambda x: (torch.tensor([1.0, math.nan]) * x).sum(), ones(3, 2)),
     "stale gradient": lambda: Stale(lambda x: (x * 2).sum(), ones(3).requires_grad_()),
     "underflow of softmax": lambda: Step(
         lambda x: x.half().softmax(-1).log().sum(), torch.tensor([[0.0, 30.0]])

@@ -93,14 +93,6 @@ def row(device: str, op: str, dtype: str) -> Row | None:
 
     A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
     this build of torch leaves out is never called, and has the row that other builds give it.
-
-    Args:
-        device: the device type.
-        op: name of an overload.
-        dtype: the low dtype of the region.
-
-    Returns:
-        The row, or None.
     """
     if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
         return table(policy(device), dtype).get(op)
@@ -137,12 +129,6 @@ def drift(device: str) -> tuple[list[str], list[str]]:
     """Return the ops that torch registers and our table lacks, and those the other way round.
 
     Ops that this build of torch leaves out do not count as ops of the table.
-
-    Args:
-        device: the device type.
-
-    Returns:
-        Two sorted lists.
     """
     ours = table(policy(device), "float16")
     known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}

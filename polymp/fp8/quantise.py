@@ -5,7 +5,7 @@
     array     = about float32(quantised) * (1 / scale)
 
 An operand is quantised from the dtype that it comes in, float32, bfloat16 or float16, with no
-rounding in between. So both frameworks get the same bits.
+rounding in between. So both frameworks get the same operands; their sums have other orders.
 
 An amax that is Inf or NaN makes the scale NaN, and with it all that is quantised by it. Casts to 8
 bits would hide it: torch's make 448 of Inf, and a scale of 0 makes 0 of the finite numbers beside

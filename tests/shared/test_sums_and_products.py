@@ -82,7 +82,7 @@ MULTIPLIES = {  # as torch and jax.numpy spell it, of positions and rates
 }
 
 
-@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
 def test_a_product_that_sums_over_nothing_is_not_lowered(framework: str, policy: str) -> None:
     """Rotary angles: in bfloat16 they are wrong by up to 14."""

@@ -118,14 +118,7 @@ def differing(policy: Policy, device: str) -> frozenset[str]:
 
 @contextmanager
 def all_python(*devices: str) -> Iterator[None]:
-    """Run every op that has a rule on our kernels, the compiled ones unused. For tests.
-
-    Args:
-        devices: the device types; all that have a table, if none is named.
-
-    Yields:
-        Nothing.
-    """
+    """Run every op that has a rule on our kernels, on all devices if none is named. For tests."""
     for device in devices or torch_table.DEVICES:
         put(device, sorted(torch_table.kernels(device)))
     with autocast_kernel.compiled_unused():

@@ -108,14 +108,6 @@ def has_low(overload: str, device: str, dtype: str) -> bool:
 
     Linear algebra has none anywhere, Fourier transforms only in float16 on GPUs.
 
-    Args:
-        overload: name of the op's overload.
-        device: the device type.
-        dtype: the low dtype.
-
-    Returns:
-        True if torch has one, or nothing is known.
-
     Source:
         torch v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp,
         `promote_type_fft`.

@@ -156,6 +156,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
         decision = ruling.decided(op, name, device, args)
         if ruling.decision is None:
             if decision.rule is Rule.FORBID:
+                assert ruling.row is not None, "it decided"
                 forbid(ruling.policy, ruling.row, name, dtypes(op, device, args))
             if in_float32 and decision.out in LOW:
                 if own_kernel is not None:

@@ -61,8 +61,7 @@ def kernels(device: str) -> frozenset[str]:
 def table(policy: Policy, dtype: str, device: str = "") -> Mapping[str, Row]:
     """Return the overloads of this torch that have a row in regions of a dtype, with the rows.
 
-    Where torch has no low kernel of an op on the device, the fp32 row of the device's own table
-    stands in for a row that does not name the op, or for none.
+    An fp32 row of the device's own table stands in where the device has no low kernel of an op.
     """
     return _table(policy, dtype, device, len(vocabulary().registered))
 
@@ -80,8 +79,8 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
         if low and not named and not op_facts.has_low(overload, "cpu", dtype):
-            own = row(device, overload, dtype)
-            won = own if own is not None and own.rule is Rule.FP32 else None
+            won = row(device, overload, dtype)
+            won = won if won is not None and won.rule is Rule.FP32 else None
         if won is None or won.rule is Rule.PARTS or overload in op_facts.UNTOUCHED:
             continue
         if dispatcher.overload(overload) is not None:  # this torch is too old or too new for it
@@ -94,14 +93,6 @@ def row(device: str, op: str, dtype: str) -> Row | None:
 
     A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
     this build of torch leaves out is never called, and has the row that other builds give it.
-
-    Args:
-        device: the device type.
-        op: name of an overload.
-        dtype: the low dtype of the region.
-
-    Returns:
-        The row, or None.
     """
     if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
         return table(policy(device), dtype).get(op)
@@ -109,10 +100,7 @@ def row(device: str, op: str, dtype: str) -> Row | None:
 
 
 def as_mul(device: str, policy: Policy, op: str, dtype: str) -> Row | None:
-    """Return the row that an op follows where it adds nothing up; None if it keeps its own.
-
-    It is that of a multiplication. Tables that do as torch does, errors included, are torch's.
-    """
+    """Return the row of a multiplication, for a product that adds nothing up; None in torch's."""
     rows = table(policy, dtype, device)
     lowers = op in op_facts.PRODUCTS and op in rows and rows[op].rule in (Rule.LOWER, Rule.FP8)
     if not lowers or policy.halves == "raise":
@@ -141,12 +129,6 @@ def drift(device: str) -> tuple[list[str], list[str]]:
     """Return the ops that torch registers and our table lacks, and those the other way round.
 
     Ops that this build of torch leaves out do not count as ops of the table.
-
-    Args:
-        device: the device type.
-
-    Returns:
-        Two sorted lists.
     """
     ours = table(policy(device), "float16")
     known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}

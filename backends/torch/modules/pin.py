@@ -4,7 +4,7 @@ Pinning is about storage alone: the policy decides in which dtype an op computes
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -47,19 +47,17 @@ class Pinned(subclass.Extension):
         `fn` goes on as it is: modules, such as torchmetrics', know it by its name.
         """
         pin = self.__dict__.get(Pinned.KEY)
-        dtype = dtype_names.DTYPES[pin.dtype] if pin else None
         pinned = pin.tensors(self) if pin else ()
+        dtype = dtype_names.DTYPES[pin.dtype if pin else "float32"]
         before = {name: (t.data, None if t.grad is None else t.grad.data) for name, t in pinned}
         super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         for name, (data, grad) in before.items():
-            own = self._parameters if name in self._parameters else self._buffers
-            made = own[name]
-            if made.dtype is not dtype:
-                if own is self._buffers:
-                    own[name] = _like(made, data, dtype)
-                else:
-                    made.data = _like(made, data, dtype)
-            if grad is not None and made.grad.dtype is not dtype:
+            made: Any = self._parameters.get(name)
+            if made is None:
+                self._buffers[name] = _like(self._buffers[name], data, dtype)
+                continue
+            made.data = _like(made.data, data, dtype)
+            if grad is not None:
                 made.grad.data = _like(made.grad, grad, dtype)
         if before and isinstance(self, nn.RNNBase):
             self.flatten_parameters()
@@ -80,8 +78,10 @@ class Pinned(subclass.Extension):
                 setattr(self, name, made)
 
 
-def _like(made: torch.Tensor, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy `t` to `dtype`, and to the device and layout of `made`; return `t` if it has these."""
+def _like(made: Any, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Copy `t` to `dtype`, and to the device and layout of `made`; `made` or `t` if it has them."""
+    if made.dtype is dtype:
+        return cast(torch.Tensor, made)
     if t.dtype is dtype and t.device == made.device and t.stride() == made.stride():
         return t
     return torch.empty_like(made, dtype=dtype).copy_(t)

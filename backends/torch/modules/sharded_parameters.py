@@ -83,15 +83,7 @@ class ParameterUses:
 
 
 class RegionCheck:
-    """A hook that warns if the region in force uses parameters in other dtypes than they are sent.
-
-    Args:
-        uses: what the parameters are sent for.
-        device: theirs.
-        path: of the module in the model.
-        inside: the modules that have parameters.
-        sharded: a module of each group.
-    """
+    """A hook that warns if the region in force uses parameters in dtypes that are not sent."""
 
     def __init__(
         self,

@@ -14,9 +14,9 @@ backends.require("torch")
 require("lightning")
 
 from polymp.lightning.fabric import FabricPrecision  # noqa: E402
-from polymp.lightning.trainer import Precision  # noqa: E402
+from polymp.lightning.trainer import Precision, catch  # noqa: E402
 
-__all__ = ["FabricPrecision", "Precision"]
+__all__ = ["FabricPrecision", "Precision", "catch"]
 
 
 def __dir__() -> list[str]:

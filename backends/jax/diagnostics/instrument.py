@@ -68,8 +68,7 @@ class Twin:
         events: in order.
         results: where the results of the program come from.
         handed: events of the backward pass whose results the rest of the program reads.
-        given: what the call was given that is asked for: dtype, shape, and its place if it is an
-            input of the program.
+        given: of what that call was given: dtype, shape, and its place among the inputs.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ def fault(
         BACKWARD if found.node in derived(program) else call.direction,
         kind,
         event.dtype,
-        call.row,
+        call.row and call.row.under(program.traced.record.policy),
         tuple(operands),
         became,
         why,
@@ -223,7 +223,7 @@ def _of_call(program: MeasuredCall, event: Event) -> set[tuple[tuple[int, ...], 
 
 
 def _measured(program: MeasuredCall, twin: Twin, rounds: np.ndarray[Any, Any]) -> Iterator[Operand]:
-    """What a call was given, as it was measured."""
+    """The values that a call was given, as they were measured."""
     named = names(program)
     for at, (dtype, shape, place) in enumerate(twin.given):
         smallest, largest = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())

@@ -12,8 +12,7 @@ from functools import cache, lru_cache
 import torch
 
 from polymp import versions
-from polymp.backends.torch.autocast import layer_norm
-from polymp.backends.torch.autocast.op_facts import PRODUCTS, UNTOUCHED, has_low, in_float32
+from polymp.backends.torch.autocast import layer_norm, op_facts
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -77,17 +76,16 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
     op_of = dict.fromkeys(own, "") | spelled
     asked = ((op, dtype, f"aten:{overload}") for overload, op in op_of.items())
     for (overload, op), won in zip(op_of.items(), policy.winners(asked), strict=True):
-        named = won is not None and won.of in (op, f"aten:{overload}")
+        named = won is not None and won.of in (op, f"aten:{overload}", *op_facts.LACKING)
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
-        found_row = won
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
-        if low and not named and not has_low(overload, "cpu", dtype):
+        if low and not named and not op_facts.has_low(overload, "cpu", dtype):
             own = row(device, overload, dtype)
-            found_row = own if own is not None and own.rule is Rule.FP32 else None
-        if found_row is None or found_row.rule is Rule.PARTS or overload in UNTOUCHED:
+            won = own if own is not None and own.rule is Rule.FP32 else None
+        if won is None or won.rule is Rule.PARTS or overload in op_facts.UNTOUCHED:
             continue
         if dispatcher.overload(overload) is not None:  # this torch is too old or too new for it
-            found[overload] = found_row
+            found[overload] = won
     return found
 
 
@@ -116,7 +114,7 @@ def as_mul(device: str, policy: Policy, op: str, dtype: str) -> Row | None:
     It is that of a multiplication. Tables that do as torch does, errors included, are torch's.
     """
     rows = table(policy, dtype, device)
-    lowers = op in PRODUCTS and op in rows and rows[op].rule in (Rule.LOWER, Rule.FP8)
+    lowers = op in op_facts.PRODUCTS and op in rows and rows[op].rule in (Rule.LOWER, Rule.FP8)
     if not lowers or policy.halves == "raise":
         return None
     row = rows.get("mul.Tensor")
@@ -129,7 +127,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         if vocabulary().picks(vocabulary().of_aten(op)):
             return device != "cpu"  # see `run_op`
-        return in_float32(op) and layer_norm.kernel(op, device) is None
+        return op_facts.in_float32(op) and layer_norm.kernel(op, device) is None
     if ours is None or theirs is None:
         return ours is theirs
     if "::" in op or ours.rule is not theirs.rule:

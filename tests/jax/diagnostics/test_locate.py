@@ -88,6 +88,7 @@ def test_the_module_and_the_row_are_named() -> None:
         "linear", "up", "overflow", "float16",
     )  # fmt: skip
     assert fault.row is not None
+    assert ", by the row linear = lower, policy amp (row from torch-cuda)\n" in str(fault)
     assert fault.found.startswith("Inf")
 
 

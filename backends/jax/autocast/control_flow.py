@@ -52,6 +52,7 @@ def _called(
 ) -> Planned:
     plan = frame.planner.plan(program, map(frame.known, eqn.invars), region, keep=True)
     outs = list(plan.outs)
+    frame.casts |= "float32" in plan.reads
     reads, writes = [None] * len(eqn.invars), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=kind((plan,))), outs
 

@@ -5,7 +5,7 @@ and what is known of its results. `planner` has the table of handlers.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -153,6 +153,7 @@ class Frame:
         steps: of the equations so far.
         stack: the name stack of the equation at hand, without our marks.
         casts: whether there may be any.
+        reads: in which dtype all steps read a variable; of several, none. See `passes`.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Frame:
         self.steps: list[Step] = []
         self.stack: NameStack = compat.no_scopes()
         self.casts: bool = results is not None
+        self.reads: Mapping[Atom, str | None] = {}
         self.shares: bool = Pass.SHARING not in planner.off
 
     def known(self, atom: Atom) -> Known:

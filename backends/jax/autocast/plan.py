@@ -146,6 +146,7 @@ class Plan:
         steps: in the order of the equations.
         results: how each output is read.
         outs: what is known of the outputs.
+        reads: the dtype in which each input is read, if that is one; as far as passes looked.
         as_written: True if it is the traced program, cast for cast.
         made: what emission keeps for this plan, such as its rewritten jaxpr.
     """
@@ -157,6 +158,7 @@ class Plan:
     steps: list[Step]
     results: tuple[Operand, ...]
     outs: tuple[Known, ...]
+    reads: tuple[str | None, ...]
     as_written: bool
     made: dict[Hashable, Any] = field(default_factory=dict)
 

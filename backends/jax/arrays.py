@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -63,6 +64,16 @@ def is_inexact(x: object) -> bool:
     """True for what has a float or complex dtype, and so may have a derivative."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, np.inexact))
+
+
+def count_of(shape: Sequence[Any]) -> int:
+    """How many elements an array of a shape has; a symbol, as in an export, counts as 1."""
+    return prod(1 if is_symbol(n) else int(n) for n in shape)
+
+
+def is_symbol(size: object) -> bool:
+    """True for the size of a dimension that is not known before the program runs."""
+    return not isinstance(size, (int, np.integer))
 
 
 def apart(

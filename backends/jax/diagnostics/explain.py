@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 
+from polymp.backends.jax.arrays import is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.traced_call import parameters, traced
@@ -43,7 +44,8 @@ def explain(
         kwargs: of the call.
 
     Returns:
-        The report; its rows are worked out when they are asked for.
+        The report; its rows are worked out when they are asked for. A symbolic size, as in an
+        export, counts as 1 in its FLOPs and bytes, and its title says so.
 
     Raises:
         TypeError: `fn` is not callable, or `dtype` no dtype.
@@ -63,6 +65,9 @@ def explain(
         fn, args = nnx.owned(fn, args)
         fn = autocast(fn, dtype="bfloat16" if dtype is None else dtype, policy=policy)
     closed, record, *_ = traced(fn, args, kwargs)
+    sizes = (n for aval in closed.in_avals for n in getattr(aval, "shape", ()))
+    if symbols := {str(n): None for n in sizes if is_symbol(n)}:
+        title += f" (FLOPs and bytes for {' = '.join(symbols)} = 1)"
     low = next((f.low for f in record.calls.values() if f.low), "")
     rows = lambda: (call for call, _ in with_sites(closed, record))  # noqa: E731
     return Report(rows, title, low, record.policy)

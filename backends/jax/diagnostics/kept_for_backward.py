@@ -2,9 +2,8 @@
 
 from collections.abc import Container
 
-import numpy as np
-
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import count_of
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
 from polymp.backends.jax.jaxprs import inside
@@ -20,7 +19,7 @@ def float_dtype(v: Atom) -> str:
 
 def bytes_of(v: Atom) -> int:
     """The bytes of a variable's values."""
-    return int(np.prod(v.aval.shape)) * int(v.aval.dtype.itemsize)
+    return count_of(v.aval.shape) * int(v.aval.dtype.itemsize)
 
 
 def kept_bytes(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from polymp.backends.jax.arrays import count_of
 from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.fp8_quantise import IN_8_BITS
 from polymp.backends.jax.autocast.known_functions import spelling
@@ -98,7 +99,7 @@ def _call(
             hoisted += site.times - times
             casts += times
             size = np.dtype(dtype).itemsize
-            cast_bytes += times * (bytes_of(v) + int(np.prod(v.aval.shape)) * size)
+            cast_bytes += times * (bytes_of(v) + count_of(v.aval.shape) * size)
         own = flops(eqn)
         if _counts(eqn) and (not run or (own and not work)):
             run = _run(eqn)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import count_of
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes, is_library
 from polymp.backends.jax.jaxprs import inside
@@ -50,7 +51,7 @@ def equations(closed: ClosedProgram) -> Iterator[Site]:
                 same = frozenset(compat.binders(closed)[1][:count])
                 # A library's function is traced once, for the first of the lines that call it.
                 outside = site.written if written or is_library(closed) else None
-                inner = scope, times * turns, same, (*parent, at, which), outside
+                inner = scope, times * count_of([turns]), same, (*parent, at, which), outside
                 yield from walk(compat.opened(closed)[0], inner)
 
     jaxpr, _ = compat.opened(closed)

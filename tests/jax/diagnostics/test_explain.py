@@ -15,6 +15,7 @@ import pytest
 from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 
 import polymp
 from polymp.backends.jax.diagnostics.traced_call import traced
@@ -22,7 +23,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report_text import ruled
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning
-from polymp.jax import GradScaler, autocast, explain
+from polymp.jax import GradScaler, autocast, explain, fp8_policy
 from polymp.rules.row import LOW, Rule
 from tests.jax.autocast.test_random_policies import MINE, arguments, function, mine
 from tests.support import examples
@@ -361,6 +362,51 @@ def test_shapes_stand_for_arrays() -> None:
     shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
     found = explain(layers, *shapes, dtype="bfloat16").to_dict()
     assert found == explain(layers, X, W, dtype="bfloat16").to_dict()
+
+
+SYMBOLIC = {
+    "layers": (lambda x, w: jax.nn.gelu(jax.nn.softmax(x @ w) @ w), ("b, 8", "8, 8")),
+    "convolution": (
+        lambda x: jax.lax.conv(x, jnp.ones((3, 3, 2, 2)), (1, 1), "SAME"),
+        ("b, 3, h, h",),
+    ),
+    "scan": (lambda x, w: jax.lax.scan(lambda c, r: (c + r, r @ w), x[0], x), ("b, 8", "8, 8")),
+    "batched": (lambda x, w: jnp.einsum("bti,ij->btj", jnp.exp(x), w), ("b, t, 8", "8, 8")),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize("policy", ["amp", "fp8"])
+def test_a_symbolic_size_counts_as_one(name: str, policy: str) -> None:
+    fn, shapes = SYMBOLIC[name]
+    scope = export.SymbolicScope()
+    sizes = [export.symbolic_shape(shape, scope=scope) for shape in shapes]
+    types = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+    def loss(*xs: Any) -> Any:
+        return sum(out.sum() for out in jax.tree.leaves(fn(*xs)))
+
+    region = autocast(loss, policy=policy)
+    for each in (region, jax.grad(region)):
+        report = explain(each, *types)
+        symbols = " = ".join(s for s in "bth" if any(s in shape for shape in shapes))
+        assert f"(FLOPs and bytes for {symbols} = 1): " in str(report)
+        assert report.flops["bfloat16"] > 0
+
+
+def test_fp8_policy_takes_symbolic_sizes() -> None:
+    def model(w: Any, x: Any) -> Any:
+        for name in "abcd":
+            with jax.named_scope(name):
+                x = x @ w
+        return x
+
+    (b,) = export.symbolic_shape("b")
+    rows = [
+        fp8_policy(model, jnp.ones((16, 16)), jax.ShapeDtypeStruct((n, 16), jnp.float32)).rows
+        for n in (b, 32)
+    ]
+    assert rows[0] == rows[1]
 
 
 ROWS = {

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import polymp
-from polymp.integrations import INTEGRATIONS
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
@@ -31,7 +30,8 @@ speed
 backends
 backends.torch backends.jax
 backends.torch.compat backends.jax.compat
-backends.jax.arrays backends.jax.jaxprs
+backends.jax.arrays
+backends.jax.jaxprs
 backends.jax.modules
 backends.torch.autocast backends.jax.autocast
 backends.torch.modules
@@ -171,29 +171,6 @@ def test_a_circle_is_found() -> None:
         other: "def f():\n    from polymp.rules import planted",
     }
     assert {*circle(graph(texts))} == {one, other}
-
-
-# What brings polymp into other packages, and what these modules share.
-ADAPTERS = {row.adapter for row in INTEGRATIONS if row.adapter} | {
-    "polymp.torch.fsdp", "polymp._accelerator", "polymp.torch._trainers", "polymp.adapter_checks",
-}  # fmt: skip
-
-
-def thick(texts: Mapping[str, str]) -> dict[str, int]:
-    """The modules of adapters that have 200 lines or more; an adapter is thin."""
-    lines = {
-        name: len(text.splitlines())
-        for name, text in texts.items()
-        if any(f"{name}.".startswith(f"{adapter}.") for adapter in ADAPTERS)
-    }
-    return {name: count for name, count in lines.items() if count >= 200}
-
-
-def test_adapters_are_thin() -> None:
-    assert {*sources()} > ADAPTERS > {"polymp.lightning", "polymp.keras"}
-    assert thick(sources()) == {}
-    planted = "polymp.lightning.planted"
-    assert thick({planted: "pass\n" * 200, "polymp.cli": "pass\n" * 200}) == {planted: 200}
 
 
 def test_every_package_is_listed() -> None:

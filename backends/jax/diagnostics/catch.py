@@ -152,7 +152,15 @@ class Catch(CaughtStep, Generic[P, R]):
         result = self._fn(*positional, **named)
         leaves, of_result = jax.tree.flatten(result)
         recorded.returned(leaves + jax.tree.leaves(self._changeable((positional, named))))
-        if not self._checks.add(self._losses(leaves)):
+        losses = self._losses(leaves)
+        if self.step == 1 and not losses:
+            warnings.warn(
+                "catch: the step returns no loss, a float with one element, so that only the "
+                f"state is checked, every {self._every} calls. Return the loss.",
+                CatchWarning,
+                stacklevel=code_origin.outside(),
+            )
+        if not self._checks.add(losses):
             return result
         good = self._stop(None, tree)
         back = {made: at for made, at in self._fed.items() if made < len(leaves)}

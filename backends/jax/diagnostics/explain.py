@@ -55,7 +55,7 @@ def explain(
             f"explain(fn, *args) needs a function or a module, got {reprlib.repr(fn)}. Give the "
             "function and its arguments, not what it returned."
         )
-    if "device" in kwargs and "device" not in parameters(fn, modules=False):
+    if "device" in kwargs and "device" not in parameters(fn):
         raise TypeError(
             f"explain(device={kwargs['device']!r}): in JAX the table is the same on every device. "
             "Leave it out."

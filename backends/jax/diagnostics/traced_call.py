@@ -6,7 +6,7 @@ and rematerialisation.
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -140,11 +140,11 @@ def traced(
     Returns:
         The program.
     """
+    named = _namer(fn, args, kwargs)
     function, args, kwargs = called(fn, args, kwargs)
     paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
     arrays, together = apart((args, kwargs), is_typed)
-    words = parameters(fn, modules=function is not fn)
-    names = [_path(path, words) for path in paths]
+    names = [named(path) for path in paths]
     results: list[str] = []
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
@@ -160,21 +160,40 @@ def traced(
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 
-def parameters(fn: Callable[..., object], modules: bool) -> list[str]:
-    """Names of a function's parameters; empty if they are not known, or modules are taken apart."""
-    if modules:
-        return []
+def parameters(fn: Callable[..., object]) -> list[str]:
+    """Names of a function's parameters; empty if they are not known."""
     try:
         return list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
         return []
 
 
-def _path(path: tuple[Any, ...], parameters: Sequence[str]) -> str:
-    """The expression by which a caller would write an argument: "params['w']"."""
-    (part, which), rest = (path[0].idx, path[1]), path[2:]
-    if part == 1:
-        name = which.key
-    else:
-        name = parameters[which.idx] if which.idx < len(parameters) else f"args[{which.idx}]"
-    return str(name) + jax.tree_util.keystr(rest).removesuffix(".value")
+def _namer(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Callable[[tuple[Any, ...]], str]:
+    """A function from the path of an argument of `called` to how a caller would write it."""
+    function, given = nnx.owned(fn, args)
+    words = parameters(function)
+
+    def plain(path: tuple[Any, ...]) -> str:
+        (part, which), rest = path[:2], path[2:]
+        if part.idx == 1:
+            name = which.key
+        else:
+            name = words[which.idx] if which.idx < len(words) else f"args[{which.idx}]"
+        return str(name) + jax.tree_util.keystr(rest).removesuffix(".value")
+
+    if not nnx.among((given, kwargs)):
+        return plain
+    leaves, _ = jax.tree_util.tree_flatten_with_path((given, kwargs), is_leaf=nnx.is_leaf)
+    others = [plain(path) for path, leaf in leaves if not nnx.is_node(leaf)]
+    modules = [plain(path) for path, leaf in leaves if nnx.is_node(leaf)]
+
+    def apart(path: tuple[Any, ...]) -> str:
+        if path[1].idx == 1:
+            return str(others[path[2].idx]) + jax.tree_util.keystr(path[3:])
+        keys = (getattr(key, "key", None) for key in path[3:])
+        inner = "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in keys if k is not None)
+        return str(modules[path[2].key]) + inner
+
+    return apart

@@ -345,3 +345,12 @@ def test_a_decorator_with_arguments() -> None:
     with pytest.raises(BadStepError, match="step 1: the loss is NaN"):
         step(jnp.full((), math.nan))
     assert step.__name__ == "step"
+
+
+def test_a_step_without_a_loss_is_told() -> None:
+    step = catch(jax.jit(lambda w, x: w - 0.1 * x.sum()))
+    with pytest.warns(CatchWarning, match=r"the step returns no loss.* Return the loss\."):
+        w = step(jnp.ones(3), jnp.ones(2))
+    step(w, jnp.ones(2))
+    caught = catch(jax.jit(lambda w, x: (w - 0.1, x.sum())))
+    caught(jnp.ones(3), jnp.ones(2))  # no warning

@@ -404,3 +404,23 @@ def test_what_becomes_1_in_a_low_dtype_is_a_cause(gradients: bool) -> None:
     fault = locate(rounds_by_policy, z * 10)  # in float32, too: nothing that a dtype does
     assert fault is not None
     assert (fault.op, fault.kind) == ("log", "operation")
+
+
+def test_arguments_beside_modules_go_by_the_names_of_their_parameters() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.parts = nnx.List([nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
+
+        def __call__(self, x: Any) -> Any:
+            return self.parts[0](x)
+
+    def step(model: Net, batch: Any) -> Any:
+        return model(batch["x"]).sum()
+
+    net, bad = Net(), jnp.full((4, 3), jnp.nan)
+    fault = locate(step, net, {"x": bad})
+    assert fault.why.startswith("batch['x'] is not finite")
+    assert fault.inputs[1].name == "model.parts[0].kernel"
+    fault = locate(net, bad)
+    assert fault.why.startswith("x is not finite")
+    assert fault.inputs[1].name == "self.parts[0].kernel"

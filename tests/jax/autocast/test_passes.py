@@ -295,7 +295,7 @@ HELPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", HELPERS)
 def test_jitted_helpers_are_looked_through(name):
-    """What makes the operand is float32 as if the helper's equations stood in its place."""
+    """Its operand is made in float32, as if the helper's equations stood in its place."""
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.log(HELPERS[name](jax.nn.sigmoid(x @ w)))

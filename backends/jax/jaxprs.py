@@ -14,7 +14,6 @@ from jax import lax
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
@@ -94,10 +93,14 @@ def ends_at_tolerance(eqn: Equation) -> bool:
         seen.add(at := todo.pop())
         if outs[at] is given[body.fixed + at]:
             continue  # the same in every turn, as the tolerance is
-        if is_inexact(outs[at].aval):
+        if _is_inexact(outs[at]):
             return True
         todo |= {i - body.fixed for i in _decide(body.closed, at) if i >= body.fixed} - seen
     return False
+
+
+def _is_inexact(atom: Atom) -> bool:
+    return bool(jax.numpy.issubdtype(getattr(atom.aval, "dtype", bool), jax.numpy.inexact))
 
 
 def _decide(closed: ClosedProgram, out: int) -> set[int]:
@@ -122,8 +125,8 @@ def _decide(closed: ClosedProgram, out: int) -> set[int]:
         if eqn.primitive.name in CALLS | RULED | {"cond"}:
             parts = inside(eqn)
             read = [part.of(read)[i] for part in parts for i in _decide(part.closed, at)]
-        elif not is_inexact(atom.aval) and atom.aval.dtype != bool:
-            read = [v for v in read if not is_inexact(v.aval)]
+        elif not _is_inexact(atom) and getattr(atom.aval, "dtype", bool) != bool:
+            read = [v for v in read if not _is_inexact(v)]
         todo.extend(read)
     return {places[atom] for atom in seen if atom in places}
 

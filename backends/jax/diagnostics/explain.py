@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 
+from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.diagnostics.program_calls import with_sites
@@ -65,7 +66,8 @@ def explain(
         fn, args = nnx.owned(fn, args)
         fn = autocast(fn, dtype="bfloat16" if dtype is None else dtype, policy=policy)
     closed, record, *_ = traced(fn, args, kwargs)
-    sizes = (n for aval in closed.in_avals for n in getattr(aval, "shape", ()))
+    given = (var.aval for var in compat.binders(closed)[1])
+    sizes = (n for aval in given for n in getattr(aval, "shape", ()))
     if symbols := {str(n): None for n in sizes if is_symbol(n)}:
         title += f" (FLOPs and bytes for {' = '.join(symbols)} = 1)"
     low = next((f.low for f in record.calls.values() if f.low), "")

@@ -22,7 +22,7 @@ def flops(eqn: Equation) -> int:
             # one weight for each channel it goes to and place of the window.
             places = count_of(kernel) // count_of([kernel[d] for d in numbers.rhs_spec[:2]])
             channels = kernel[numbers.rhs_spec[0]] // params["feature_group_count"]
-            return 2 * count_of(eqn.invars[0].aval.shape) * places * channels
+            return int(2 * count_of(eqn.invars[0].aval.shape) * places * channels)
         # Each result is made of one weight for each input channel and place of the window.
-        return 2 * count_of(eqn.outvars[0].aval.shape) * window
+        return int(2 * count_of(eqn.outvars[0].aval.shape) * window)
     return 0

@@ -79,7 +79,8 @@ def prepare(region: Region) -> None:
             install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
             region_casts.watch(region.device)
-            front_kernel.put_on(region.device)
+            for name in front_kernel.TAKE_NUMBERS:
+                front_kernel.put(name)
             for tell in now.told:
                 tell(region.device)
 
@@ -160,6 +161,6 @@ def put_in(library: torch.library.Library, device: str, ops: Iterable[str]) -> N
     for name in ops:
         kernel = None if (device, name) in now.ops else autocast_kernel.make(name, device, key)
         if kernel is not None:
-            front_kernel.put_with_tensors(name)
+            front_kernel.put(name)
             dispatcher.put(library, name, kernel, key)
             now.ops.add((device, name))

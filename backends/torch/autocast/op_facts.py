@@ -32,10 +32,6 @@ UNTOUCHED = frozenset({"detach"})
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
 COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
-
-# Batched, these become matmul, which has a rule, whether or not they have one themselves.
-BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
-
 # Views whose schema does not say so.
 SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
 

@@ -61,6 +61,17 @@ def at_trace_time(fn: F) -> F:
     return fn
 
 
+def in_graph(fn: Callable[..., Any]) -> None:
+    """Have torch.compile write calls of `fn` into its graphs, as they are.
+
+    `torch.compiler.allow_in_graph` does so, too, but where a backend then refuses the graph, dynamo
+    raises in place of breaking it. Since torch 2.1.
+    """
+    from torch._dynamo import trace_rules, variables
+
+    trace_rules.get_torch_obj_rule_map()[fn] = variables.TorchInGraphFunctionVariable
+
+
 def after_tracing(undo: Callable[[], object]) -> None:
     """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up.
 

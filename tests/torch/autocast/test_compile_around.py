@@ -13,6 +13,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
+import polymp.torch
 from polymp import PolicyError, policy
 from polymp.torch import autocast
 from tests.support.torch.compiled import (
@@ -117,6 +118,43 @@ def test_the_weights_of_a_compiled_model_may_change(
         assert torch.equal(second, net(x))
     assert not torch.equal(first, second)
     assert count.graphs == 1
+
+
+# --- backward passes ---
+
+
+class Wide(nn.Module):
+    """A module whose own region is disabled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", enabled=False):
+            return torch.exp(x.float() @ torch.full((8, 8), 0.3) / 3)
+
+
+class Head(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x @ torch.full((8, 8), 0.3) / 3)
+
+
+@pytest.mark.parametrize("head", ["disabled", "scoped"])
+def test_a_compiled_backward_pass_keeps_what_is_wide(head: str, count: Count, net: Net) -> None:
+    """The region is around: torch would trace the backward pass in it."""
+    model = nn.Sequential(net, Wide() if head == "disabled" else Head())
+    if head == "scoped":
+        polymp.torch.scoped(model[1], {"name": "wide", "rules": {"all": "fp32"}})
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+
+    def gradients(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with autocast("cpu", dtype=BF16):
+            y = function(x)
+        return list(torch.autograd.grad(y.float().square().sum(), list(net.parameters())))
+
+    expected = gradients(model)
+    compiled = torch.compile(model, backend=count)
+    assert all(map(torch.equal, gradients(compiled), expected))
+    decorated = autocast("cpu", dtype=BF16)(compiled)
+    found = torch.autograd.grad(decorated(x).float().square().sum(), list(net.parameters()))
+    assert all(map(torch.equal, found, expected))
 
 
 # --- graph breaks --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from polymp.adapter_checks import require
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.torch import GradScaler
+from polymp.torch import catch as catch_steps
 from polymp.torch._trainers import extend
 
 require("transformers")
@@ -20,7 +21,7 @@ from transformers import Trainer  # noqa: E402
 
 from polymp import accelerate  # noqa: E402
 
-__all__ = ["use"]
+__all__ = ["catch", "use"]
 
 T = TypeVar("T", bound=Trainer)
 
@@ -91,6 +92,36 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
     accelerate.use_as(_WORDS, trainer.accelerator, policy, scaler)
     extend(trainer, _Trainer)
     setattr(trainer, "polymp", _Settings(policy, scaler))  # noqa: B010
+    return trainer
+
+
+def catch(trainer: T, **options: Any) -> T:
+    """Have a `Trainer` stop at the first step whose numbers break, and name the op.
+
+        trainer = polymp.transformers.catch(Trainer(model, TrainingArguments(...), ...))
+        trainer.train()
+
+    It wraps `training_step`: the forward and the backward pass. The Trainer's optimizer steps
+    after it, so that the weights are copied before each step.
+
+    Args:
+        trainer: of transformers, with or without `use`. It is changed in place.
+        options: of `polymp.torch.catch`: `on_bad`, `jump`, `of`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is no Trainer, or as `polymp.torch.catch` raises it.
+        ValueError: as `polymp.torch.catch` raises it.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            "polymp.transformers.catch() takes a transformers.Trainer, got "
+            f"{type(trainer).__name__}. Write polymp.transformers.catch(Trainer(...))."
+        )
+    of = [trainer.accelerator.scaler, *options.pop("of", ())]
+    setattr(trainer, "training_step", catch_steps(trainer.training_step, every=1, of=of, **options))  # noqa: B010
     return trainer
 
 

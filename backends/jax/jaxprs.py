@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
@@ -81,6 +82,50 @@ def inside(eqn: Equation) -> list[Inner]:
         return [Inner(branch, every[1:]) for branch in params["branches"]]
     key = _KEYS.get(name)
     return [] if key is None else [Inner(compat.close(params[key]), every)]
+
+
+def ends_at_tolerance(eqn: Equation) -> bool:
+    """True for a while loop that ends by a comparison of floats that its body computes."""
+    body, test = inside(eqn)
+    first = len(test.takes) - body.carries  # of its inputs, the first that the loop carries
+    todo, seen = {at - first for at in _decide(test.closed, 0) if at >= first}, set[int]()
+    outs, given = compat.opened(body.closed)[0].outvars, compat.binders(body.closed)[1]
+    while todo:
+        seen.add(at := todo.pop())
+        if outs[at] is given[body.fixed + at]:
+            continue  # the same in every turn, as the tolerance is
+        if is_inexact(outs[at].aval):
+            return True
+        todo |= {i - body.fixed for i in _decide(body.closed, at) if i >= body.fixed} - seen
+    return False
+
+
+def _decide(closed: ClosedProgram, out: int) -> set[int]:
+    """The inputs of a program that decide an output, but no floats that decide an integer.
+
+    A loop that decodes tokens ends at one of them; which of the scores is the largest is no
+    comparison with a tolerance.
+    """
+    jaxpr, _ = compat.opened(closed)
+    makers = {var: (eqn, at) for eqn in jaxpr.eqns for at, var in enumerate(eqn.outvars)}
+    places = {var: at for at, var in enumerate(compat.binders(closed)[1])}
+    todo, seen = [jaxpr.outvars[out]], set[Atom]()
+    while todo:
+        atom = todo.pop()
+        if type(atom) is Literal or atom in seen:
+            continue
+        seen.add(atom)
+        if atom not in makers:
+            continue
+        eqn, at = makers[atom]
+        read = eqn.invars
+        if eqn.primitive.name in CALLS | RULED | {"cond"}:
+            parts = inside(eqn)
+            read = [part.of(read)[i] for part in parts for i in _decide(part.closed, at)]
+        elif not is_inexact(atom.aval) and atom.aval.dtype != bool:
+            read = [v for v in read if not is_inexact(v.aval)]
+        todo.extend(read)
+    return {places[atom] for atom in seen if atom in places}
 
 
 _KEYS = dict.fromkeys(CALLS, "jaxpr") | dict.fromkeys(RULED | {"closed_call"}, "call_jaxpr")

@@ -139,7 +139,7 @@ def _against(
             continue
         entry: Data = {"aten": overload, "op": name, "torch": {}, "policy": {}, "rows": {}}
         for low in dtypes:
-            own = torch_table.table(policy, low).get(overload)
+            own = torch_table.table(policy, low, device).get(overload)
             entry["torch"][low] = _answer(torch_table.row(device, overload, low), theirs)
             entry["policy"][low] = _answer(own, policy)
             entry["rows"][low] = row_data(own)
@@ -182,6 +182,6 @@ def path_inside(pattern: str) -> str:
 
     def letter(group: re.Match[str]) -> str:
         letters = string.ascii_letters + string.digits + group[1]
-        return next(c for c in letters if fnmatch.fnmatchcase(c, group[0]))
+        return next((c for c in letters if fnmatch.fnmatchcase(c, group[0])), group[0])
 
     return re.sub(r"\[(!?[^\]]+)\]", letter, pattern)

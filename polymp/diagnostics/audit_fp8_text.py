@@ -27,16 +27,7 @@ _RIGHT = _HEADS[2:]
 
 
 def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -> list[str]:
-    """Return the lines of the table.
-
-    Args:
-        audit: with the losses of a recipe.
-        width: of a line, in characters; None for the terminal's.
-        fold: True to show equal layers as one, with the largest numbers of all of them.
-
-    Returns:
-        The lines.
-    """
+    """Return the lines of the table."""
     title = text_table.heading(f"products in 8 bits, by recipe {audit.fp8}", width)
     if not audit.fp8_losses:
         none = "no product that ran in bfloat16 would run in 8 bits; `explain` has the reasons"

@@ -23,16 +23,6 @@ def ordered(
     """Return rows in one of the `SORTS`.
 
     A row of several magnitudes stands where the first of them would.
-
-    Args:
-        rows: in the order of the program.
-        sort: "program" to leave them so; "cost" for those first of which float16 would lose most:
-            by the share of values that become Inf, of these that become zero, of these that become
-            subnormal; "largest" for those with the largest magnitudes.
-        magnitudes: from a row to what was measured of it, one of them not None.
-
-    Returns:
-        The rows.
     """
     if sort == PROGRAM:
         return rows

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, overload
 
 from polymp.diagnostics.audit_records import Fault
+from polymp.errors import escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
@@ -44,8 +45,12 @@ class BadStep(NamedTuple):
     def remedy(self) -> str:
         """The change that helps, in a sentence; "" if the steps could not be repeated."""
         fault = self.fault
+        if fault is not None and fault.kind == "input" and ".grad" in fault.why:
+            return "Call zero_grad() before the backward pass, which adds to what is there."
         if fault is not None and fault.kind == "input":
             return "Look at the data: an argument or a parameter is not finite before any op runs."
+        if fault is not None and fault.kind == "index":
+            return f"Look at the data: {fault.why}."
         if grown := _grown(self.losses, fault):
             return grown
         if fault is None and not self.undone:
@@ -54,10 +59,10 @@ class BadStep(NamedTuple):
             return "Lower the learning rate, or clip the gradients."
         place = f" in {fault.module}" if fault.module else ""
         if fault.kind == "number":
-            return f"Use a larger constant, or give {fault.op} the rule fp32{place}."
+            return f"Use another constant, or give {fault.op} the rule fp32{place}."
         if fault.kind == "operation" or fault.run == "float32":
             return f"Change the code: {fault.op} has no finite result there in float32 either."
-        other = ", or use bfloat16" if fault.run == "float16" else ""
+        other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
         return f"Give {fault.op} the rule fp32{place}{other}."
 
     def __str__(self) -> str:
@@ -70,7 +75,7 @@ class BadStep(NamedTuple):
             )
         if self.note:
             lines.append(f"  {self.note}")
-        return "\n".join([*lines, *([f"  {self.remedy}"] if self.remedy else [])])
+        return escaped("\n".join([*lines, *([f"  {self.remedy}"] if self.remedy else [])]))
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:

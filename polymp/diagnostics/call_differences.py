@@ -48,16 +48,7 @@ class Difference(NamedTuple):
 def differences(
     ones: Iterable[Call], others: Iterable[Call], names: Mapping[str, str]
 ) -> Iterator[Difference]:
-    """Yield the differences between the calls of two reports, by direction and module.
-
-    Args:
-        ones: the calls of the first report.
-        others: those of the other.
-        names: module paths of the first report, by those of the other.
-
-    Yields:
-        The differences.
-    """
+    """Yield the differences between the calls of two reports, by direction and module."""
     left, right = _grouped(ones, {}), _grouped(others, names)
     order = {direction: at for at, direction in enumerate(SECTIONS)}
     for place in sorted({**left, **right}, key=lambda place: order[place[1]]):
@@ -69,15 +60,7 @@ def differences(
 
 
 def by_module(rows: Iterable[Difference], fold: bool = True) -> list[ModuleRows[Difference]]:
-    """Return differences by direction and module, those of equal layers as one.
-
-    Args:
-        rows: the differences.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules of each direction, in the order of the first report.
-    """
+    """Return differences by direction and module, those of equal layers as one."""
     return folded(rows, lambda row: (row.direction, row.module), _alike, _added, fold)
 
 

@@ -66,6 +66,7 @@ class Magnitudes(NamedTuple):
         nan: True if a value was NaN.
         burst: share of values that are Inf in float16 and finite in float32, of the same inputs.
         vanished: share of values that are zero in float16 and not in float32, of the same inputs.
+        wide: the largest finite magnitude in float32 where float16 made Inf; 0 if none was seen.
     """
 
     values: int
@@ -76,6 +77,7 @@ class Magnitudes(NamedTuple):
     nan: bool = False
     burst: float = 0.0
     vanished: float = 0.0
+    wide: float = 0.0
 
     @property
     def zeros(self) -> float:
@@ -121,6 +123,11 @@ class Magnitudes(NamedTuple):
         at = bisect_left(seen, max(share * seen[-1], 1))  # the bin that brings the count there
         return _EDGES[at + 1] if at < len(seen) else 0.0
 
+    def unmasked(self) -> "Magnitudes":
+        """The same values without Inf, where that is a mask's."""
+        bins, kept = (*self.bins[:INF], 0, *self.bins[INF + 1 :]), self.counted - self.bins[INF]
+        return self._replace(bins=bins, counted=kept, inf=False, burst=0.0)
+
     def scaled(self, factor: float) -> "Magnitudes":
         """The same values, multiplied by a power of two.
 
@@ -135,7 +142,9 @@ class Magnitudes(NamedTuple):
         for edge, count in zip(_EDGES[1:], self.bins[1:INF], strict=True):
             if count:
                 moved[min(max(of_float(edge * factor), 1), INF - 1)] += count
-        return self._replace(bins=tuple(moved), largest=self.largest * factor)
+        return self._replace(
+            bins=tuple(moved), largest=self.largest * factor, wide=self.wide * factor
+        )
 
 
 def of_float(value: float) -> int:
@@ -178,4 +187,5 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
         any(m.nan for m in found),
         sum(m.burst * m.values for m in found) / max(values, 1),
         sum(m.vanished * m.values for m in found) / max(values, 1),
+        wide=max(m.wide for m in found),
     )

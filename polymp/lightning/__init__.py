@@ -7,14 +7,16 @@ A plugin opens the region around the steps of a `LightningModule`, or around the
 has set up, and has the loss scaler.
 """
 
+from polymp import backends
 from polymp.adapter_checks import require
 
+backends.require("torch")
 require("lightning")
 
 from polymp.lightning.fabric import FabricPrecision  # noqa: E402
-from polymp.lightning.trainer import Precision  # noqa: E402
+from polymp.lightning.trainer import Precision, catch  # noqa: E402
 
-__all__ = ["FabricPrecision", "Precision"]
+__all__ = ["FabricPrecision", "Precision", "catch"]
 
 
 def __dir__() -> list[str]:

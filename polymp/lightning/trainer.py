@@ -3,23 +3,24 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch.plugins.precision as trainer
+import lightning.pytorch.plugins.precision as plugins
 import torch
 import torch.nn as nn
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import closure_step, trainer_steps
 from polymp.lightning.region import Region
 from polymp.torch import GradScaler
+from polymp.torch import catch as catch_steps
 from polymp.torch import hold_casts as held
 
 # Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
 _THEIRS = ("MixedPrecision", "FSDPPrecision")
 
 
-class Precision(Region, trainer.FSDPPrecision):
+class Precision(Region, plugins.FSDPPrecision):
     """A precision plugin for `lightning.Trainer`, with a policy and polymp's loss scaler.
 
         trainer = lightning.Trainer(plugins=[Precision("16-mixed", policy="lean")])
@@ -60,7 +61,7 @@ class Precision(Region, trainer.FSDPPrecision):
         Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.
     """
 
-    convert_output = trainer.Precision.convert_output  # as other plugins of the Trainer
+    convert_output = plugins.Precision.convert_output  # as other plugins of the Trainer
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class Precision(Region, trainer.FSDPPrecision):
         if isinstance(self._root, FullyShardedDataParallel):
             self._root.clip_grad_norm_(clip_val)
         else:
-            trainer.Precision.clip_grad_by_norm(self, optimizer, clip_val)
+            plugins.Precision.clip_grad_by_norm(self, optimizer, clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the scaler's state under the names of Lightning's own plugins.
@@ -195,3 +196,52 @@ class Precision(Region, trainer.FSDPPrecision):
         state = next((checkpoint[name] for name in _THEIRS if name in checkpoint), None)
         if state is not None:
             self.load_state_dict(state)
+
+
+def catch(trainer: Trainer, **options: Any) -> Trainer:
+    """Have a Trainer stop at the first step whose numbers break, and name the op.
+
+        trainer = polymp.lightning.catch(lightning.Trainer(...))
+        trainer.fit(model, batches)
+
+    It wraps what the Trainer does for an optimizer step, with any precision plugin: the forward and
+    the backward pass, and the optimizer's step. With manual optimization, write
+    `model.training_step = polymp.torch.catch(model.training_step)` instead.
+
+    Args:
+        trainer: of Lightning. It is changed in place.
+        options: of `polymp.torch.catch`: `every`, `on_bad`, `jump`, `of`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is no `lightning.Trainer`, or as `polymp.torch.catch` raises it.
+        ValueError: as `polymp.torch.catch` raises it.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"polymp.lightning.catch() takes a lightning.Trainer, got {type(trainer).__name__}. "
+            "Write trainer = polymp.lightning.catch(lightning.Trainer(...))."
+        )
+    plugin: Any = trainer.precision_plugin
+    inner, result = plugin.optimizer_step, [None]
+
+    def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> list[Any]:
+        losses: list[Any] = []
+
+        def evaluate() -> Any:
+            losses.append(closure())
+            return losses[-1]
+
+        result[0] = inner(optimizer, model=model, closure=evaluate, **kwargs)
+        return losses
+
+    caught = catch_steps(step, **options)
+
+    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
+        caught(*args, **kwargs)
+        return result[0]
+
+    plugin.optimizer_step = optimizer_step
+    return trainer

@@ -20,7 +20,7 @@ import jax.extend.core as core
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.jaxprs import JITTED, RULED, inside
+from polymp.backends.jax.jaxprs import JITTED, RULED, ends_at_tolerance, inside
 from polymp.errors import PolicyError
 from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
@@ -42,7 +42,9 @@ def op_of(spelled: str) -> str:
 
 
 def _product(eqn: Equation) -> str:
-    (_, (batch, _)) = eqn.params["dimension_numbers"]
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    if all(eqn.invars[0].aval.shape[d] == 1 for d in contracted):
+        return ":unsummed"
     if batch or max(len(v.aval.shape) for v in eqn.invars) < 2:
         return ""
     return ":unbatched"
@@ -57,6 +59,7 @@ def _convolution(eqn: Equation) -> str:
 _VARIANTS: dict[str, Callable[[Equation], str]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
+    "while": lambda eqn: ":tolerance" if ends_at_tolerance(eqn) else "",
     "integer_pow": lambda eqn: ":negative" if eqn.params["y"] < 0 else "",
     "div": lambda eqn: ":of_number" if isinstance(eqn.invars[0], core.Literal) else "",
 }
@@ -128,7 +131,7 @@ class Functions:
         """The known functions around an equation, from the outermost inwards."""
         frames = compat.frames(eqn.source_info.traceback)
         outside = self.ops.keys().isdisjoint(map(id, frames.codes))
-        if outside and eqn.primitive.name not in _NAMED:
+        if outside and eqn.primitive.name not in _NAMED | {"while"}:
             return ()
         return self._around(eqn, frames)
 
@@ -144,6 +147,8 @@ class Functions:
         for closed in _called(eqn):
             if op := self.places.get(compat.traced_from(closed)):
                 yield Found(op, id(eqn), None)
+        if op_of(spelling(eqn)) == _LOOP:
+            yield Found(_LOOP, id(eqn), None)
 
     def border(self, function: object) -> None:
         """Frames outside of this function do not count: they called the region, not an op."""
@@ -159,6 +164,9 @@ def _called(eqn: Equation) -> list[ClosedProgram]:
 
 
 _NAMED = JITTED | RULED
+
+# The op of a loop of the user's that is what a solver's is.
+_LOOP = "while_loop"
 
 # Where wrappers keep what they wrap: functools, jax's custom_jvp and custom_vjp, functools.partial,
 # bound methods.

@@ -10,13 +10,14 @@ import numpy as np
 
 from polymp.backends.jax.diagnostics.events import Event
 from polymp.backends.jax.diagnostics.fp8_losses import measurements
-from polymp.backends.jax.diagnostics.locate import blamed, fault
+from polymp.backends.jax.diagnostics.locate import derived, fault, largest, nodes_of
 from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, call_of, inputs, names
 from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost
 from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
+from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.fp8_loss import Measurement, losses
 from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
@@ -62,15 +63,20 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
             products += measurements(program.twin.events, facts, partial(call_of, program))
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         handed = parameter_names.short(_handed(program), forward)
+        nodes = nodes_of(program, facts, peaks)
+        masks = meant(nodes)
         for m, number in _results(program, facts, audit.scale):
+            if number in masks:
+                m = m._replace(magnitudes=m.magnitudes.unmasked())
             results.setdefault(m[:-2], []).append(m)
             for name in handed.get(number, ()):
                 gradient = m._replace(op="gradient", spelling="", module=name, source="", row=None)
                 gradients.setdefault(name, []).append(gradient)
         if audit.fault is None:
-            found = blamed(program, facts, peaks)
+            found = blame(nodes)
             if found is not None:
-                audit.fault = fault(program, found, None, facts, peaks)
+                event = program.twin.events[found.node]
+                audit.fault = fault(program, found, tuple(largest(program, event, peaks)), facts)
     audit.results = [_together(many) for many in results.values()]
     audit.gradients = [_together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
@@ -91,8 +97,9 @@ def _results(
     program: MeasuredCall, facts: Sequence[Facts], scale: float
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
+    late = derived(program)
     for number, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
-        if event.group is None or not _ran(fact):
+        if event.group is None or number in late or not _ran(fact):
             continue
         call = program.calls[event.group]
         magnitudes = _magnitudes(event, fact)
@@ -127,6 +134,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
         bool(np.isnan(peaks).any()),
         float(lost[:, 1].mean()),
         float(lost[:, 2].mean()),
+        wide=float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
     )
 
 

@@ -6,8 +6,9 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
                 the first bad one, and let `locate` replay it
 """
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import torch
@@ -16,7 +17,7 @@ from polymp import code_origin
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics import step_checks
 from polymp.backends.torch.diagnostics.recorded_calls import Call, StateCopy, versions_of
-from polymp.backends.torch.diagnostics.step_checks import StepChecks
+from polymp.backends.torch.diagnostics.step_checks import MeanLoss, StepChecks
 from polymp.backends.torch.diagnostics.training_objects import TrainingObjects, training_objects
 from polymp.backends.torch.diagnostics.training_state import (
     TrainingState,
@@ -114,6 +115,8 @@ class Catch(CaughtStep, Generic[P, R]):
         self._copy: StateCopy | None = None
         self._checks = StepChecks(jump)
         self._written = 0  # calls in a row between which other code wrote to the training
+        self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
+        self._renews = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -134,18 +137,40 @@ class Catch(CaughtStep, Generic[P, R]):
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
         versions = versions_of((args, kwargs))
-        copy.calls.append(Call(args, kwargs, versions, settings(copy.objects)))
+        call = Call(args, kwargs, versions, settings(copy.objects), [])
+        copy.calls.append(call)
         self.step += 1
+        scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
 
-        def look(params: Sequence[torch.Tensor]) -> None:
-            bad.extend(step_checks.bad(p.grad for p in params if p.grad is not None))
+        def look(optimizer: torch.optim.Optimizer) -> None:
+            steps.append(optimizer)
+            if not scaled:
+                bad.extend(step_checks.bad(_gradients(step_checks.with_gradients(optimizer))))
 
-        with step_checks.stepping(None if copy.objects.scaled else look):
+        with step_checks.stepping(look):
             result = self._fn(*args, **kwargs)
+        call.losses.extend(loss.clone() for loss in step_checks.losses(result))
+        if not (steps or scaled):  # other code steps, after this call
+            bad.extend(step_checks.bad(_gradients(copy.named.values())))
+        self._meet(copy, steps, call)
         copy.left = copy.versions()
         if self._checks.add(result, bad):
             self._stop(copy)
         return result
+
+    def _meet(self, copy: StateCopy, steps: Sequence[torch.optim.Optimizer], call: Call) -> None:
+        """Have the next copy hold optimizers that were not found; tell what cannot be checked."""
+        known = [it.state for it in (*copy.objects.optimizers, *self._met)]  # of wrappers, too
+        new = [it for it in steps if all(it.state is not state for state in known)]
+        self._met += {id(it): it for it in new}.values()
+        self._renews = self._renews or bool(new)
+        if self.step == 1 and copy.objects.scaled and not call.losses:
+            warnings.warn(
+                f"catch: the step returns no loss, and the scaler checks the gradients, so that "
+                f"only the weights are checked, every {self._every} calls. Return the loss.",
+                CatchWarning,
+                stacklevel=code_origin.outside(),
+            )
 
     def check(self) -> None:
         """Check losses and weights now, and wait for the device: before saving a checkpoint.
@@ -169,7 +194,7 @@ class Catch(CaughtStep, Generic[P, R]):
         copy = self._copy
         written = copy.written() if copy is not None else ""
         self._written = self._written + 1 if written else 0
-        if self._written == _OFTEN:
+        if self._written == _OFTEN and self._every > 1:
             warnings.warn(
                 f"catch: {written!r} is written between two calls of the step, again and again, so "
                 "that the training is copied before each. Do all of it in the step that is "
@@ -177,11 +202,12 @@ class Catch(CaughtStep, Generic[P, R]):
                 CatchWarning,
                 stacklevel=code_origin.outside(),
             )
-        if copy is not None and not written and len(copy.calls) < self._every:
+        full = self._renews or (copy is not None and len(copy.calls) >= self._every)
+        if copy is not None and not written and not full:
             return copy
         self.check()
-        self._copy = copy = None  # gives its memory back
-        objects = training_objects(self._fn, [self._of, *args, *kwargs.values()])
+        self._copy, copy, self._renews = None, None, False  # gives its memory back
+        objects = training_objects(self._fn, [self._of, self._met, *args, *kwargs.values()])
         if not (objects.models or objects.optimizers):
             raise ValueError(
                 f"catch found no model and no optimizer in {self._fn!r}. Name them: "
@@ -209,16 +235,26 @@ class Catch(CaughtStep, Generic[P, R]):
             put_settings(objects, call.settings)
             before, gradients = TrainingState(objects), dict[str, str]()
 
-            def look(params: Sequence[torch.Tensor], found: dict[str, str] = gradients) -> None:
-                grads = {names.get(id(p), "of no model"): p.grad for p in params}
+            def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:
+                grads = {
+                    names.get(id(p), "of no model"): p.grad for p in step_checks.with_gradients(it)
+                }
                 found |= step_checks.not_finite({n: g for n, g in grads.items() if g is not None})
 
             try:
-                with step_checks.stepping(None if objects.scaled else look):
+                with step_checks.stepping(look):
                     result = self._fn(*call.args, **call.kwargs)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
                 return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED)
+            if step_checks.any_rank(bool(differs := step_checks.differing(call.losses, result))):
+                broken.put_back()
+                return self._differing(calls, at, differs)
+            if objects.scaled:
+                gradients.clear()
+            elif not gradients:
+                grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
+                gradients |= step_checks.not_finite(grads)
             found = (
                 step_checks.described_losses(result, mean, self._jump)
                 or step_checks.described("the gradient of", gradients)
@@ -240,6 +276,19 @@ class Catch(CaughtStep, Generic[P, R]):
         repeated.put_back()
         return BadStep(self.step - 1, _SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
 
+    def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
+        """Name the bad step by the losses that it had: the replay is of another training."""
+        first = self.step - len(calls)
+        found = [step_checks.described_losses(c.losses, MeanLoss(), None) for c in calls]
+        last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
+        losses = [float(loss) for c in calls[:last] for loss in c.losses]
+        note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
+        return BadStep(first + last, found[last] or _SOMETHING, None, tuple(losses), 0, note)
+
+
+def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (p.grad for p in params if p.grad is not None)
+
 
 # After so many calls in a row that found the training written by other code, say so.
 _OFTEN = 3
@@ -247,6 +296,11 @@ _OFTEN = 3
 _ELSEWHERE = "another rank found a value that is not finite"
 _SOMETHING = "a value is not finite"
 _WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
+_DIFFERS = (
+    "Repeating step {step} gave the loss {losses}. So not all of the training was put back, such "
+    "as an optimizer that only a library reaches, and no op was looked for. Name what is missing: "
+    "catch(step, of=[...]). The training is as the last step left it."
+)
 _UNREPEATED = (
     "Repeating the steps did not give that value again, and the training is now in the state after "
     "them. The step reads its batch itself, or other code changed the training in a way that does "
@@ -256,4 +310,7 @@ _UNREPEATED = (
 
 def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fault | None:
     model = objects.models[0] if len(objects.models) == 1 else None
-    return replay.locate(fn, *call.args, model=model, **call.kwargs)
+    kwargs = dict(call.kwargs)
+    if "model" in kwargs:  # the step's own, and not locate's
+        fn = functools.partial(fn, model=kwargs.pop("model"))
+    return replay.locate(fn, *call.args, model=model, **kwargs)

@@ -79,16 +79,7 @@ class Fp8Losses:
     def is_tried(
         self, entry: decision_log.Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Return whether a product that runs low would run in 8 bits by the policy `fp8`.
-
-        Args:
-            entry: what was decided of the call.
-            args: its arguments, before casts.
-            kwargs: likewise.
-
-        Returns:
-            True if it would.
-        """
+        """Return whether a product that runs low would run in 8 bits by the policy `fp8`."""
         if entry.decision.rule is not Rule.LOWER:
             return False
         row = self._policy.winner(entry.op, entry.low, entry.spelling)

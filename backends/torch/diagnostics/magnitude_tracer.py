@@ -14,9 +14,11 @@ from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
 from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.op_kinds import facts_of
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
+from polymp.diagnostics.blame import DIVIDING
 from polymp.diagnostics.call_record import BACKWARD
 
 # At each call site, one of so many calls is compared with float32, the first among them.
@@ -58,6 +60,8 @@ class MagnitudeTracer(ValueTracer):
         self._model = model
         self._scaler = scaler
         self._visits: Counter[Any] = Counter()
+        self._call: OpCall | None = None
+        self._part = 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
         self.sites: dict[tuple[Any, ...], Site] = {}
         self.gradients: dict[tuple[str, int], Bins] = {}
@@ -72,9 +76,12 @@ class MagnitudeTracer(ValueTracer):
         if event.cast:
             return True
         op_call = event.op_call
-        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
+        self._part = self._part + 1 if self._call is op_call else 0
+        self._call = op_call
+        kernel = event.func, self._part  # in a call of an op, one after the other
+        site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        return self._visits[site] % _EVERY == 1
+        return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING
 
     def before(self, ran: Ran) -> Any:
         self._pass()
@@ -93,6 +100,8 @@ class MagnitudeTracer(ValueTracer):
     ) -> Event:
         op_call = event.op_call
         if op_call.place.updating or not results:
+            return event
+        if facts_of(event.func).copies_as not in ("", op_call.op):  # on the way into a product
             return event
         at = self._scales_at if op_call.direction == BACKWARD else 0
         key = (

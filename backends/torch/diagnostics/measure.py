@@ -4,7 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,12 @@ def measurable(t: Any) -> bool:
     )
 
 
-_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS)
+_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS or t.is_complex)
+
+
+def real(t: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor's numbers as real ones; another tensor as it is."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 def range_of(t: torch.Tensor) -> Range:
@@ -48,7 +53,7 @@ def range_of(t: torch.Tensor) -> Range:
 
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
-    return t if t.element_size() > 1 else t.to(torch.float32)
+    return real(t) if t.element_size() > 1 else t.to(torch.float32)
 
 
 def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
@@ -69,7 +74,12 @@ class RangeTable:
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
     of thousands of them.
+
+    Attributes:
+        meant: numbers of those whose infinities are a mask's, once that is known.
     """
+
+    meant: Collection[int] = ()
 
     def __init__(self) -> None:
         self._ends: list[torch.Tensor] = []
@@ -111,19 +121,20 @@ class Lost(NamedTuple):
         return cls(range_of(wide), torch.stack((burst, vanished)), few.numel(), low.numel())
 
     @staticmethod
-    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float]]":
-        """Yield for each whether all was finite in float32, and the share that became zero."""
+    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float, bool]]":
+        """Yield whether it was finite in float32, the share that became zero, if it was below 1."""
         if not many:
             return
         ranges = iter(numbers([x for lost in many for x in lost.wide]))
         counts = torch.stack([lost.both.cpu() for lost in many]).tolist()
         for lost, (_, vanished) in zip(many, counts, strict=True):
-            finite = math.isfinite(next(ranges)) & math.isfinite(next(ranges))
-            yield finite, vanished / lost.looked_at
+            low, high = next(ranges), next(ranges)
+            yield math.isfinite(low) & math.isfinite(high), vanished / lost.looked_at, high < 1
 
 
 def sample(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values in one row; of a large tensor about `SAMPLE`, evenly spaced."""
+    t = real(t)
     size = t.numel()
     every = max(-(-size // SAMPLE), 1)
     if t.is_contiguous():  # then one op is enough, at half the time
@@ -223,12 +234,7 @@ class Bins:
         self._row = table.new_row()
 
     def add(self, t: torch.Tensor, found: int) -> None:
-        """Count a tensor's values.
-
-        Args:
-            t: a measurable tensor.
-            found: the number of its range.
-        """
+        """Count a tensor's values."""
         self.ranges.append(found)
         self.values += t.numel()
         self.counted += self._table.add(self._row, t)
@@ -243,8 +249,9 @@ class Bins:
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
+        ends = numbers([x for one in self.lost for x in one.wide])
         total = max(sum(x.looked_at for x in self.lost), 1)
-        return Magnitudes(
+        found = Magnitudes(
             self.values,
             self.counted,
             bins,
@@ -253,7 +260,10 @@ class Bins:
             nan,
             burst / total,
             vanished / total,
+            wide=max(filter(math.isfinite, map(abs, ends)), default=0.0) if burst else 0.0,
         )
+        rest = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
+        return found if not all(map(math.isfinite, rest)) else found.unmasked()
 
 
 def in_float16(

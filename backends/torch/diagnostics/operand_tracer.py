@@ -35,8 +35,9 @@ class OperandTracer(ValueTracer):
             return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 
     def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
-        # Else float16 has made no value Inf, and none of those that are compared zero.
-        return not _finite(ranges) or any(bool((sample(t) == 0).any()) for t in results[:1])
+        # Else float16 has made no value Inf, and none of those that are compared zero or 1.
+        few = [sample(t) for t in results[:1]]
+        return not _finite(ranges) or any(bool(((t == 0) | (t == 1)).any()) for t in few)
 
     def noted(
         self,

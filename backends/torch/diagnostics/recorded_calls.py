@@ -18,12 +18,14 @@ class Call(NamedTuple):
         kwargs: by name.
         versions: of the tensors among them, when it was made.
         settings: of the optimizers, such as the learning rate, which code outside may change.
+        losses: of the call, on their devices.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     versions: tuple[int, ...]
     settings: Settings
+    losses: list[torch.Tensor]
 
 
 class StateCopy:

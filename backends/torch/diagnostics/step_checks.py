@@ -111,25 +111,36 @@ class StepChecks:
 
 
 @contextmanager
-def stepping(look: Callable[[Sequence[torch.Tensor]], None] | None) -> Iterator[None]:
-    """Show the parameters of every optimizer that is about to step, in a `with` block.
-
-    Args:
-        look: is given those that have a gradient; None to look at none.
-    """
-    if look is None:
-        yield
-        return
+def stepping(look: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Show `look` every optimizer that is about to step, in a `with` block."""
 
     def before(optimizer: Optimizer, *_: object) -> None:
-        groups = optimizer.param_groups
-        look([p for group in groups for p in group["params"] if p.grad is not None])
+        look(optimizer)
 
     hook = register_optimizer_step_pre_hook(before)
     try:
         yield
     finally:
         hook.remove()
+
+
+def with_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer that have a gradient."""
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+def differing(recorded: Sequence[torch.Tensor], result: object) -> str:
+    """Say which finite loss of a step was another when it was repeated; "" if none.
+
+    On a CPU within a few roundings of the loss; other devices may add up in another order.
+    """
+    for loss, now in zip(recorded, values(result), strict=False):
+        was, eps = float(loss), max(4 * torch.finfo(loss.dtype).eps, 1e-5)
+        close = math.isclose(was, now, rel_tol=eps if loss.device.type == "cpu" else 0.1)
+        if math.isfinite(was) and not close:
+            return f"{now:.4g}, where it was {was:.4g}"
+    return ""
 
 
 def losses(result: object) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.utils.data import DataLoader
 
 from polymp import code_origin
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
@@ -38,7 +39,8 @@ class TrainingObjects(NamedTuple):
     def scaled(self) -> bool:
         """Whether a loss scaler is among them, which skips steps with bad gradients."""
         scalers = (torch.amp.GradScaler, GradScaler)
-        return any(isinstance(it, scalers) and it.is_enabled() for it in self.others)
+        own = [*self.others, *(getattr(it, "scaler", None) for it in self.others)]  # of a plugin
+        return any(isinstance(it, scalers) and it.is_enabled() for it in own)
 
 
 def training_objects(step: Callable[..., Any], given: Iterable[object]) -> TrainingObjects:
@@ -68,6 +70,8 @@ def training_objects(step: Callable[..., Any], given: Iterable[object]) -> Train
 
 def _has_state(it: object) -> bool:
     kind = type(it)
+    if isinstance(it, DataLoader):  # a place in the data, which is not gone back to
+        return False
     return callable(getattr(kind, "state_dict", None)) and callable(
         getattr(kind, "load_state_dict", None)
     )

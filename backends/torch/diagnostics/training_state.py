@@ -9,13 +9,16 @@ random numbers                    of torch, of Python, and of numpy's global gen
 import copy
 import random
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from polymp import code_origin
 from polymp.backends.torch.compat import dtensor
 from polymp.backends.torch.diagnostics.training_objects import TrainingObjects
+from polymp.errors import CatchWarning
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -37,7 +40,7 @@ class TrainingState:
             for it in objects.optimizers
         ]
         self._settings = settings(objects)
-        self._others = [copy.deepcopy(it.state_dict()) for it in objects.others]
+        self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
         self._random = _random_state()
 
     def put_back(self) -> None:
@@ -54,9 +57,23 @@ class TrainingState:
                     {p: {k: _restored(v) for k, v in s.items()} for p, s in states.items()}
                 )
         put_settings(self._objects, self._settings)
-        for it, state in zip(self._objects.others, self._others, strict=True):
+        for it, state in self._others:
             it.load_state_dict(copy.deepcopy(state))
         _set_random_state(self._random)
+
+
+def _state_of(it: Any) -> Any:
+    """Return a copy of an object's `state_dict`; None, with a warning, if it cannot be had."""
+    try:
+        return copy.deepcopy(it.state_dict())
+    except Exception as error:
+        warnings.warn(
+            f"catch leaves out {type(it).__name__}, whose state_dict() raised "
+            f"{type(error).__name__}: {error}. It stays as it is when steps are undone.",
+            CatchWarning,
+            stacklevel=code_origin.outside(),
+        )
+        return None
 
 
 # Of each group of each optimizer, all but its parameters.

@@ -57,6 +57,13 @@ def _viewed(value: Any, dtype: torch.dtype, other: torch.dtype) -> Any:
     return dtensor.like(dtensor.local(value).view(other), value)
 
 
+def _kind(value: Any) -> str:
+    """Return the dtype and shape of a tensor, as messages show them."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
 def checked(
     weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> Saved:
@@ -71,7 +78,7 @@ def checked(
         The parts.
 
     Raises:
-        ValueError: it was saved in another mode, or with other parameters low.
+        ValueError: it was saved in another mode or with other parameters low, or was cast since.
     """
     groups = state_dict["param_groups"]
     modes = {group.get(GROUP) for group in groups}
@@ -102,6 +109,15 @@ def checked(
                     f"in the run that saved the state, and is {here} here. Call low_weights() with "
                     "the same keep= as there."
                 )
+    for at, p in enumerate(params):
+        own = low_parameters.ours(weights, optimizer.state, p) if p in weights.places else {}
+        for key, value in beside.get(p, {}).items() if own else ():
+            wanted = _viewed(own.get(key), torch.int16, torch.bfloat16)
+            if _kind(_viewed(value, torch.int16, torch.bfloat16)) != _kind(wanted):
+                raise ValueError(
+                    f"load_state_dict(): {key!r} of parameter {at} is {_kind(value)}, and has to "
+                    f"be {_kind(wanted)}. Load it as it was saved: a cast loses bits of the weight."
+                )
     plain = {
         number: {key: value for key, value in entry.items() if key not in OURS}
         for number, entry in state.items()
@@ -113,7 +129,10 @@ def checked(
 @contextmanager
 def float32_stand_ins(weights: LowWeights, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put float32 tensors in the place of low parameters: their state is cast to their dtype."""
-    stand_ins = {p: torch.empty(0, device=dtensor.local(p).device) for p in weights.places}
+    stand_ins = {
+        p: torch.empty(0, dtype=torch.float32, device=dtensor.local(p).device)
+        for p in weights.places
+    }
     back = {stand_in: p for p, stand_in in stand_ins.items()}
     own = {p: optimizer.state.pop(p) for p in stand_ins if p in optimizer.state}
     before = dict(optimizer.state)

@@ -213,8 +213,8 @@ def test_amps_functions_of_libraries_are_all_called_above() -> None:
     called = {words.functions[dotted] for dotted in CALLS}
     theirs = {op for dotted, op in words.functions.items() if not dotted.startswith("jax.")}
     ruled = {op for op in theirs if amp.winner(op, "bfloat16")}
-    # A solver leaves several sections in a trace: `test_solvers.py` has those.
-    assert {words.ops[op].kind for op in ruled - called} == {"iteration"}
+    # A solver leaves several sections in a trace: `test_solvers.py` has those. Pools are below.
+    assert {words.ops[op].kind for op in ruled - called} == {"iteration", "pooling"}
 
 
 # --- where they are called ------------------------------------------------------------------------
@@ -474,7 +474,9 @@ def test_a_floating_point_argument_that_is_wide_counts() -> None:
 def test_the_softmax_inside_an_attention_is_float32() -> None:
     """As in torch's kernels, whose products are low."""
     net = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
-    for call in (CALLS["jax.nn.dot_product_attention"], lambda x: net(x[None])):
+    # Of several keys: with one, nothing is summed.
+    several = lambda x: jax.nn.dot_product_attention(*[x[None, :, None]] * 3)  # noqa: E731
+    for call in (several, lambda x: net(x[None])):
         jaxpr = jax.make_jaxpr(autocast(call))(X)
         sites = list(equations(jaxpr))
         assert {s.params["run"] for s in sites if s.op == "polymp_contraction"} == {"bfloat16"}
@@ -671,3 +673,57 @@ def test_a_region_inside_a_scope_has_its_own_policy() -> None:
             return amp, product(x)
 
     assert traced(f, X, policy=HEAD).out == ("float16", "float32")
+
+
+# --- sums over windows, and whole powers ----------------------------------------------------------
+
+SIDE = 56
+POOLS: dict[str, Callable[[Any], Any]] = {
+    "linen": lambda x: linen.avg_pool(x, (SIDE, SIDE)),
+    "nnx": lambda x: nnx.avg_pool(x, (SIDE, SIDE)),
+    "haiku": lambda x: hk.avg_pool(x, (SIDE, SIDE, 1), 1, "VALID"),
+    "haiku padded": lambda x: hk.avg_pool(x, (SIDE, SIDE, 1), (SIDE, SIDE, 1), "SAME"),
+    "equinox": lambda x: eqx.nn.AvgPool2d(SIDE)(x[0].transpose(2, 0, 1)),
+    "lax": lambda x: (
+        lax.reduce_window(x, 0.0, lax.add, (1, SIDE, SIDE, 1), (1,) * 4, "VALID") / SIDE**2
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
+@pytest.mark.parametrize("name", POOLS)
+def test_average_pools_round_the_mean_alone(name: str, policy: str) -> None:
+    def mean(w: Any) -> Any:
+        x = jnp.ones((1, SIDE, SIDE, 2)) @ w  # 30, of which 3136 are beyond float16
+        return POOLS[name](x).ravel()[0]
+
+    value, grad = jax.value_and_grad(autocast(mean, dtype="float16", policy=policy))(
+        jnp.full((2, 1), 15.0)
+    )
+    assert value == 30
+    assert grad == pytest.approx(1, rel=1e-2)
+    kept = name != "lax" and policy != "matmul"
+    assert value.dtype == ("float16" if kept else "float32")
+
+
+POWERS = {"x ** 2": lambda x: x**2, "x ** 3": lambda x: x**3, "square": jnp.square}
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", "torch-cuda", "torch-cpu"])
+@pytest.mark.parametrize("name", POWERS)
+def test_whole_powers_follow_pow(name: str, policy: str, low: str) -> None:
+    def dtype_of(power: Callable[[Any], Any]) -> str:
+        run = autocast(lambda x: power(x @ x), dtype=low, policy=policy)
+        return jax.eval_shape(run, X).dtype.name
+
+    assert dtype_of(POWERS[name]) == dtype_of(lambda x: x**2.5)
+
+
+def test_squares_that_the_loss_reads_cost_no_casts() -> None:
+    def casts(fn: Callable[[Any], Any]) -> int:
+        run = autocast(lambda x: fn(x @ x).sum(), dtype="float16")
+        found = [site.op for site in equations(jax.make_jaxpr(run)(X))]
+        return found.count("convert_element_type")
+
+    assert all(casts(power) == casts(lambda x: x) for power in POWERS.values())

@@ -234,3 +234,95 @@ def test_one_step_of_a_solver_runs_low():
 
     plain, low = step(W), autocast(step)(W)
     assert 0 < np.abs(low - plain).max() < 0.01
+
+
+# Loops of the user's that end at a tolerance, from a matrix: how many turns they take.
+FEW = 200
+
+
+def _turn(w, x):
+    return 0.9 * jnp.tanh(w @ x) + 0.3
+
+
+def _compares(w):
+    def more(state):
+        return (jnp.abs(state[0] - state[1]).max() > 1e-4) & (state[2] < FEW)
+
+    return lax.while_loop(more, lambda s: (_turn(w, s[0]), s[0], s[2] + 1), (Y8, Y8 + 1, 0))[2]
+
+
+def _flag(w):
+    def turn(state):
+        x = _turn(w, state[0])
+        return x, jnp.linalg.norm(x - state[0]) < 1e-4, state[2] + 1
+
+    return lax.while_loop(lambda s: ~s[1] & (s[2] < FEW), turn, (Y8, False, 0))[2]
+
+
+def _error(w):
+    turn = jax.jit(lambda s: (_turn(w, s[0]), jnp.abs(_turn(w, s[0]) - s[0]).sum(), s[2] + 1))
+    return lax.while_loop(jax.jit(lambda s: (s[1] > s[3]) & (s[2] < FEW)), lambda s: (
+        *turn(s), s[3]), (Y8, jnp.inf, 0, 1e-4))[2]  # fmt: skip
+
+
+def _count(w):
+    def turn(state):
+        x = _turn(w, state[0])
+        return x, jnp.sum(jnp.abs(x - state[0]) > 1e-4), state[2] + 1
+
+    return lax.while_loop(lambda s: (s[1] > 0) & (s[2] < FEW), turn, (Y8, 8, 0))[2]
+
+
+def _batched(w):
+    return jax.vmap(lambda by: _compares(by * w))(jnp.array([1.0, 0.5])).sum()
+
+
+Y8 = jnp.linspace(0, 1, 8)
+TO_A_TOLERANCE = (_compares, _flag, _error, _count, _batched)
+
+
+def _is_low(fn: Any, *args: Any) -> bool:
+    return "polymp_contraction" in str(jax.make_jaxpr(fn)(*args))
+
+
+@pytest.mark.parametrize("loop", TO_A_TOLERANCE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_loop_of_the_users_ends_where_it_does_in_float32(loop, dtype):
+    for seed in range(3):
+        w = jax.random.normal(jax.random.key(seed), (8, 8)) * 0.3
+        assert int(autocast(loop, dtype=dtype)(w)) == int(loop(w)) < FEW
+    assert _is_low(autocast(loop, policy=PARTS), w)
+    row = {"extends": "amp", "name": "mine", "rules": {"while_loop": "parts"}}
+    assert _is_low(autocast(loop, policy=row), w)
+
+
+def _decode(w):
+    def turn(state):
+        x = _turn(w, state[0])
+        return x, state[1] | (jnp.argmax(x) == 9), state[2] + 1
+
+    return lax.while_loop(lambda s: ~s[1] & (s[2] < 5), turn, (Y8, False, 0))[0]
+
+
+COUNTED = {
+    "fori_loop": lambda w: lax.fori_loop(0, 5, lambda _, x: _turn(w, x), Y8),
+    "a bound that is traced": lambda w: lax.fori_loop(0, w.size // 8, lambda _, x: w @ x, Y8),
+    "while_loop": lambda w: lax.while_loop(
+        lambda s: s[1] < 5, lambda s: (_turn(w, s[0]), s[1] + 1), (Y8, 0)
+    )[0],
+    "decoding": _decode,
+    "a counter as a float": lambda w: lax.while_loop(
+        lambda s: s[1].astype(float) < 5.0, lambda s: (w @ s[0], s[1] + 1), (Y8, 0)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_loop_that_counts_stays_low(name):
+    assert _is_low(autocast(COUNTED[name]), jnp.eye(8))
+
+
+def test_explain_says_why_of_a_loop():
+    calls = polymp.explain(autocast(_compares), jnp.eye(8)).calls
+    (call,) = (call for call in calls if call.flops)
+    assert (call.op, call.run, call.row.of) == ("while_loop", "float32", "class:iteration")

@@ -34,6 +34,21 @@ def _in_jax(factor: float) -> Any:
     return attention
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(dtype: str) -> None:
+    @polymp.jax.autocast(dtype=dtype)
+    def loss(w: Any, x: Any) -> Any:
+        later = jnp.triu(jnp.ones((4, 4), bool), 1)
+        return (jax.nn.softmax(jnp.where(later, -jnp.inf, x @ w)) ** 2).sum()
+
+    step = polymp.jax.audit(jax.grad(loss))
+    step(jnp.eye(4), jnp.ones((4, 4)))
+    found = step.audit
+    assert not [m for m in found.results if m.magnitudes.inf or m.magnitudes.shares(dtype).overflow]
+    assert found.fault is None
+    assert not found.suggest()
+
+
 def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:
     random = np.random.default_rng(0)
     inputs = [random.standard_normal((2, 6, 8)).astype(np.float32) for _ in range(3)]

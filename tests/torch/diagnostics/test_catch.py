@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -248,6 +250,127 @@ def test_a_step_that_reads_its_batch_itself_is_told() -> None:
         step()
     assert raised.value.report.undone == 0
     assert all(p.isfinite().all() for p in net.parameters())
+
+
+class Loader(torch.utils.data.DataLoader[Any]):
+    """As accelerate's: it has a state only with another package."""
+
+    def state_dict(self) -> Any:
+        raise AttributeError("no dl_state_dict")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AttributeError("no dl_state_dict")
+
+
+class Helper:
+    def state_dict(self) -> Any:
+        raise RuntimeError("not prepared")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def test_data_loaders_are_no_state_and_what_has_none_to_give_is_left_out() -> None:
+    training, loader = Training("mlp", "fp32"), Loader([1, 2])
+    step = catch(lambda x: (loader, training.step(x))[1])
+    step(1.0)
+    before = training.state()
+    with pytest.raises(BadStepError):
+        step(BAD)
+    assert same(training.state(), before)
+    helper = Helper()
+    step = catch(lambda x: (helper, training.step(x))[1])
+    with pytest.warns(CatchWarning, match="leaves out Helper.* RuntimeError: not prepared"):
+        step(1.0)
+
+
+class Hiding:
+    """A training whose optimizer only a library's object knows, or a weak reference."""
+
+    def __init__(self, kind: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(2, 1)
+        optimizer = kind(self.net.parameters(), 0.1)
+        self.optimizers = functools.partial(weakref.ref(optimizer))
+        HIDDEN.append(optimizer)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = (self.net(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+
+HIDDEN: list[torch.optim.Optimizer] = []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("every", [3, 100])
+def test_an_optimizer_that_cannot_be_found_is_met_when_it_steps(kind: Any, every: int) -> None:
+    hiding, twin = Hiding(kind), Hiding(kind)
+    step = catch(hiding.step, every=every)
+    for at in range(9):
+        step(torch.full((2, 2), 1.0 + at))
+        twin.step(torch.full((2, 2), 1.0 + at))
+    with pytest.raises(BadStepError) as raised:
+        step(torch.full((2, 2), BAD))
+    report = raised.value.report
+    assert (report.step, report.note, report.fault.kind) == (9, "", "input")
+    assert torch.equal(hiding.net.weight, twin.net.weight)
+    hiding.step(torch.ones(2, 2)), twin.step(torch.ones(2, 2))
+    assert torch.equal(hiding.net.weight, twin.net.weight), "the state of the optimizer"
+
+
+def test_a_replay_of_another_training_names_the_step_by_its_own_losses() -> None:
+    net, kept = nn.Linear(1, 1), {"scale": 1.0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        kept["scale"] *= 10  # nothing that is copied
+        loss = (net(x) * kept["scale"]).float()
+        return loss.sum() * 1e30
+
+    caught = catch(step)
+    for _ in range(7):
+        caught(torch.ones(1, 1))
+
+    def go_on() -> None:
+        for _ in range(40):
+            caught(torch.ones(1, 1))
+
+    with pytest.raises(BadStepError) as raised:
+        go_on()
+    report = raised.value.report
+    assert report.step == caught.step - 1
+    assert (report.undone, report.fault, report.remedy) == (0, None, "")
+    assert re.search(r"Repeating step 0 gave the loss .*, where it was", report.note)
+
+
+def test_gradients_are_checked_if_the_optimizer_steps_outside() -> None:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        net.zero_grad()
+        loss = net(x).sum()
+        (loss * 1.0 + (net.weight * 0).sqrt().sum()).backward()  # 0 / 0 in the gradient
+        return loss.detach()
+
+    step = catch(forward, every=1)
+    with pytest.raises(BadStepError, match="the gradient of weight is NaN"):
+        step(torch.ones(1, 2))
+    del optimizer
+
+
+def test_a_step_without_a_loss_under_a_scaler_is_told() -> None:
+    training = Training("mlp", "fp16")
+
+    def silent(x: float) -> None:
+        training.step(x)
+
+    with pytest.warns(CatchWarning, match="the step returns no loss.* Return the loss"):
+        catch(silent)(1.0)
 
 
 def test_an_iterator_that_has_ended() -> None:

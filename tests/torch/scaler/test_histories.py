@@ -2,8 +2,8 @@
 
 A history is a list of calls on one scaler and up to three optimizers, right and wrong ones mixed.
 Both scalers play it from equal starts; what each call returned or raised, the scale, the count,
-every parameter and every optimizer state must agree after every call. Histories are those in which
-torch.amp is sound: gradients overflow, losses do not, and the scale stays within polymp's bounds.
+every parameter and every optimizer state must agree after every call. Losses and gradients
+overflow, and the scale stays within polymp's bounds.
 """
 
 from __future__ import annotations
@@ -175,6 +175,49 @@ def test_random_histories(game: Any, history: Any) -> None:
     ours = play(GradScaler, game, history)
     for expected, found in zip(theirs, ours, strict=True):
         assert found == expected
+
+
+# A loss: what the gradient is multiplied by, what is added, the weight of a gradient penalty.
+shapes = st.tuples(
+    st.sampled_from([1.0, 1.0, 1e3, 1e30, float("inf"), float("nan")]),
+    st.sampled_from([0.0, 0.0, 1.0, float("inf"), float("-inf"), float("nan")]),
+    st.sampled_from([0.0, 1e-3, 1.0, 1e20]),
+)
+
+
+def scales(scaler: Any, optimizer_of: Any, history: Any) -> list[Any]:
+    """Scale, count and the weight after steps with losses of any kind, and double backward."""
+    w = torch.linspace(-1, 1, 3).requires_grad_()
+    optimizer, seen = optimizer_of([w]), []
+    for factor, added, weight in history:
+        optimizer.zero_grad()
+        loss = (w.square() * factor).sum() + added
+        if weight:  # as in torch's example of a gradient penalty
+            (grad,) = torch.autograd.grad(scaler.scale(loss), [w], create_graph=True)
+            loss = loss + (grad * (1.0 / scaler.get_scale())).square().sum() * weight
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), scaler._get_growth_tracker(), bits(w)))
+        with torch.no_grad():
+            w.copy_(torch.linspace(-1, 1, 3))
+    return seen
+
+
+@pytest.mark.sized
+@settings(max_examples=size(100, 20_000), deadline=None)
+@given(
+    kind=st.sampled_from(["loop", "fused sgd", "undone"]),
+    start=st.fixed_dictionaries({"init_scale": st.sampled_from([2.0**16, 1e30, 3.0])} | factors),
+    history=st.lists(shapes, min_size=1, max_size=12),
+)
+def test_losses_that_are_not_finite_and_gradient_penalties(
+    kind: str, start: Any, history: Any
+) -> None:
+    options = {"skip_on": "device"} if kind == "undone" else {}
+    make = OPTIMIZERS["loop" if kind == "undone" else kind]
+    ours = scales(GradScaler("cpu", **start, **options), make, history)
+    assert ours == scales(torch.amp.GradScaler("cpu", **start), make, history)
 
 
 class NoBackoff(GradScaler):

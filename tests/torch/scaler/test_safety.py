@@ -15,6 +15,7 @@ from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
 from polymp.torch import GradScaler, autocast
+from tests.support.torch import interrupts
 
 INF, NAN = float("inf"), float("nan")
 Optimizer = torch.optim.Optimizer
@@ -105,16 +106,40 @@ def test_a_quotient_that_overflows_is_a_skip(by) -> None:
 
 @everywhere
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_a_lost_loss_skips_and_leaves_scale_and_tracker(by, value) -> None:
+def test_a_lost_loss_backs_off_and_is_counted_apart(by, value) -> None:
     run = Run(by)
     run.iterate(1.0)
     before = run.w.detach().clone()
     run.iterate(value)
     assert torch.equal(run.w, before)
     keys = "scale", "_growth_tracker", "skips", "spoiled", "skipped"
-    assert [run.state[k] for k in keys] == [8.0, 1, 1, 1, 1]
+    assert [run.state[k] for k in keys] == [4.0, 0, 1, 1, 1]
     run.iterate(1.0)
-    assert [run.state[k] for k in keys] == [8.0, 2, 0, 0, 1]
+    assert [run.state[k] for k in keys] == [4.0, 1, 0, 0, 1]
+
+
+@everywhere
+def test_five_hundred_lost_losses_end_at_the_lower_bound(by) -> None:
+    run = Run(by, on_stuck=lambda report: None)
+    for _ in range(500):
+        run.iterate(NAN)
+    assert [run.state[k] for k in ("scale", "spoiled")] == [scale_rule.SMALLEST, 500]
+    run.iterate(0.5)
+    assert run.w.isfinite().all()
+
+
+@everywhere
+def test_a_lost_loss_with_finite_gradients_is_a_good_step_as_in_torch(by) -> None:
+    options, make = DECIDERS[by]
+    seen = []
+    for scaler in (GradScaler("cpu", 8.0, **options), torch.amp.GradScaler("cpu", 8.0)):
+        w = torch.ones(2, requires_grad=True)
+        optimizer = make([w])
+        scaler.scale(w.sum() + INF).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((w.tolist(), scaler.get_scale(), scaler._get_growth_tracker()))
+    assert seen == [([0.5, 0.5], 8.0, 1)] * 2
 
 
 @everywhere
@@ -141,7 +166,7 @@ def test_one_lost_loss_among_three_microbatches_spoils_the_step(by, at) -> None:
     before = run.w.detach().clone()
     run.iterate(*(NAN if i == at else 1.0 for i in range(3)))
     assert torch.equal(run.w, before)
-    assert (run.state["scale"], run.state["spoiled"]) == (8.0, 1)
+    assert (run.state["scale"], run.state["spoiled"]) == (4.0, 1)
     run.iterate(1.0, 1.0, 1.0)  # and nothing of it is left in the next
     assert torch.equal(run.w, before - 1.5)
 
@@ -212,7 +237,7 @@ def test_a_lost_loss_skips_the_optimizers_whose_gradients_come_from_it() -> None
     scaler.update()
     assert [w.tolist() for w in weights] == [[0.5, 0.5], [1.0, 1.0]]
     assert [bool(scaler.step_skipped(optimizer)) for optimizer in optimizers] == [False, True]
-    assert [scaler.state_dict()[k] for k in ("scale", "skips", "spoiled")] == [8.0, 1, 1]
+    assert [scaler.state_dict()[k] for k in ("scale", "skips", "spoiled")] == [4.0, 1, 1]
 
 
 def given_up(kind: Any, options: dict[str, Any], make: Any, when: str) -> tuple[list[float], Any]:
@@ -247,6 +272,74 @@ def test_a_loss_that_was_given_up_skips_no_later_step(by, when) -> None:
     scaler.step(make([w[1]]))
     scaler.update()
     assert [scaler.state_dict()[k] for k in ("scale", "spoiled", "skipped")] == [4.0, 0, 1]
+
+
+@everywhere
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "in a list"])
+def test_backward_after_an_update_that_changed_the_scale_raises(by, together) -> None:
+    options, make = DECIDERS[by]
+    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    optimizers = [make([w]) for w in weights]
+    scaler = GradScaler("cpu", init_scale=8.0, **options)
+    losses = [(weights[0] * INF).sum(), weights[1].sum()]
+    losses = scaler.scale(losses) if together else [scaler.scale(loss) for loss in losses]
+    losses[0].backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+    assert weights[1].grad is None
+
+
+@everywhere
+@pytest.mark.parametrize("hysteresis", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_under_another_default_dtype(by, hysteresis, dtype) -> None:
+    def play() -> dict[str, Any]:
+        run = Run(by, hysteresis=hysteresis)
+        run.w = run.w.float().detach().requires_grad_()
+        run.optimizer = DECIDERS[by][1]([run.w])
+        for factor in (1.0, INF, 1.0, INF, 1.0):
+            run.iterate(factor)
+            run.scaler.report()
+        return run.state | {"w": run.w.tolist()}
+
+    expected = play()
+    torch.set_default_dtype(dtype)
+    try:
+        assert play() == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> None:
+    runs: list[Run] = []
+
+    def first(at: int) -> None:
+        runs.append(Run("undone"))
+        loss = runs[-1].w.sum()
+        interrupts.interrupted(lambda: runs[-1].scaler.scale(loss), at)
+
+    assert len(list(interrupts.at_every_line(first))) > 30
+    for run in runs:
+        run.iterate(1.0)
+        run.overflow()
+        assert [run.state[k] for k in ("scale", "skipped")] == [4.0, 1]
+        assert run.w.tolist() == [0.5, -2.5]
+
+
+def test_an_optimizer_that_never_has_a_gradient_raises_at_the_first_update() -> None:
+    """`zero_grad` between backward and step; or the optimizer of another model."""
+    for forget in (True, False):
+        run = Run()
+        run.scaler.scale(run.w.sum()).backward()
+        if forget:
+            run.optimizer.zero_grad()
+        else:
+            run.optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+        run.scaler.step(run.optimizer)
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+            run.scaler.update()
 
 
 # --- rows of skips -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from tests.conftest import need
 
 need("lightning")
 
+import lightning  # noqa: E402
 from lightning.pytorch import plugins  # noqa: E402
 
-from polymp.lightning import Precision  # noqa: E402
+from polymp.errors import BadStepError  # noqa: E402
+from polymp.lightning import Precision, catch  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
 from tests.support.torch.lightning_models import QUIET, Regression, batches, fit  # noqa: E402
 
@@ -226,3 +229,32 @@ def test_a_forward_without_gradients_before_one_with_them() -> None:
             return super().training_step(batch, index)
 
     assert fit(ours("bf16-mixed"), Peeks()).losses == fit(ours("bf16-mixed")).losses
+
+
+class Poisoned(lightning.LightningModule):
+    """A batch of NaN in step 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.net(batch * (math.nan if index == 5 else 1.0)).float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("precision", ["theirs", *MIXED])
+def test_catch_stops_the_trainer_at_the_bad_step(precision: str) -> None:
+    mode = {"precision": "bf16-mixed"} if precision == "theirs" else {"plugins": ours(precision)}
+    trainer = catch(lightning.Trainer(max_epochs=1, **QUIET, **mode))
+    model, batches = Poisoned(), torch.ones(8, 4).split(1)
+    with pytest.raises(BadStepError) as raised:
+        trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
+    report = raised.value.report
+    assert (report.step, report.found, len(report.losses)) == (5, "the loss is NaN", 5)
+    assert all(p.isfinite().all() for p in model.parameters())
+    with pytest.raises(TypeError, match=r"catch\(\) takes a lightning\.Trainer, got Poisoned"):
+        catch(model)  # type: ignore[arg-type]

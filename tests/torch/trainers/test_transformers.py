@@ -23,8 +23,9 @@ from transformers import (  # noqa: E402
 )
 
 import polymp  # noqa: E402
+from polymp.errors import BadStepError  # noqa: E402
 from polymp.torch import GradScaler, hold_casts  # noqa: E402
-from polymp.transformers import use  # noqa: E402
+from polymp.transformers import catch, use  # noqa: E402
 from tests.support.torch.trainer_models import MODELS, examples  # noqa: E402
 
 pytestmark = [
@@ -254,3 +255,22 @@ def train_llama(make: Any, policy: Any) -> Any:
     trainer = make("llama", policy=policy, bf16=True)
     trainer.train()
     return trainer.model
+
+
+@pytest.mark.parametrize("mode", [{"bf16": True}, {"fp16": True}, {}], ids=str)
+def test_catch_stops_the_trainer_at_the_bad_step(make: Any, mode: Any) -> None:
+    trainer = make(policy=None if mode else False, **mode)
+    inner = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        return loss * (float("nan") if trainer.state.global_step == 2 else 1.0)
+
+    trainer.compute_loss = compute_loss
+    assert catch(trainer) is trainer
+    with pytest.raises(BadStepError) as raised:
+        trainer.train()
+    assert (raised.value.report.step, raised.value.report.found) == (2, "the loss is NaN")
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    with pytest.raises(TypeError, match=r"catch\(\) takes a transformers\.Trainer, got int"):
+        catch(3)  # type: ignore[type-var]

@@ -164,6 +164,33 @@ def test_a_state_with_other_parameters_low_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.float, torch.Tensor.half, lambda t: t[:1]])
+def test_what_stands_beside_a_weight_is_loaded_as_it_was_saved_or_refused(change: Any) -> None:
+    """A checkpoint tool casts floats of the second parameter, or cuts them: and nothing moves."""
+    model, optimizer = start("split")
+    go(model, optimizer, 0, 3)
+    saved = through_file(optimizer.state_dict())
+    saved["state"][1]["beside"] = change(saved["state"][1]["beside"])
+    saved["state"][0]["exp_avg"] += 1
+    before = state_bits(optimizer), weights(model, optimizer)
+    with pytest.raises(ValueError, match=r"beside' of parameter 1 is .*, and has to be bfloat16"):
+        optimizer.load_state_dict(saved)
+    assert state_bits(optimizer) == before[0]
+    assert same_bits(weights(model, optimizer), before[1])
+
+
+def test_state_stays_float32_under_another_default_dtype() -> None:
+    model, optimizer = start("split")
+    go(model, optimizer, 0, 3)
+    before = state_bits(optimizer)
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state_bits(optimizer) == before
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_is_killed_goes_on_exactly(mode: str, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def tell_export(ticket: str | None) -> None:
 
 @dynamo.at_trace_time
 def _allow() -> None:
-    torch.compiler.allow_in_graph(_put)
+    dynamo.in_graph(_put)
 
 
 @dynamo.at_trace_time

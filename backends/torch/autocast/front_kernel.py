@@ -1,7 +1,8 @@
 """Kernels in front of torch.func's transforms.
 
-vmap and grad take composite ops such as linear apart before autocast sees them, so that a bias
-would stay float32 and pull the result up; here the op is cast as a whole first.
+vmap and grad take composite ops such as linear apart before autocast sees them. Where a policy has
+another rule for such an op than torch, the op is cast as a whole first, here. Where it has the same
+rule, as without a policy, the transform does what it does under torch.autocast, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -10,31 +11,18 @@ from typing import Any
 
 import torch
 from torch.library import get_kernel
+from torch.utils._pytree import tree_map_only
 
-from polymp.backends.torch.autocast import compiled_region, op_facts, regions, torch_table
+from polymp.backends.torch.autocast import compiled_region, regions, torch_table
 from polymp.backends.torch.autocast.autocast_kernel import entry_of
 from polymp.backends.torch.autocast.run_op import Function, Rulings, plain, runner
-from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.rules import decision_log
 from polymp.rules.row import Rule
 
-
-@cache
-def put_on(device: str) -> None:
-    """Put kernels in front of torch.func's transforms for the ops of the device's table."""
-    for name in sorted(torch_table.kernels(device) | op_facts.BATCHED_AS_PRODUCTS):
-        put(name)
-
-
-def put_with_tensors(name: str) -> None:
-    """Put one for an op, if a number can stand for a tensor in it.
-
-    Behind a transform such a number cannot be read: an op with a kernel of ours on an autocast key
-    needs one here, too.
-    """
-    op = dispatcher.overload(name)
-    if op is not None and len(dispatcher.tensors_of(op)) > 1:
-        put(name)
+# What `region_casts` watches and Python passes numbers to, which no kernel behind a transform can
+# read. Source: torch v2.13 torch/csrc/utils/python_arg_parser.cpp, numbers as tensors.
+TAKE_NUMBERS = "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor div_.Tensor_mode copy_".split()
 
 
 @cache
@@ -79,16 +67,13 @@ def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
             return call(*args, **kwargs)
         ruling = rulings[device].of(regions.in_force(device))
         row = ruling.row
-        if row is None and name not in op_facts.BATCHED_AS_PRODUCTS:
-            return call(*args, **kwargs)
-        if ruling.agrees and name in op_facts.COMPILED_ONLY:
+        if row is None or ruling.agrees:
             return call(*args, **kwargs)
         key = dispatcher.autocast_key(device)
-        if key is None or (row is not None and row.rule is Rule.FORBID):
+        if key is None or row.rule is Rule.FORBID:
             return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises
         with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
-            if row is None:
-                return call(*args, **kwargs)
+            args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
             run = runner(op, name, device)
             if (found := decision_log.current()) is not None:
                 entry = entry_of(op, name, device, ruling, args, kwargs)

@@ -20,7 +20,7 @@ from polymp.backends.torch.autocast import (
     torch_table,
 )
 from polymp.backends.torch.autocast.validate import check
-from polymp.backends.torch.compat import dispatcher
+from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
@@ -75,11 +75,14 @@ def prepare(region: Region) -> None:
     """
     with now.lock:
         checkpoint.keep_policies()  # also before there is one: backward may run under the first
+        if not region.enabled:
+            dynamo.backward_outside()
         if region.policy is not None:
             install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
             region_casts.watch(region.device)
-            front_kernel.put_on(region.device)
+            for name in front_kernel.TAKE_NUMBERS:
+                front_kernel.put(name)
             for tell in now.told:
                 tell(region.device)
 
@@ -101,6 +104,7 @@ def install(policy: Policy, device: str, dtype: str = "") -> None:
         PolicyError: a row that torch cannot follow; nothing is installed then.
     """
     check(policy, device, dtype)
+    dynamo.backward_outside()
     checkpoint.keep_policies()
     put(device, sorted(differing(policy, device)))
 
@@ -154,6 +158,6 @@ def put_in(library: torch.library.Library, device: str, ops: Iterable[str]) -> N
     for name in ops:
         kernel = None if (device, name) in now.ops else autocast_kernel.make(name, device, key)
         if kernel is not None:
-            front_kernel.put_with_tensors(name)
+            front_kernel.put(name)
             dispatcher.put(library, name, kernel, key)
             now.ops.add((device, name))

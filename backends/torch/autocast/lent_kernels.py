@@ -94,7 +94,7 @@ def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
         for name in ops if key else ():
             kernel = autocast_kernel.make(name, device, str(key))
             if kernel is not None and "::" not in name:
-                front_kernel.put_with_tensors(name)
+                front_kernel.put(name)
                 dispatcher.put(library, name, kernel, str(key))
         yield
 

@@ -72,4 +72,4 @@ def _refuse_export(code: Code) -> None:
 
 @dynamo.at_trace_time
 def _allow() -> None:
-    torch.compiler.allow_in_graph(_put)
+    dynamo.in_graph(_put)

@@ -36,9 +36,6 @@ UNTOUCHED = frozenset({"detach"})
 COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
 
-# Batched, these become matmul, which has a rule, whether or not they have one themselves.
-BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
-
 # Products that may have nothing to add up. Those of linear layers, which are called most, stay with
 # torch's compiled kernels.
 PRODUCTS = frozenset("addr bmm dot einsum inner kron matmul mm mv outer tensordot vdot".split())

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch.autocast import held_casts, op_facts, torch_table
 from polymp.backends.torch.autocast.held_casts import held
-from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.backends.torch.compat import dispatcher, dynamo, modes
 
 _library = torch.library.Library("aten", "IMPL")
 
@@ -236,6 +236,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         and not t._is_view()
         and torch.is_autocast_cache_enabled()
         and not torch.is_inference_mode_enabled()
+        and not modes.in_transform(t)  # a wrapper has no address either
     )
     if not may_keep:
         return make(t, dtype)

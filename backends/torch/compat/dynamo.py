@@ -61,6 +61,29 @@ def at_trace_time(fn: F) -> F:
     return fn
 
 
+def in_graph(fn: Callable[..., Any]) -> None:
+    """Have torch.compile write calls of `fn` into its graphs, as they are.
+
+    `torch.compiler.allow_in_graph` does so, too, but where a backend then refuses the graph, dynamo
+    raises in place of breaking it. Since torch 2.1.
+    """
+    from torch._dynamo import trace_rules, variables
+
+    trace_rules.get_torch_obj_rule_map()[fn] = variables.TorchInGraphFunctionVariable
+
+
+def backward_outside() -> None:
+    """Have compiled backward passes run outside of regions, as eager ones, in this thread.
+
+    torch traces them in the region around the forward pass, which would cast again what a policy
+    keeps wide. What the user has set stays. `backward_pass_autocast` since torch 2.9.
+    """
+    import torch._functorch.config as config
+
+    if config.backward_pass_autocast == "same_as_forward":
+        config.backward_pass_autocast = "off"
+
+
 def after_tracing(undo: Callable[[], object]) -> None:
     """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up.
 

@@ -152,3 +152,16 @@ def is_transformed() -> bool:
     `peek_interpreter_stack` since torch 2.0.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None or has_tangents()
+
+
+def matched_tangent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float tensor whose tangent, in a jvp of torch.func, has its dtype, too.
+
+    Derivatives of ops with mixed inputs leave a float32 tangent on a low tensor, which a cast to
+    the tensor's own dtype would not touch. `get_interpreter_stack` since torch 2.0.
+    """
+    functorch = torch._C._functorch
+    kinds = [transform.key() for transform in functorch.get_interpreter_stack() or ()]
+    if functorch.TransformType.Jvp not in kinds or not tensor.is_floating_point():
+        return tensor
+    return torch.ops.aten._to_copy(tensor, dtype=tensor.dtype)

@@ -275,18 +275,6 @@ def cast_inputs_in_a_mapping(amp: Amp) -> list[str]:
 
 
 @program
-def vmap_of_a_linear(amp: Amp) -> str:
-    with amp.autocast("cpu"):
-        return name(torch.func.vmap(torch.nn.Linear(4, 4))(torch.ones(3, 4)))
-
-
-@program
-def vmap_of_a_vector_product(amp: Amp) -> str:
-    with amp.autocast("cpu"):
-        return name(torch.func.vmap(torch.mv, (0, None))(torch.ones(3, 4, 4), torch.ones(4)))
-
-
-@program
 def region_inside_a_region_of_torch(amp: Amp) -> str:
     w = weight()
     with torch.autocast("cpu", FP16):

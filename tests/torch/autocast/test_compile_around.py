@@ -13,6 +13,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
+import polymp.torch
 from polymp import PolicyError, policy
 from polymp.torch import autocast
 from tests.support.torch.compiled import (
@@ -119,6 +120,43 @@ def test_the_weights_of_a_compiled_model_may_change(
     assert count.graphs == 1
 
 
+# --- backward passes ---
+
+
+class Wide(nn.Module):
+    """A module whose own region is disabled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", enabled=False):
+            return torch.exp(x.float() @ torch.full((8, 8), 0.3) / 3)
+
+
+class Head(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x @ torch.full((8, 8), 0.3) / 3)
+
+
+@pytest.mark.parametrize("head", ["disabled", "scoped"])
+def test_a_compiled_backward_pass_keeps_what_is_wide(head: str, count: Count, net: Net) -> None:
+    """The region is around: torch would trace the backward pass in it."""
+    model = nn.Sequential(net, Wide() if head == "disabled" else Head())
+    if head == "scoped":
+        polymp.torch.scoped(model[1], {"name": "wide", "rules": {"all": "fp32"}})
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+
+    def gradients(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with autocast("cpu", dtype=BF16):
+            y = function(x)
+        return list(torch.autograd.grad(y.float().square().sum(), list(net.parameters())))
+
+    expected = gradients(model)
+    compiled = torch.compile(model, backend=count)
+    assert all(map(torch.equal, gradients(compiled), expected))
+    decorated = autocast("cpu", dtype=BF16)(compiled)
+    found = torch.autograd.grad(decorated(x).float().square().sum(), list(net.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
 # --- graph breaks --------------------------------------------------------------------------------
 
 
@@ -149,6 +187,70 @@ def test_a_graph_break_keeps_the_region(at: str, count: Count, net: Net, x: torc
     assert torch.get_autocast_dtype("cpu") is BF16
     assert dtypes(result) == [FP16, FP16, FP32]
     assert_same(result, eager)
+
+
+MASK = torch.tensor([True, False, True])
+
+
+def rows_by_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
+    rows = torch.zeros(3, 8)
+    rows[MASK] = y[:2].float()
+    return net.second(rows)
+
+
+def rows_of_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y[MASK])
+
+
+def rows_not_zero(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y[MASK.nonzero().squeeze(1)])
+
+
+def a_number_read(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y * (1 + 0 * y.sum().item()))
+
+
+def a_branch_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) if y.sum() > -1e9 else y
+
+
+def a_disabled_region_with_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with autocast("cpu", enabled=False):
+        return rows_by_mask(net, y)
+
+
+BREAKS = (
+    rows_by_mask,
+    rows_of_a_mask,
+    rows_not_zero,
+    a_number_read,
+    a_branch_on_data,
+    a_disabled_region_with_a_mask,
+)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("region", [F16, RELU32], ids=["no policy", "policy"])
+@pytest.mark.parametrize("kind", BREAKS, ids=lambda f: f.__name__)
+def test_what_a_backend_refuses_breaks_the_graph(
+    kind: Callable[..., torch.Tensor], region: dict[str, Any], count: Count, net: Net
+) -> None:
+    """Inside a region as outside: aot_eager and inductor cannot compile nonzero."""
+    x = torch.ones(3, 8)
+
+    def inside() -> torch.Tensor:
+        with autocast("cpu", **region):
+            return kind(net, net.first(x))
+
+    def gradients(y: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(y.float().sum(), list(net.parameters())))
+
+    decorated = autocast("cpu", **region)(lambda: kind(net, net.first(x)))
+    for function in (inside, decorated):
+        y, eager = torch.compile(function, backend=count)(), function()
+        assert torch.equal(y, eager)
+        assert all(map(torch.equal, gradients(y), gradients(eager)))
+        assert not torch.is_autocast_enabled("cpu")
 
 
 MADE_OUTSIDE = {

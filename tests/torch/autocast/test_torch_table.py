@@ -2,7 +2,7 @@
 
 import pytest
 
-from polymp.backends.torch.autocast import front_kernel, op_facts, torch_table
+from polymp.backends.torch.autocast import op_facts, region_casts, torch_table
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Apply, Rule
@@ -104,6 +104,6 @@ def test_a_device_without_a_table_has_an_empty_policy():
 
 
 def test_kernels_are_read_before_ours_stand_beside_them():
-    front_kernel.put_on("cpu")
+    region_casts.watch("cpu")
     assert "add_.Tensor" not in torch_table.kernels("cpu")
     assert not any(op.endswith("_") for op in torch_table.kernels("cpu"))

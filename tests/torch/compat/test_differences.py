@@ -41,8 +41,6 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "with-blocks-interleaved": (True, False),
     "cast-inputs-in-a-named-tuple": (RAISES, ["Pair", "float16"]),
     "cast-inputs-in-a-mapping": (["dict", "float16"], ["OrderedDict", "float16"]),
-    "vmap-of-a-linear": ("float32", "bfloat16"),
-    "vmap-of-a-vector-product": ("bfloat16", "float32"),
     "region-inside-a-region-of-torch": (RAISES, "bfloat16"),
     # of scalers
     "lowered-growth-interval": (8.0, 16.0),

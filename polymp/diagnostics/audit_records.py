@@ -55,7 +55,7 @@ class Measured(NamedTuple):
         data = self._asdict() | {"row": str(self.row) if self.row else None}
         data["numbers"] = list(self.numbers)
         del data["magnitudes"]
-        kept = ("values", "largest", "inf", "nan", "burst", "vanished", "zeros")
+        kept = ("values", "largest", "inf", "nan", "burst", "vanished", "gone", "zeros")
         return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
 
 
@@ -243,20 +243,31 @@ class AuditRecord:
         return float(2.0 ** math.floor(math.log2(FORMATS[low].max / 2 / largest)))
 
     def lost_gradients(self, dtype: object = "float16", scale: float = 1.0) -> float:
-        """Return the share of gradient values that a dtype makes zero at a loss scale.
+        """Return the share of gradient values other than zero that a dtype makes zero.
+
+        Values that float16 made zero in the run, and about as many of those computed from them
+        as are zero for that reason, count as other than zero; at a scale up to the run's, as made
+        zero by float16.
 
         Args:
             dtype: by name or as a dtype object.
             scale: the loss scale, a power of two.
 
         Returns:
-            From 0 to 1.
+            From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
 
         Raises:
             TypeError: `dtype` is neither a string nor a dtype.
             ValueError: it is no float dtype that is known.
         """
+        low = dtype_name(dtype, what="lost_gradients(): dtype")
         rows = self.backward
         if not rows:
             return 0.0
-        return joined(m.magnitudes for m in rows).shares(dtype, scale).underflow
+        every = joined(m.magnitudes for m in rows)
+        gone = max(every.gone, every.vanished)
+        there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
+        if there == 0:
+            return 1.0 if scale <= 1 else 0.0
+        here = gone if low == "float16" and scale <= self.scale else 0.0
+        return (every.shares(low, scale).underflow + here) / there

@@ -103,11 +103,15 @@ def scales(audit: AuditRecord) -> list[str]:
     fitting = audit.fitting_scale(_FIRST)
     if fitting is None:
         return [f"loss scale: {used}; no finite gradient other than zero to fit one to"]
-    lost = [text_table.share(audit.lost_gradients(_FIRST, s)) or "none" for s in (1.0, fitting)]
+    shares = {s: audit.lost_gradients(_FIRST, s) for s in (1.0, audit.scale, fitting)}
+    lost = [
+        f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {s:g}'}"
+        for s, share in shares.items()
+    ]
     return [
         f"loss scale: {used}; the largest at which no {_FIRST} gradient overflows: "
         f"{power(fitting)}",
-        f"gradients that become zero in {_FIRST}: {lost[0]} unscaled, {lost[1]} at that scale",
+        f"gradients that become zero in {_FIRST}: {', '.join(lost)}",
     ]
 
 

@@ -10,8 +10,8 @@ again with the suggestion. Nothing here knows a framework.
 import re
 from collections.abc import Iterable, Sequence
 
+from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
-from polymp.diagnostics.magnitudes import joined
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
@@ -247,35 +247,23 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
             return _raised([over], policy)
         why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
         return Suggestion(init_scale=lower, reasons=(f"{why}; {lower:g} fits.",))
-    lost = _lost(audit, scale)
-    if lost <= MANY or not any(m.region == "float16" for m in audit.results):
+    lost = audit.lost_gradients("float16", scale)
+    if lost <= MANY:
         return Suggestion()
-    why = f"gradients: {lost:.0%} of the values that are not zero are zero in float16"
+    part = text_table.share(lost)
+    why = f"gradients: {part} of the values that are not zero are zero in float16"
+    if not any(m.region == "float16" for m in audit.results):
+        needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
+        return Suggestion(reasons=(needs,) if fits else ())
     if fits is None:
         why = f"gradients: all are zero, at a loss scale of {scale:g}; start with {FIRST:g}."
         return Suggestion(init_scale=FIRST, reasons=(why,))
     fits = min(fits, LARGEST)
-    if fits <= scale or _lost(audit, fits) > MANY:
+    if fits <= scale or audit.lost_gradients("float16", fits) > MANY:
         why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
         return Suggestion(dtype="bfloat16", reasons=(why,))
     why = f"{why} at a loss scale of {scale:g}; {fits:g} fits."
     return Suggestion(init_scale=fits, reasons=(why,))
-
-
-def _lost(audit: AuditRecord, scale: float) -> float:
-    """The share of gradient values other than zero that float16 makes zero at a scale.
-
-    1 if all gradients are zero and there was no loss scale.
-    """
-    rows = audit.backward
-    if not rows:
-        return 0.0
-    every = joined(m.magnitudes for m in rows)
-    gone = every.vanished if scale == audit.scale else 0.0
-    there = 1 - every.zeros + gone
-    if there == 0:
-        return 1.0 if scale <= 1 else 0.0
-    return (every.shares("float16", scale).underflow + gone) / there
 
 
 def _at(one: Measured | Fault) -> str:

@@ -19,7 +19,7 @@ from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.fp8_loss import Measurement, losses
-from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
+from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, followed, joined, lower_edge
 from polymp.fp8.recipes import RECIPES
 
 
@@ -91,11 +91,16 @@ def _results(
     program: MeasuredCall, facts: Sequence[Facts], scale: float
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
-    for number, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
-        if event.group is None or not _ran(fact):
+    events, made = program.twin.events, list[Magnitudes | float]()
+    for event, fact in zip(events, facts, strict=True):
+        lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
+        made.append(lost if event.group is None or not _ran(fact) else _magnitudes(event, fact))
+    back = {at for at, event in enumerate(events) if event.site.scope.direction == BACKWARD}
+    gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
+    for number, (event, m, share) in enumerate(zip(events, made, gone, strict=True)):
+        if event.group is None or isinstance(m, float):
             continue
-        call = program.calls[event.group]
-        magnitudes = _magnitudes(event, fact)
+        call, magnitudes = program.calls[event.group], m._replace(gone=share)
         if call.direction == BACKWARD and scale not in (0.0, 1.0):
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(

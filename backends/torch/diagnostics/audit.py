@@ -22,7 +22,7 @@ from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.magnitudes import Magnitudes, joined
+from polymp.diagnostics.magnitudes import Magnitudes, followed, joined
 from polymp.fp8.recipes import recipe_of
 from polymp.weights import lost_updates
 
@@ -112,10 +112,12 @@ def _results(
     sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float], line: progress.Line
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
-    for key, site in sites.items():
+    made = [site.bins.magnitudes() for site in sites.values()]
+    gone = followed((m, site.reads) for m, site in zip(made, sites.values(), strict=True))
+    for (key, site), counts, share in zip(sites.items(), made, gone, strict=True):
         line.step()
         at, op, spelling, place, direction, region, row, run = key
-        magnitudes = _without(scales[at], site.bins.magnitudes())
+        magnitudes = _without(scales[at], counts._replace(gone=share))
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
             magnitudes, tuple(sorted(site.numbers)),

@@ -29,10 +29,14 @@ class Site(NamedTuple):
     Attributes:
         bins: counts of their magnitudes.
         numbers: numbers in the program that the dtype made zero.
+        number: of the site.
+        reads: of gradients, the numbers of the sites whose results they were made of.
     """
 
     bins: Bins
     numbers: set[float]
+    number: int
+    reads: set[int]
 
 
 class MagnitudeTracer(ValueTracer):
@@ -60,6 +64,7 @@ class MagnitudeTracer(ValueTracer):
         self._visits: Counter[Any] = Counter()
         self._tables: dict[torch.device, BinTable] = {}
         self.sites: dict[tuple[Any, ...], Site] = {}
+        self._made_at: dict[int, int] = {}  # by number of an event, that of a site
         self.gradients: dict[tuple[str, int], Bins] = {}
         self.scales: list[Any] = [1.0]  # of each backward pass
         self.passes: dict[int, int] = {}
@@ -92,21 +97,28 @@ class MagnitudeTracer(ValueTracer):
         inputs: list[torch.Tensor],
     ) -> Event:
         op_call = event.op_call
-        if op_call.place.updating or not results:
+        back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
+        if event.cast and back and event.run == "float16":  # where gradients vanish
+            op, spelling = "to", "aten:_to_copy"
+        elif op_call.place.updating or not results or event.cast:
+            if event.cast and event.inputs and event.inputs[0] in self._made_at:
+                self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
             return event
-        at = self._scales_at if op_call.direction == BACKWARD else 0
         key = (
-            at, op_call.op, op_call.spelling, op_call.place, op_call.direction, op_call.region,
-            op_call.row, event.run,
+            self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
+            op_call.region, op_call.row, event.run,
         )  # fmt: skip
         found = self.sites.get(key)
         if found is None:
-            found = self.sites[key] = Site(self._bins(results[0]), set())
+            found = self.sites[key] = Site(self._bins(results[0]), set(), len(self.sites), set())
         for t, number in zip(results, event.ranges, strict=True):
             found.bins.add(t, number)
         if event.lost is not None:
             found.bins.lost.append(event.lost)
         found.numbers.update(event.numbers)
+        if back:
+            self._made_at[len(self.events)] = found.number
+            found.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
         return event
 
     def _bins(self, t: torch.Tensor) -> Bins:

@@ -96,8 +96,8 @@ class ValueTracer(OpTracer):
 
         Args:
             event: of the op.
-            results: its measurable results; none of a cast.
-            ranges: of its measurable results, the one of a cast among them.
+            results: its measurable results.
+            ranges: of these.
             inputs: of the op, as `inputs` returned them.
 
         Returns:
@@ -152,7 +152,7 @@ class ValueTracer(OpTracer):
             event = Event(op_call, origins, kept, run, None, (), False, reads, (), True)
             if fits and run == "float16" and self.compares(event, [result], ranges):
                 event = event._replace(lost=Lost.of(source, result))
-            self.events.append(self.noted(event, [], ranges, [source]))
+            self.events.append(self.noted(event, [result] if fits else [], ranges, [source]))
         self._provenance.made(result, len(self.events) - 1)
 
     def viewed(

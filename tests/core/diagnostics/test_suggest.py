@@ -240,7 +240,7 @@ def test_gradients_that_vanish_get_the_scale_that_fits() -> None:
     a = audit(measured(), gradients=[gradient(2.0**-30, 2.0**-32, 0.0)])
     found = suggest(a)
     assert found.init_scale == a.fitting_scale() == 2.0**44
-    assert "gradients: 100% of the values that are not zero are zero in float16" in found.reasons[0]
+    assert found.reasons[0].startswith("gradients: 100 % of the values that are not zero are zero")
     assert not suggest(audit(measured(), gradients=[gradient(2.0**-30)], scale=2.0**20))
     assert not suggest(audit(measured(region="bfloat16"), gradients=[gradient(2.0**-30)]))
 

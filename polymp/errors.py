@@ -3,13 +3,38 @@
 Where torch.amp raises, its exception type and message are the contract and these are not used.
 """
 
+_LONGEST = 1000  # characters of a line of a message
+
+
+def escaped(text: str) -> str:
+    """The text with characters that a terminal would obey or cannot show as `repr` has them."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def readable(text: str) -> str:
+    """A message of any length for a person: `escaped`, and very long lines without their middle."""
+    lines = [
+        line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+        for line in text.split("\n")
+    ]
+    return escaped("\n".join(lines))
+
 
 class PolympError(Exception):
-    """Any error that polymp itself raises."""
+    """Any error that polymp itself raises; its text echoes what users wrote shortly and escaped."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(readable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class PolicyError(PolympError, ValueError):
     """A policy that cannot be read, or that a backend cannot run ops by."""
+
+
+class NoPolicyError(PolicyError):
+    """There is no policy of this name, or its file cannot be read."""
 
 
 class ForbiddenOpError(PolympError, RuntimeError):

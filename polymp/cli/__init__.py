@@ -11,14 +11,15 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import polymp
 from polymp import backends, dtypes, progress
 from polymp.cli import check, doctor, doctor_inputs, measurement, policies
-from polymp.errors import BackendMissingError, PolicyError, UsageError
+from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
 from polymp.rules import policy_files
 from polymp.rules.row import LOW
 from polymp.speed import product_times
@@ -47,25 +48,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse, after a message or a help text.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if "collect" not in args:
+        parser.print_help()
+        return 0
+    if sys.stdout is None:
+        print("polymp: standard output is closed.", file=sys.stderr)
+        return 2
     try:
         drawn = _is_drawn(args)
-        data = args.collect(args)
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's model prints
+            data = args.collect(args)
     except (PolicyError, BackendMissingError, UsageError) as error:
         print(f"polymp: {error}", file=sys.stderr)
         return 2
-    if drawn:
-        from polymp.cli import tables  # which needs rich
-
-        text = tables.drawn(args.command, data, every=getattr(args, "all", False))
-    else:
-        text = json.dumps(data, indent=2) + "\n" if args.json else check.plain(data)
     for line in data.get("errors", ()):
         print(f"polymp: {line}", file=sys.stderr)
-    with contextlib.suppress(BrokenPipeError):  # a reader such as `head` has seen enough
-        sys.stdout.write(text)
+    try:
+        sys.stdout.write(_text(args, data, drawn))
         sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        _silence_stdout()
+    except (OSError, UnicodeError) as error:
+        print(f"polymp: cannot write to standard output: {error}", file=sys.stderr)
+        _silence_stdout()
+        return 2
     return int(args.code(data))
+
+
+def _text(args: argparse.Namespace, data: Data, drawn: bool) -> str:
+    if args.json:
+        return json.dumps(data, indent=2) + "\n"
+    shown = _shown(data)
+    if not drawn:
+        return check.plain(shown)
+    from polymp.cli import tables  # which needs rich
+
+    return tables.drawn(args.command, shown, every=getattr(args, "all", False))
+
+
+def _shown(data: Any) -> Any:
+    """Data with every name as a terminal may show it."""
+    if isinstance(data, Mapping):
+        return {_shown(key): _shown(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_shown(value) for value in data]
+    return escaped(data) if type(data) is str else data
+
+
+def _silence_stdout() -> None:
+    """Send what is left in the buffer nowhere, so that Python's exit does not fail on it again."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     end: Data = {"epilog": EXIT, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="polymp", description=about, **end)
     parser.add_argument("--version", action="version", version=f"polymp {polymp.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
     def command(
         name: str,

@@ -10,7 +10,7 @@ from typing import Any
 from polymp import backends, progress
 from polymp.cli import doctor_inputs
 from polymp.cli.policies import path_inside, row_data
-from polymp.errors import PolicyError
+from polymp.errors import NoPolicyError, PolicyError, UsageError
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW, Row, Rule
@@ -28,6 +28,8 @@ def checked(args: argparse.Namespace) -> Data:
         backends.get(args.backend)  # says what to install
     try:
         policy = policy_files.load(args.policy)
+    except NoPolicyError as error:
+        raise UsageError(str(error)) from None
     except PolicyError as error:
         return data | {"errors": [str(error)]}
     if not policy.rows:
@@ -50,9 +52,7 @@ def checked(args: argparse.Namespace) -> Data:
 
 def _matches(policy: Policy, text: str) -> list[Data]:
     """For each path of a policy's rows, how many modules of a model it matches."""
-    if not policy.scopes:
-        return []
-    paths = _paths(text)
+    paths = _paths(text)  # of any policy: a model that cannot be loaded is an error
     entries = []
     for pattern in policy.scopes:
         count = sum(scopes.depth(pattern, path) > 0 for path in paths)
@@ -80,7 +80,7 @@ def _paths(text: str) -> list[str]:
     try:
         report = explain(model, *inputs, dtype=LOW[1])
         modules = {call.module for call in report}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise doctor_inputs.failed(text, error) from error
     names = [module.split(".") for module in modules if module]
     return sorted({".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)})

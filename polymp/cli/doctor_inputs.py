@@ -100,7 +100,7 @@ def example(text: str) -> Example:
         sys.path.insert(0, here)
     try:
         found = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module}.".startswith(f"{missing}."):
             why = f"there is no module {missing!r}, neither installed nor in {here}."
@@ -114,7 +114,7 @@ def example(text: str) -> Example:
         raise UsageError(f"{given}: module {module!r} has no function {name!r}. {has}")
     try:
         made = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{given}: {name}() failed: {_said(error)}") from error
     return _checked(made, f"{given}: {name}()")
 
@@ -142,7 +142,10 @@ def _checked(made: object, what: str) -> Example:
 
 def _said(error: BaseException) -> str:
     """The type and first line of an error, and the last line of the user's folder on its way."""
-    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    try:
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    except Exception as broken:
+        text = f"{type(error).__name__}, whose text cannot be had: {type(broken).__name__}"
     frames = reversed(traceback.extract_tb(error.__traceback__))
     own = (f for f in frames if Path(f.filename).is_relative_to(Path.cwd()))
     at = next((f"{Path(f.filename).relative_to(Path.cwd())}:{f.lineno}" for f in own), "")

@@ -77,7 +77,7 @@ def _of_model(text: str, frameworks: Sequence[str], budget: float) -> Data:
     backends.get(framework)
     try:
         found, device = _products(framework, model, inputs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failed(text, error) from error
     if not found.products:
         raise UsageError(

@@ -182,6 +182,6 @@ def path_inside(pattern: str) -> str:
 
     def letter(group: re.Match[str]) -> str:
         letters = string.ascii_letters + string.digits + group[1]
-        return next(c for c in letters if fnmatch.fnmatchcase(c, group[0]))
+        return next((c for c in letters if fnmatch.fnmatchcase(c, group[0])), group[0])
 
     return re.sub(r"\[(!?[^\]]+)\]", letter, pattern)

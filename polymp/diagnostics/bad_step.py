@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, overload
 
 from polymp.diagnostics.audit_records import Fault
+from polymp.errors import escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
@@ -70,7 +71,7 @@ class BadStep(NamedTuple):
             )
         if self.note:
             lines.append(f"  {self.note}")
-        return "\n".join([*lines, *([f"  {self.remedy}"] if self.remedy else [])])
+        return escaped("\n".join([*lines, *([f"  {self.remedy}"] if self.remedy else [])]))
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:

@@ -9,8 +9,11 @@ narrow screen each row becomes a card, whose cells the script labels with a rule
 column. Nothing is loaded from anywhere.
 """
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from html import escape
 from importlib import resources
@@ -210,8 +213,23 @@ def _cell(cell: Cell) -> _Markup:
 def written(page: str, path: "str | PathLike[str] | None") -> str:
     """The page, after writing it to a file if there is a path."""
     if path is not None:
-        Path(path).write_text(page, encoding="utf-8")
+        with replacing(path) as beside:
+            beside.write_text(page, encoding="utf-8")
     return page
+
+
+@contextmanager
+def replacing(path: "str | PathLike[str]") -> Iterator[Path]:
+    """A path beside `path`, of the same suffix, for a file that replaces it once it is whole."""
+    whole = Path(path).resolve()  # a link keeps pointing to its file
+    beside = whole.with_name(
+        f".{whole.stem[:64]}-{os.getpid()}-{threading.get_ident()}{whole.suffix}"
+    )
+    try:
+        yield beside
+        beside.replace(whole)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def framed(page: str, title: str) -> str:

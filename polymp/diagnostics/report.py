@@ -16,6 +16,7 @@ from typing import Any
 from polymp.diagnostics import page, report_html, report_text
 from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.report_diff import ReportDiff
+from polymp.errors import escaped
 
 
 class Report(CallList):
@@ -78,7 +79,7 @@ class Report(CallList):
                 positive number, or `sort` neither "program" nor "cost".
         """
         part = report_text.chosen(self, modules, ops)
-        return report_text.report_table(part, limit, width, sort, fold)
+        return escaped(report_text.report_table(part, limit, width, sort, fold))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data: "title", "low", "policy", "totals" and "calls"."""

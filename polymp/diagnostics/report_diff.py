@@ -31,6 +31,7 @@ from polymp.diagnostics.report_text import (
     ranked,
     ruled,
 )
+from polymp.errors import escaped
 
 
 class ReportDiff:
@@ -212,7 +213,7 @@ class ReportDiff:
             lines += ["", *text_table.folded(note, width)]
         if rows:
             lines += ["", *text_table.columns(("op", *names), rows, width=width)]
-        return "\n".join(lines)
+        return escaped("\n".join(lines))
 
     def _repr_html_(self) -> str:
         return page.framed(self.to_html(), f"{self.names[0]} and {self.names[1]}")

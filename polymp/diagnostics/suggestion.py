@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from polymp.errors import escaped
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 
@@ -54,7 +55,7 @@ class Suggestion:
 
     def __str__(self) -> str:
         """Rows to be pasted into a policy's file; all else is comments there, or its head."""
-        lines = [f"# {' '.join(reason.split())}" for reason in self.reasons]
+        lines = [f"# {escaped(' '.join(reason.split()))}" for reason in self.reasons]
         if not self:
             lines.append("# Nothing to change.")
         lines += [f"{key} = {json.dumps(value)}" for key, value in self.head.items()]

@@ -37,6 +37,10 @@ def toml(content: str, where: str) -> Mapping[str, object]:
         return tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
         raise PolicyError(f"{where} is not TOML: {error}.") from None
+    except RecursionError:
+        raise PolicyError(f"cannot read {where}: its brackets are nested too deeply.") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise PolicyError(f"cannot read {where}: {str(error).partition(';')[0]}.") from None
 
 
 def check_keys(data: Mapping[str, object], where: str) -> None:

@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import cast
 
-from polymp.errors import PolicyError
+from polymp.errors import NoPolicyError, PolicyError
 from polymp.rules import parse
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row
@@ -57,21 +57,25 @@ def load(source: Source) -> Policy:
 
 
 def _file(path: Path, above: tuple[Path, ...]) -> Policy:
-    if path.resolve() in above:
-        raise PolicyError(f"policy file {str(path)!r} extends itself, by way of its base.")
+    cannot = f"cannot read policy file {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8")
+        resolved = path.resolve()
+        text = "" if resolved in above else path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise PolicyError(f"cannot read policy file {str(path)!r}: {error.strerror}.") from None
-    except UnicodeError:
-        raise PolicyError(f"cannot read policy file {str(path)!r}: it is not UTF-8.") from None
-    return _policy(parse.toml(text, str(path)), path.stem, str(path), (*above, path.resolve()))
+        raise NoPolicyError(f"{cannot}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise PolicyError(f"{cannot}: it is not UTF-8.") from None
+    except (ValueError, RuntimeError) as error:  # no path at all, or before 3.13 a circle of links
+        raise NoPolicyError(f"{cannot}: {error}.") from None
+    if resolved in above:
+        raise PolicyError(f"policy file {str(path)!r} extends itself, by way of its base.")
+    return _policy(parse.toml(text, str(path)), path.stem, str(path), (*above, resolved))
 
 
 @cache
 def _shipped(name: str) -> Policy:
     if name not in shipped():
-        raise PolicyError(
+        raise NoPolicyError(
             f"no policy {name!r}.{nearest(name, shipped())} "
             f"Shipped: {', '.join(shipped())}; a file's name ends in .toml."
         )

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from polymp import text_table
 from polymp.code_origin import outside
 from polymp.dtypes import FORMATS
-from polymp.errors import ScalerWarning, StuckError
+from polymp.errors import ScalerWarning, StuckError, escaped
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 # Scaled gradients below it lose bits in float16, and below half of its smallest number become 0.
@@ -57,7 +57,7 @@ class Gradient(NamedTuple):
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.inf} Inf, {self.nan} NaN of {self.size})"
+        return f"{escaped(self.name)} ({self.inf} Inf, {self.nan} NaN of {self.size})"
 
 
 class GradientReport(NamedTuple):
@@ -97,7 +97,7 @@ class GradientReport(NamedTuple):
         rows: list[tuple[str, ...]] = [("", "size", "Inf", "NaN", "zero", "subnormal")]
         for g in by_trouble[:_SHOWN]:
             shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
-            rows.append((g.name, str(g.size), str(g.inf), str(g.nan), *shares))
+            rows.append((escaped(g.name), str(g.size), str(g.inf), str(g.nan), *shares))
         lines += text_table.aligned(rows, numeric=range(1, 6))
         if many > _SHOWN:
             lines.append(f"... and {many - _SHOWN} more in .gradients")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from polymp.diagnostics.rounding import Gap
+from polymp.errors import escaped
 
 
 class ParityError(AssertionError):
@@ -60,4 +61,4 @@ class Parity(NamedTuple):
         return min((gap.margin for gap in self.gaps), default=float("inf"))
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.gaps))
+        return escaped("\n".join(map(str, self.gaps)))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 
@@ -217,6 +218,65 @@ def test_check_of_a_model_names_paths_that_match_nothing(
     found = {each["scope"]: each["matches"] for each in answer(*argv, code=1)["scopes"]}
     assert found == {"head": 1, "*.haed": 0}
     assert polymp(*argv[:1], "amp", *argv[2:])[1].endswith(f"{model}: no rule by path\n")
+
+
+LEAVING = """
+import sys
+print("loaded")
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+def leaves():
+    sys.exit(0)
+
+def fails():
+    raise Silent
+
+def works():
+    import torch
+    print("made")
+    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)
+"""
+
+
+@pytest.mark.parametrize("policy", ["amp", "scoped.toml"])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("leaving:leaves", "leaves() failed: SystemExit: 0"),
+        ("leaving:fails", "fails() failed: Silent, whose text cannot be had: RuntimeError"),
+        ("nowhere:example", "there is no module 'nowhere'"),
+        ("exiting:example", "importing exiting failed: SystemExit: 0"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_no_success(
+    policy, function, why, polymp, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "scoped.toml").write_text('extends = "amp"\nscopes."0".linear = "fp32"\n')
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    (tmp_path / "exiting.py").write_text("raise SystemExit(0)")
+    code, out, err = polymp("check", policy, "--backend", "jax", "--model", function, "--json")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"polymp: --model {function}: {why}")
+    monkeypatch.delitem(sys.modules, "leaving", raising=False)
+
+
+def test_what_a_model_prints_is_no_part_of_the_answer(polymp, tmp_path, monkeypatch):
+    need("torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "printing.py").write_text(LEAVING)
+    argv = ("check", "amp", "--backend", "torch", "--model", "printing:works", "--json")
+    code, out, err = polymp(*argv)
+    assert (code, json.loads(out)["ok"], err) == (0, True, "loaded\nmade\n")
+
+
+def test_a_policy_that_is_not_there_is_no_wrong_policy(polymp):
+    code, out, err = polymp("check", "nofile.toml")
+    assert (code, out) == (2, "")
+    assert err == "polymp: cannot read policy file 'nofile.toml': No such file or directory.\n"
 
 
 def test_check_without_frameworks():

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,8 +127,45 @@ def test_an_error_is_one_line(argv, said, flags, polymp):
     assert err.count("\n") == 1
 
 
+def test_alone_it_prints_its_help(polymp):
+    code, out, err = polymp()
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: polymp")
+    assert cli.EXIT in out
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["table", "json"])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(flags):
+    command = [sys.executable, "-m", "polymp", "show", "amp", *flags]
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 2
+    assert re.fullmatch(r"polymp: cannot write to standard output: .*\n", run.stderr)
+    run = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (2, "polymp: standard output is closed.\n")
+
+
+def test_a_name_that_the_encoding_lacks_is_an_error_of_one_line(tmp_path):
+    (tmp_path / "é.toml").write_text('rules.exp = "fp32"')
+    argv = ("check", "é.toml", "--backend", "jax")
+    run = process(*argv, cwd=tmp_path, PYTHONIOENCODING="ascii:strict")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(r"polymp: cannot write to standard output: 'ascii' .*\n", run.stderr)
+
+
+def test_names_cannot_give_orders_to_a_terminal(polymp, tmp_path):
+    (tmp_path / "red.toml").write_text('scopes."\\u001b[31mhead".linear = "fp32"')
+    for argv in (("show", "red.toml"), ("diff", "red.toml", "amp"), ("check", "\x1b[31m.toml")):
+        _, out, err = polymp(*argv)
+        assert "\x1b" not in out + err
+        assert "\\x1b[31m" in (out + err).replace("\n", "")
+
+
 @pytest.mark.parametrize(
-    "argv", [(), ("shw",), ("show",), ("diff", "amp"), ("show", "amp", "--device", "tpu")]
+    "argv", [("shw",), ("show",), ("diff", "amp"), ("show", "amp", "--device", "tpu")]
 )
 def test_bad_arguments(argv, polymp, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):

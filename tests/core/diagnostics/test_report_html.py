@@ -249,6 +249,24 @@ def test_written_to_a_file_and_framed_in_a_notebook(tmp_path: Path) -> None:
     assert frames[0]["title"] == NASTY
 
 
+def test_a_file_is_replaced_once_the_page_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    inode = path.stat().st_ino
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+        with pytest.raises(OSError, match="no room"):
+            nasty().to_html(path)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("report.html", "old")
+    ]
+    nasty().to_html(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    assert path.stat().st_ino != inode
+
+
 def test_a_page_of_differences() -> None:
     diff = reports.in_torch().diff(reports.in_jax())
     page = diff.to_html()

@@ -278,3 +278,10 @@ def test_sizes_and_numbers_to_three_digits(count: int, bytes: str, number: str) 
 )  # fmt: skip
 def test_a_share_is_all_or_nothing_only_if_it_is(part: float, words: str) -> None:
     assert text_table.share(part) == words
+
+
+def test_names_cannot_give_orders_to_a_terminal() -> None:
+    report = Report([reports.call("li\x1b[2Jnear", "blo\x9bck\x00")], "Ne\x1bt")
+    for text in (str(report), str(report.diff(Report([], "other\x1b")))):
+        assert text.replace("\n", "").isprintable()
+        assert "li\\x1b[2Jnear" in text

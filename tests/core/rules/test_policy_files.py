@@ -303,6 +303,39 @@ def test_a_fault_that_is_not_in_a_table(folder):
     assert refusal("own.toml") == "cannot read policy file 'own.toml': it is not UTF-8."
 
 
+def test_a_byte_order_mark_is_no_part_of_a_policy(folder):
+    Path("own.toml").write_bytes(b'\xef\xbb\xbf[rules]\nexp = "fp32"\n')
+    assert load("own.toml").why("exp", "float16").rule == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('extends = "a\\u0000b.toml"', "'.*a\\\\x00b.toml': embedded null byte"),
+        ("x = " + "[" * 2000, "cannot read own.toml: its brackets are nested too deeply"),
+        ("few_rows = " + "9" * 5000, "cannot read own.toml: Exceeds the limit"),
+        ('scopes."[z-a]".exp = "fp32"', r"own.toml: '\[z-a\]' matches no module: a set of char"),
+        (f'rules.{"k" * 100_000} = "fp32"', "own.toml: no op 'k+ ... k+'. `polymp show amp`"),
+        ('rules."\\u001b[31mexp" = "fp32"', r"own.toml: no op '\\x1b\[31mexp'"),
+    ],
+    ids=["NUL", "brackets", "digits", "empty set", "long key", "control characters"],
+)
+def test_hostile_content_is_refused_shortly(folder, text, why):
+    Path("own.toml").write_text(text)
+    message = refusal("own.toml")
+    assert re.search(why, message), message
+    assert len(message) < 1100
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize("path", ["own\ud800.toml", "a\0.toml", "circle.toml"], ids=ascii)
+def test_a_path_that_no_file_can_have(folder, path):
+    Path("circle.toml").symlink_to("circle.toml")
+    message = refusal(path)
+    assert message.startswith(f"cannot read policy file {path!r}: ")
+    assert message.isprintable()
+
+
 def test_what_is_no_policy(folder):
     path = folder / "no.toml"
     assert refusal(path) == f"cannot read policy file {str(path)!r}: No such file or directory."

@@ -35,6 +35,10 @@ class Measured(NamedTuple):
         run: dtype of the results.
         magnitudes: of the results; of scaled gradients, divided by the scale.
         numbers: constants of the program that are zero in its dtype: (1e-12,) for `x + 1e-12`.
+        rounding: its own rounding error: by how much the results differ from those of the same op
+            in float32 on the same inputs, the root of the sum of squares relative to that of the
+            float32 results; the largest of all calls. None if it was not measured.
+        drift: likewise, from the results of the same steps in float32 from their start.
     """
 
     op: str
@@ -47,6 +51,8 @@ class Measured(NamedTuple):
     run: str
     magnitudes: Magnitudes
     numbers: tuple[float, ...] = ()
+    rounding: float | None = None
+    drift: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return its numbers, with the shares in each dtype, as plain data."""
@@ -94,14 +100,23 @@ def split(parameter: str) -> tuple[str, str]:
 
 
 def together(many: Sequence[Measured]) -> Measured:
-    """The first of some results, with the magnitudes and numbers of all of them."""
+    """The first of some results, with magnitudes and numbers of all, and the largest errors."""
     numbers = {number for m in many for number in m.numbers}
     found = joined(m.magnitudes for m in many)
-    return many[0]._replace(magnitudes=found, numbers=tuple(sorted(numbers)))
+    errors = {k: [e for m in many if (e := getattr(m, k)) is not None] for k in _ERRORS}
+    return many[0]._replace(
+        magnitudes=found,
+        numbers=tuple(sorted(numbers)),
+        **{k: max(found, default=None) for k, found in errors.items()},
+    )
+
+
+_ERRORS = ("rounding", "drift")
 
 
 def _alike(measured: Measured) -> Hashable:
-    return measured._replace(module="", magnitudes=_EMPTY), *_broken(measured.magnitudes)
+    same = measured._replace(module="", magnitudes=_EMPTY, rounding=None, drift=None)
+    return same, *_broken(measured.magnitudes)
 
 
 def _alike_gradient(measured: Measured) -> Hashable:

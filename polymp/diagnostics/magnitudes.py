@@ -79,6 +79,10 @@ class Magnitudes(NamedTuple):
     vanished: float = 0.0
     gone: float = 0.0
 
+    def __repr__(self) -> str:
+        words = "".join(f", {k}" for k in ("inf", "nan") if getattr(self, k))
+        return f"Magnitudes({self.values} values, largest {self.largest:.3g}{words})"
+
     @property
     def zeros(self) -> float:
         """The share of zeros, and of what float32 itself holds as subnormal in its first bin."""

@@ -16,10 +16,10 @@ from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost
 from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured
+from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.fp8_loss import Measurement, losses
-from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, followed, joined, lower_edge
+from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, followed, lower_edge
 from polymp.fp8.recipes import RECIPES
 
 
@@ -71,8 +71,8 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
             found = blamed(program, facts, peaks)
             if found is not None:
                 audit.fault = fault(program, found, None, facts, peaks)
-    audit.results = [_together(many) for many in results.values()]
-    audit.gradients = [_together(many) for many in gradients.values()]
+    audit.results = [together(many) for many in results.values()]
+    audit.gradients = [together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
     samples = []
     for number, sample in weights:
@@ -81,10 +81,6 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         samples.append((sample, measured[number], events, program.traced.results))
     audit.lost_updates = lost(samples)
     return audit
-
-
-def _together(many: Sequence[Measured]) -> Measured:
-    return many[0]._replace(magnitudes=joined(m.magnitudes for m in many))
 
 
 def _results(

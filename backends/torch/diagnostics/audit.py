@@ -20,7 +20,7 @@ from polymp.backends.torch.diagnostics.magnitude_tracer import MagnitudeTracer, 
 from polymp.backends.torch.diagnostics.measure import Bins
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured
+from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.magnitudes import Magnitudes, followed, joined
 from polymp.fp8.recipes import recipe_of
@@ -123,13 +123,7 @@ def _results(
             magnitudes, tuple(sorted(site.numbers)),
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)
-    return [
-        many[0]._replace(
-            magnitudes=joined(m.magnitudes for m in many),
-            numbers=tuple(sorted({x for m in many for x in m.numbers})),
-        )
-        for many in found.values()
-    ]
+    return list(map(together, found.values()))
 
 
 def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:

@@ -30,6 +30,7 @@ class Audit(AuditRecord):
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
+        rounding: True if rounding errors were measured.
         fp8: name of the recipe whose losses were measured, "" for none.
         fp8_losses: what each call site of a product would lose in 8 bits by that recipe.
     """
@@ -170,6 +171,7 @@ class Audit(AuditRecord):
         return {
             "steps": self.steps,
             "scale": self.scale,
+            "rounding": self.rounding,
             "fitting_scale": self.fitting_scale(),
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],

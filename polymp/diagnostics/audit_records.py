@@ -103,15 +103,12 @@ def together(many: Sequence[Measured]) -> Measured:
     """The first of some results, with magnitudes and numbers of all, and the largest errors."""
     numbers = {number for m in many for number in m.numbers}
     found = joined(m.magnitudes for m in many)
-    errors = {k: [e for m in many if (e := getattr(m, k)) is not None] for k in _ERRORS}
     return many[0]._replace(
         magnitudes=found,
         numbers=tuple(sorted(numbers)),
-        **{k: max(found, default=None) for k, found in errors.items()},
+        rounding=max((m.rounding for m in many if m.rounding is not None), default=None),
+        drift=max((m.drift for m in many if m.drift is not None), default=None),
     )
-
-
-_ERRORS = ("rounding", "drift")
 
 
 def _alike(measured: Measured) -> Hashable:
@@ -223,6 +220,7 @@ class AuditRecord:
         self.fault: Fault | None = None
         self.steps: int = 0
         self.scale: float = 1.0
+        self.rounding: bool = False
         self.fp8: str = ""
         self.fp8_losses: Sequence[Fp8Loss] = ()
 
@@ -231,6 +229,15 @@ class AuditRecord:
         """All gradients: those of parameters, and those that backward ops made."""
         made = [m for m in self.results if m.direction == "backward"]
         return [*self.gradients, *made]
+
+    def last_forward(self) -> Measured | None:
+        """The last result before the first backward op, which is mostly the loss; None of none."""
+        last = None
+        for m in self.results:
+            if m.direction == "backward":
+                break
+            last = m if m.direction == "forward" else last
+        return last
 
     def fitting_scale(self, dtype: object = "float16") -> float | None:
         """Return the largest loss scale at which no gradient overflows, with a factor 2 to spare.

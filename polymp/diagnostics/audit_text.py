@@ -114,13 +114,20 @@ def head(audit: AuditRecord) -> Iterator[str]:
         yield from ("", "first value that is not finite:", str(audit.fault))
     if audit.backward:
         yield from ("", *scales(audit))
+    if (last := audit.last_forward()) is not None:
+        at = " ".join(filter(None, (last.op, last.source)))
+        error = "rounding errors: not measured, audit(..., rounding=True) does"
+        if audit.rounding:
+            error = f"the last result before the backward pass, {at}, is off by "
+            error += f"{_error(last.drift or 0.0)} % from the same step in float32"
+        yield from (*([] if audit.backward else [""]), error)
     if audit.lost_updates:
         yield from ("", *lost(audit))
 
 
 def legend(audit: AuditRecord) -> list[str]:
     """How to read the columns."""
-    return [_LEGEND, *([_ERRORS] if any(m.drift is not None for m in audit.results) else [])]
+    return [_LEGEND, *([_ERRORS] if audit.rounding else [])]
 
 
 def _fitting(rows: _Rows, width: int) -> tuple[_Rows, list[str]]:
@@ -179,7 +186,7 @@ def cells(measured: Measured, name: str) -> tuple[str, ...]:
         measured.source,
         power(m.largest),
         *map(_percent, m.shares(_FIRST)),
-        *("" if x is None else f"{100 * x:.2g}" if x < 9.95 else ">995" for x in errors),
+        *("" if x is None else _error(x) for x in errors),
         *("/".join(part or "-" for part in parts) if any(parts) else "" for parts in others),
         ", ".join(_here(measured)),
     )
@@ -195,6 +202,12 @@ def _percent(part: float) -> str:
     if percent > 99:
         return ">99"
     return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+
+
+def _error(part: float) -> str:
+    """A relative error in percent: "0.2", "150", ">999"."""
+    percent = 100 * part
+    return ">999" if percent > 999 else f"{percent:.0f}" if percent > 9.95 else f"{percent:.2g}"
 
 
 def _here(measured: Measured) -> Iterator[str]:

@@ -9,6 +9,7 @@ again with the suggestion. Nothing here knows a framework.
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
@@ -63,7 +64,20 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         return _raised(found, policy, _readers(audit, burst))
     if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
         return _raised([fault], policy)
-    return _scale(audit, policy)
+    scale = _scale(audit, policy)
+    return replace(scale, reasons=(*scale.reasons, *_drifted(audit)))
+
+
+def _drifted(audit: AuditRecord) -> list[str]:
+    """A sentence on the first op whose result is mostly rounding error, if that was measured."""
+    for m in _forward(audit):
+        if m.drift is not None and m.drift > MANY:
+            own = f"{100 * (m.rounding or 0):.2g} % of it by its own rounding"
+            return [
+                f"{_at(m)}: its result is off by {100 * m.drift:.2g} % from float32's, {own}: make "
+                "what it reads in float32, casts and all. That was not tried."
+            ]
+    return []
 
 
 def _forward(audit: AuditRecord) -> list[Measured]:

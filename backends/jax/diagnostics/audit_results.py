@@ -63,7 +63,7 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         handed = parameter_names.short(_handed(program), forward)
         for m, number in _results(program, facts, audit.scale):
-            results.setdefault(m[:-2], []).append(m)
+            results.setdefault(m[:8], []).append(m)
             for name in handed.get(number, ()):
                 gradient = m._replace(op="gradient", spelling="", module=name, source="", row=None)
                 gradients.setdefault(name, []).append(gradient)
@@ -93,7 +93,8 @@ def _results(
         made.append(lost if event.group is None or not _ran(fact) else _magnitudes(event, fact))
     back = {at for at, event in enumerate(events) if event.site.scope.direction == BACKWARD}
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
-    for number, (event, m, share) in enumerate(zip(events, made, gone, strict=True)):
+    rows = zip(events, facts, made, gone, strict=True)
+    for number, (event, fact, m, share) in enumerate(rows):
         if event.group is None or isinstance(m, float):
             continue
         call, magnitudes = program.calls[event.group], m._replace(gone=share)
@@ -101,8 +102,15 @@ def _results(
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.dtype, magnitudes,
+            call.row, event.dtype, magnitudes, (), _error(fact.rounding), _error(fact.drift),
         ), number  # fmt: skip
+
+
+def _error(pairs: jax.Array) -> float | None:
+    """The largest relative error of the rounds; None if it was not measured."""
+    off, whole = np.sqrt(np.asarray(pairs, np.float64).reshape(-1, 2).T)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(off > 0, off / whole, 0.0).max()) if pairs.size else None
 
 
 def _ran(fact: Facts) -> bool:

@@ -61,6 +61,8 @@ class Twin:
         sites: of its equations, by the same.
         ask: an event whose operands are measured, too.
         samples: False leaves out the samples of results, which take as long to compile as the rest.
+        rounding: True to measure rounding errors, and hand out values.
+        wide: True to run the program in float32, and hand out values alone.
 
     Attributes:
         events: in order.
@@ -75,9 +77,13 @@ class Twin:
         sites: Mapping[tuple[tuple[int, ...], int], Site],
         ask: int | None = None,
         samples: bool = True,
+        rounding: bool = False,
+        wide: bool = False,
     ) -> None:
         self.closed = closed
-        self.samples = samples
+        self.samples = samples and not wide
+        self.rounding = rounding
+        self.wide = wide
         self.groups = groups
         self.sites = sites
         self.ask = ask
@@ -90,7 +96,9 @@ class Twin:
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         self.events, self.handed, self._loops = [], set(), []
-        outside = (*arrays, *compat.opened(self.closed)[1])
+        outside = [*arrays, *compat.opened(self.closed)[1]]
+        if self.wide:
+            outside = list(map(measures.wider, outside))
         given = [Tracked(x, Origin(outside=frozenset([at]))) for at, x in enumerate(outside)]
         count = len(arrays)
         results, facts = self._program(self.closed, given[:count], (), given[count:])
@@ -116,7 +124,10 @@ class Twin:
             facts.extend(found)
             return outs
 
-        return interpreted(closed, given, equation, of_number, consts), facts
+        made = interpreted(closed, given, equation, of_number, consts)
+        if self.wide:  # numbers and constants among the results
+            made = [Tracked(measures.wider(x.value), x.origin) for x in made]
+        return made, facts
 
     def _equation(
         self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
@@ -136,7 +147,10 @@ class Twin:
 
     def _leaf(self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
         args = values_of(read)
-        outs = compat.put(eqn.primitive, args, eqn.params)
+        if self.wide:
+            outs = measures.results_in_float32(eqn, args)
+        else:
+            outs = list(compat.put(eqn.primitive, args, eqn.params))
         through = Origin.of_all([NOWHERE, *origins_of(read)])
         key = parent, id(eqn)
         site = self.sites.get(key)
@@ -147,7 +161,7 @@ class Twin:
                         parent, written)  # fmt: skip
         made = [x for x in outs if is_measured(x)]
         group = self.groups.get(key) if made else None
-        alone = eqn.primitive.name in _ALONE and outs[0].dtype == np.float16
+        alone = eqn.primitive.name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
         if site is not None and site.scope.direction == FORWARD:
             events = self.events
             back = (n for n in through.events if events[n].site.scope.direction == BACKWARD)
@@ -164,13 +178,16 @@ class Twin:
         )  # fmt: skip
         self.events.append(event)
         self._carried[number] = through.carried
+        ends = made and group is not None
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
             measures.lost(eqn, args, outs) if event.dtype == "float16" else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
             measures.operands(eqn, args) if number == self.ask else _NO_OPERANDS,
             _NO_BINS,
-            fp8_losses.loss_of(eqn, args) if tried else _NOTHING,
+            fp8_losses.loss_of(eqn, args) if tried and not self.wide else _NOTHING,
+            measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
+            measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING,
         )  # fmt: skip
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]

@@ -14,7 +14,9 @@ from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
 from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.op_kinds import float_tensors
 from polymp.backends.torch.diagnostics.own_ops import Own
+from polymp.backends.torch.diagnostics.rounding_errors import RoundingErrors
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.call_record import BACKWARD
@@ -51,6 +53,7 @@ class MagnitudeTracer(ValueTracer):
         sites: by call site and backward pass, the magnitudes of results.
         gradients: by parameter and backward pass, the magnitudes of gradients.
         scales: of each backward pass; the first is 1, for what runs outside of them.
+        rounding: measures rounding errors, too, unless it is None.
         passes: by number of the backward pass, its place in `scales`.
         samples: of each step that updated low weights, a sample, and how many updates were lost.
     """
@@ -63,6 +66,8 @@ class MagnitudeTracer(ValueTracer):
         self._scaler = scaler
         self._visits: Counter[Any] = Counter()
         self._tables: dict[torch.device, BinTable] = {}
+        self.rounding: RoundingErrors | None = None
+        self._bins_at: Bins | None = None  # of the site of the last event
         self.sites: dict[tuple[Any, ...], Site] = {}
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
         self.gradients: dict[tuple[str, int], Bins] = {}
@@ -83,11 +88,31 @@ class MagnitudeTracer(ValueTracer):
 
     def before(self, ran: Ran) -> Any:
         self._pass()
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                self.rounding.before(ran)
         return super().before(ran)
+
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
+        self._bins_at = None
+        super().after(ran, result, made, kept)
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                self.rounding.after(ran, made, self._bins_at)
 
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
         super().after_cast(op_call, source, result)
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                self.rounding.cast(source, result)
+
+    def unwatched(self, result: object) -> None:
+        super().unwatched(result)
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                for t in filter(measurable, float_tensors(result)):
+                    self.rounding.filled(t)
 
     def noted(
         self,
@@ -111,6 +136,7 @@ class MagnitudeTracer(ValueTracer):
         found = self.sites.get(key)
         if found is None:
             found = self.sites[key] = Site(self._bins(results[0]), set(), len(self.sites), set())
+        self._bins_at = found.bins
         for t, number in zip(results, event.ranges, strict=True):
             found.bins.add(t, number)
         if event.lost is not None:
@@ -154,6 +180,8 @@ class MagnitudeTracer(ValueTracer):
                 if key not in self.gradients:
                     self.gradients[key] = self._bins(p.grad)
                 self.gradients[key].add(p.grad, self.ranges.add(range_of(p.grad)))
+                if self.rounding is not None:
+                    self.rounding.gradient(p.grad, self.gradients[key])
         finally:
             self.go_on()
 
@@ -176,3 +204,5 @@ class MagnitudeTracer(ValueTracer):
     def updated(self) -> None:
         with Own(self.off), torch.no_grad():
             self.samples.append((self._sample, self._sample.counts()))
+        if self.rounding is not None:
+            self.rounding.clear()

@@ -220,7 +220,7 @@ def test_data_that_are_no_numbers_are_told_and_nothing_is_changed() -> None:
         "matmul in attention net.py:3: its input 'x' has NaN: look at the data or the "
         "parameters. It broke.",
     )
-    assert str(found).endswith("# Nothing to change.")
+    assert str(found).endswith("# No row, dtype or loss scale to change.")
 
 
 def test_a_quotient_of_zeros_is_told_and_nothing_is_changed() -> None:

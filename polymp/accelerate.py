@@ -9,10 +9,9 @@ calling the scaler. The policy is put on the models, and the scaler takes the pl
 import copy
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from polymp.adapter_checks import require
 from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.rules import policy_files
 from polymp.torch import GradScaler
 from polymp.torch._trainers import Opener, check_scaler, extend
@@ -26,7 +25,7 @@ from polymp._accelerator import InUse  # noqa: E402
 
 __all__ = ["use"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"]}
 A = TypeVar("A", bound=Accelerator)
 
 
@@ -94,7 +93,7 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
     dtype, device = _DTYPES[accelerator.mixed_precision], accelerator.device.type
     opener = Opener(device, dtype, loaded, words.opener, words.line)
     opener.region()  # raises for a policy that torch cannot follow
-    if dtype is torch.float16:
+    if dtype is DTYPES["float16"]:
         handler = accelerator.scaler_handler
         kwargs = {} if handler is None else handler.to_kwargs()
         accelerator.scaler = GradScaler(device, **kwargs) if scaler is None else scaler

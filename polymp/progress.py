@@ -12,7 +12,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 AFTER = 2.0  # seconds
@@ -88,6 +88,12 @@ def line(what: str, total: int | None = None, unit: str = "step") -> Iterator[Li
         yield found
     finally:
         found.close()
+
+
+def tell(text: str) -> None:
+    """Write a line to standard error, for a call whose result has no words of its own."""
+    with suppress(OSError, ValueError):  # it may be closed
+        print(text, file=sys.stderr)
 
 
 def _is_seen() -> bool:

@@ -139,7 +139,7 @@ def _against(
             continue
         entry: Data = {"aten": overload, "op": name, "torch": {}, "policy": {}, "rows": {}}
         for low in dtypes:
-            own = torch_table.table(policy, low).get(overload)
+            own = torch_table.table(policy, low, device).get(overload)
             entry["torch"][low] = _answer(torch_table.row(device, overload, low), theirs)
             entry["policy"][low] = _answer(own, policy)
             entry["rows"][low] = row_data(own)

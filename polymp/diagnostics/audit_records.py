@@ -34,7 +34,7 @@ class Measured(NamedTuple):
         row: of the policy, that decided; None if the policy has no row for the op.
         run: dtype of the results.
         magnitudes: of the results; of scaled gradients, divided by the scale.
-        numbers: constants of the program that are zero in its dtype: (1e-12,) for `x + 1e-12`.
+        numbers: constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
         rounding: its own rounding error: by how much the results differ from those of the same op
             in float32 on the same inputs, the root of the sum of squares relative to that of the
             float32 results; the largest of all calls. None if it was not measured.
@@ -139,6 +139,7 @@ class Operand(NamedTuple):
         inf: share of Inf and -Inf.
         nan: share of NaN.
         name: of a parameter or an argument, if it is one; "" for what the program made.
+        negative: share of negative numbers.
     """
 
     dtype: str
@@ -149,13 +150,19 @@ class Operand(NamedTuple):
     inf: float
     nan: float
     name: str = ""
+    negative: float = 0.0
 
     def __str__(self) -> str:
         parts = [f"{self.dtype}{list(self.shape)}"]
         if self.largest:
             start = f"from {self.smallest:.3g} " if self.smallest else "up "
             parts.append(f"|x| {start}to {self.largest:.3g}")
-        shares = (("zero", self.zeros), ("Inf", self.inf), ("NaN", self.nan))
+        shares = (
+            ("negative", self.negative),
+            ("zero", self.zeros),
+            ("Inf", self.inf),
+            ("NaN", self.nan),
+        )
         parts += [f"{_percent(share)} {what}" for what, share in shares if share]
         return f"{self.name}: {', '.join(parts)}" if self.name else ", ".join(parts)
 
@@ -174,9 +181,9 @@ class Fault(NamedTuple):
         source: file and line of the user's code.
         direction: "forward", "backward" or "recompute".
         kind: "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into
-            zero), "number" (a constant of the program is zero in its dtype), "input" (an argument
-            or parameter was not finite) or "operation" (its result is not finite in float32
-            either).
+            zero), "saturation" (into 1), "number" (a constant of the program is zero in its dtype),
+            "input" (an argument or parameter was not finite), "index" (one is out of range, and was
+            filled with NaN) or "operation" (its result is not finite in float32 either).
         run: the dtype that it ran in.
         row: of the policy, that decided; None if the policy has no row for the op.
         inputs: of the op.
@@ -202,9 +209,11 @@ class Fault(NamedTuple):
         module = f" in module {self.module!r}" if self.module else ""
         place = f"{module} at {self.source}" if self.source else module
         rule = f", by the row {self.row}" if self.row else ""
+        _, then, first = self.found.partition(", of ")
+        broke = f"; then {self.found}" if then and first else ""
         lines = [
             f"{self.op} ({self.spelling}){place}, {self.direction}, ran in {self.run}{rule}",
-            f"  {self.kind}: {self.why}",
+            f"  {self.kind}: {self.why}{broke}",
             *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)),
         ]
         return "\n".join(lines)
@@ -258,8 +267,8 @@ class AuditRecord:
         low = dtype_name(dtype, what="fitting_scale(): dtype")
         largest = 0.0
         for run in (low, "bfloat16", ""):  # what float32 holds need not fit, if others are there
-            made = (m.magnitudes.largest for m in self.backward if run in (m.run, ""))
-            largest = largest or max(made, default=0.0)
+            made = (m.magnitudes for m in self.backward if run in (m.run, ""))
+            largest = largest or max((max(m.largest, m.wide) for m in made), default=0.0)
         if largest == 0 or not math.isfinite(largest):
             return None
         return float(2.0 ** math.floor(math.log2(FORMATS[low].max / 2 / largest)))

@@ -15,6 +15,7 @@ from polymp import text_table
 from polymp.diagnostics import audit_fp8_text
 from polymp.diagnostics.audit_order import SORTS, ordered
 from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
+from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.diagnostics.equal_layers import label
 from polymp.diagnostics.magnitudes import NARROW
@@ -218,7 +219,9 @@ def _here(measured: Measured) -> Iterator[str]:
         yield f"{text_table.share(m.burst)} Inf"
     if m.vanished:
         yield f"{text_table.share(m.vanished)} zero"
-    yield from (f"{number:g} is zero" for number in measured.numbers)
+    if measured.numbers:
+        run = text_table.short(measured.run)
+        yield lost_constants(measured.numbers, measured.run).replace(measured.run, run)
 
 
 def power(value: float) -> str:

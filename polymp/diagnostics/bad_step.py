@@ -47,6 +47,8 @@ class BadStep(NamedTuple):
         fault = self.fault
         if fault is not None and fault.kind == "input":
             return "Look at the data: an argument or a parameter is not finite before any op runs."
+        if fault is not None and fault.kind == "index":
+            return f"Look at the data: {fault.why}."
         if grown := _grown(self.losses, fault):
             return grown
         if fault is None and not self.undone:
@@ -58,7 +60,7 @@ class BadStep(NamedTuple):
             return f"Use a larger constant, or give {fault.op} the rule fp32{place}."
         if fault.kind == "operation" or fault.run == "float32":
             return f"Change the code: {fault.op} has no finite result there in float32 either."
-        other = ", or use bfloat16" if fault.run == "float16" else ""
+        other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
         return f"Give {fault.op} the rule fp32{place}{other}."
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from polymp.dtypes import FORMATS
 _STEPS = 12
 
 # Ops whose Inf, of finite inputs, may be a division by zero.
-DIVIDING = frozenset({"div", "reciprocal", "log", "log2", "log10", "rsqrt", "pow"})
+DIVIDING = frozenset("div reciprocal log log1p log2 log10 logit rsqrt pow".split())
 
 # Ops that give the same for Inf as for a very large number: masks and clamps lead to them.
 _TAKES_UP = frozenset(
@@ -25,8 +25,30 @@ _TAKES_UP = frozenset(
     "min amax amin where masked_fill relu".split()
 )
 
+# Ops whose results may be exactly what an exact 1 made.
+_OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
+# Sentences on a cause.
+CONSTANT = "a constant of the program is not finite here"
+CAST = "an input of it is beyond {}'s largest number when it is cast"
+
 # An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
+
+
+def rounded(number: float, dtype: str) -> float | None:
+    """Return the 0, 1 or -1 that a low dtype makes of a constant near it; else None."""
+    form, near = FORMATS.get(dtype), math.copysign(abs(number) > 0.5, number)
+    if form is None or form.bits > 16 or number == near or not abs(number) < 1.5:
+        return None
+    half = form.smallest_subnormal / 2 if near == 0 else form.eps / (4 if abs(number) < 1 else 2)
+    return near if abs(number - near) <= half else None
+
+
+def lost_constants(numbers: Iterable[float], dtype: str) -> str:
+    """Say what a low dtype makes of constants: "1e-12 is zero in float16"."""
+    ends = (("zero", 0.0), ("1", 1.0), ("-1", -1.0))
+    told = [(w, [f"{x:.9g}" for x in numbers if rounded(x, dtype) == end]) for w, end in ends]
+    return "; ".join(f"{', '.join(some)} is {word} in {dtype}" for word, some in told if some)
 
 
 class Node(NamedTuple):
@@ -39,7 +61,7 @@ class Node(NamedTuple):
         burst: True if its result is Inf in float16 and finite in float32, of the same inputs.
         vanished: share of its results that are zero in float16 and not in float32.
         zeros: True if there are zeros in its result.
-        numbers: constants of the program that are zero in its dtype.
+        numbers: constants of the program that are zero or 1 in its dtype and are not else.
         spoiled: name of an input that no op made and that is not finite; "" if there is none.
         given: True if one of its constants is not finite: a mask's -inf.
         value: False if its result is no float: a test, a comparison.
@@ -48,6 +70,9 @@ class Node(NamedTuple):
         loops: keys of the loops around it, the outermost first.
         first: the round of each of these loops in which its result was first not finite.
         op: name of the op in the vocabulary.
+        late: True if only the backward pass reads its result.
+        ones: True if its largest result is 1 in its dtype, and below in float32.
+        single: True if its result is one number, as a loss is.
     """
 
     inputs: tuple[int, ...]
@@ -65,6 +90,9 @@ class Node(NamedTuple):
     loops: tuple[Hashable, ...] = ()
     first: tuple[int, ...] = ()
     op: str = ""
+    late: bool = False
+    ones: bool = False
+    single: bool = False
 
 
 class Blame(NamedTuple):
@@ -94,23 +122,54 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
     Returns:
         The node and the cause; None if every value that reached an end is finite or meant.
     """
-    readers = _readers(nodes)
-    reaches = _reaching(nodes, readers)
-    for at, node in enumerate(nodes):
-        # An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf
-        # is 0. A softmax or a clamp, though, gives the same for Inf and for the number it was.
-        hidden = node.burst and not node.cast
-        hidden = hidden and not all(nodes[r].op in _TAKES_UP for r in readers[at])
-        counts = reaches[at] or hidden
-        if counts and not any(_spoils(nodes, i, at) for i in node.inputs):
+    reaches, hidden = _bad_ones(nodes)
+    order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)
+    for at in order:
+        node = nodes[at]
+        if (reaches[at] or hidden[at]) and not any(_spoils(nodes, i, at) for i in node.inputs):
             if node.spoiled or not node.given:
                 return _of(nodes, at)
-    for at, node in enumerate(nodes):
-        if reaches[at] and node.bad == "NaN":
-            if not any(nodes[i].bad == "NaN" and _spoils(nodes, i, at) for i in node.inputs):
-                why = "its result is NaN, from infinities that the program has as constants"
-                return Blame(at, at, "operation", why)
+    for at in order:
+        node = nodes[at]
+        if not reaches[at] or not (node.bad == "NaN" or node.single):
+            continue
+        spoilt = [i for i in node.inputs if _spoils(nodes, i, at)]
+        source = at  # where NaN, or an infinite loss, came from
+        while worse := [i for i in spoilt if nodes[i].bad == node.bad]:
+            source = worse[0]
+            spoilt = [i for i in nodes[source].inputs if _spoils(nodes, i, source)]
+        why = CONSTANT
+        if node.bad == "NaN" and spoilt:
+            why = "its result is NaN, from infinities that the program has as constants"
+        return Blame(source, source, "operation", why)
     return None
+
+
+def meant(nodes: Sequence[Node]) -> set[int]:
+    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
+    (reaches, hidden), constants = _bad_ones(nodes), set[int]()
+    untested = _reaching(nodes, _readers(nodes), tests=False)
+    for at, node in enumerate(nodes):
+        spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
+        if (node.given or spoilt) and spoilt <= constants and not (node.spoiled or node.burst):
+            constants.add(at)
+    ends = [(untested if at in constants else reaches)[at] for at in range(len(nodes))]
+    bad = (at for at, node in enumerate(nodes) if node.bad == "Inf")
+    return {at for at in bad if not (ends[at] or hidden[at])}
+
+
+def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
+    """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf.
+
+    An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
+    A softmax or a clamp, though, gives the same for Inf and for the number it was.
+    """
+    readers = _readers(nodes)
+    hidden = [
+        node.burst and not node.cast and not all(nodes[r].op in _TAKES_UP for r in readers[at])
+        for at, node in enumerate(nodes)
+    ]
+    return _reaching(nodes, readers), hidden
 
 
 def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:
@@ -132,17 +191,20 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
     return readers
 
 
-def _reaching(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> list[bool]:
+def _reaching(
+    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tests: bool = True
+) -> list[bool]:
     """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is a value that no op reads, or that is tested for being finite.
+    An end is a value that no op reads, or `tests` alone, or that is tested for being finite.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            reaches[at] = asked or not of_values or any(reaches[r] for r in of_values)
+            unread = not of_values if tests else not readers[at]
+            reaches[at] = asked or unread or any(reaches[r] for r in of_values)
     return reaches
 
 
@@ -150,6 +212,8 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
     node = nodes[at]
     if node.spoiled:
         return Blame(at, at, "input", f"{node.spoiled} is not finite before any op runs")
+    if node.burst and node.cast:
+        return Blame(at, at, "overflow", CAST.format(node.run))
     if node.burst:
         top = FORMATS[node.run].max if node.run in FORMATS else math.inf
         return Blame(
@@ -158,17 +222,31 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             "overflow",
             f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
         )
+    if (cause := _saturated(nodes, at)) is not None:
+        why = f"its largest result is 1 in {nodes[cause].run}, and below 1 in float32"
+        return Blame(cause, at, "saturation", why)
     cause = _cause(nodes, at)
     if cause is not None:
         found = nodes[cause]
         if found.numbers:
-            shown = ", ".join(f"{number:g}" for number in found.numbers)
-            why = f"the constant {shown}, which keeps a value from zero, is zero in {found.run}"
+            why = f"the constant {lost_constants(found.numbers, found.run)}"
+            why = why.replace(" is zero", ", which keeps a value from zero, is zero")
             return Blame(cause, at, "number", why)
         why = f"{found.vanished:.0%} of its results are zero in {found.run} and are not in float32"
         return Blame(cause, at, "underflow", why)
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
     return Blame(at, at, "operation", why)
+
+
+def _saturated(nodes: Sequence[Node], at: int) -> int | None:
+    """The node whose dtype made ones, of which others made what the node `at` cannot take."""
+    front = [i for i in nodes[at].inputs if i < at]
+    while front:
+        if found := [i for i in front if nodes[i].ones]:
+            return found[0]
+        front = [i for f in front if nodes[f].cast or nodes[f].op in _OF_ONE
+                 for i in nodes[f].inputs if i < f]  # fmt: skip
+    return None
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:

@@ -39,8 +39,8 @@ class Call(NamedTuple):
         kept: bytes of float32 that it keeps for the backward pass, parameters aside.
         times: how often it ran; all the counts above are for all times together.
         recipe: of a product that ran in 8 bits; "" for others.
-        fallback: why a product with rule fp8 ran as under rule lower, or one with rule lower in
-            float32; "" for others.
+        fallback: why a product with rule fp8 ran as under rule lower, or one with rule lower was
+            not lowered; "" for others.
         kept_fp8: bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
     """
 

@@ -67,6 +67,7 @@ class Magnitudes(NamedTuple):
         burst: share of values that are Inf in float16 and finite in float32, of the same inputs.
         vanished: share of values that are zero in float16 and not in float32, of the same inputs.
         gone: the share of those and, of gradients, of zeros that earlier ones led to, about.
+        wide: the largest finite magnitude in float32 where float16 made Inf; 0 if none was seen.
     """
 
     values: int
@@ -78,6 +79,7 @@ class Magnitudes(NamedTuple):
     burst: float = 0.0
     vanished: float = 0.0
     gone: float = 0.0
+    wide: float = 0.0
 
     def __repr__(self) -> str:
         words = "".join(f", {k}" for k in ("inf", "nan") if getattr(self, k))
@@ -141,7 +143,9 @@ class Magnitudes(NamedTuple):
         for edge, count in zip(_EDGES[1:], self.bins[1:INF], strict=True):
             if count:
                 moved[min(max(of_float(edge * factor), 1), INF - 1)] += count
-        return self._replace(bins=tuple(moved), largest=self.largest * factor)
+        return self._replace(
+            bins=tuple(moved), largest=self.largest * factor, wide=self.wide * factor
+        )
 
 
 def of_float(value: float) -> int:
@@ -185,6 +189,7 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
         sum(m.burst * m.values for m in found) / max(values, 1),
         sum(m.vanished * m.values for m in found) / max(values, 1),
         sum(m.gone * m.values for m in found) / max(values, 1),
+        wide=max(m.wide for m in found),
     )
 
 

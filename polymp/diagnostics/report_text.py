@@ -172,7 +172,7 @@ def ruled(call: Call, known: str = "") -> str:
         The text.
     """
     row = by(call.row, call.op, known) if call.row else ""
-    ran = "as lower" if call.rule == "fp8" else "in float32"
+    ran = "as lower" if call.rule == "fp8" else f"in {call.run}"
     fallback = f"run {ran}: {call.fallback}" if call.fallback else ""
     return ", ".join(filter(None, (call.rule, call.recipe, fallback, row)))
 
@@ -217,7 +217,7 @@ def totals(report: CallList, width: int | None = None) -> list[str]:
         ("saved", ", ".join(saved) or "none"),
         ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
         ("fp8", in_8_bits(report)),
-        ("few rows", "; ".join(_fallbacks(report, "lower", "in float32"))),
+        ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
         ("widened", widening(report).removeprefix("widened ")),
     ]
     rows = [(name, text) for name, text in pairs if text]

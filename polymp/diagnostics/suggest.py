@@ -7,12 +7,14 @@ float16; a loss scale where only gradients are. Ops after the first Inf cannot b
 again with the suggestion. Nothing here knows a framework.
 """
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
+from polymp.diagnostics.blame import CAST, CONSTANT, lost_constants
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
@@ -54,10 +56,12 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         PolicyError: no such policy.
     """
     policy, fault = policy_files.load(base), audit.fault
-    if fault is not None and fault.kind in ("input", "operation"):
+    if fault is not None and fault.kind in ("input", "index", "operation"):
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
     if why := _hopeless(audit):
+        if fault is not None and fault.region == "bfloat16":
+            return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
         return Suggestion(dtype="bfloat16", reasons=(why,))
     burst = _bursts(audit)
     if found := burst + _losses(audit):
@@ -91,7 +95,7 @@ def _bursts(audit: AuditRecord) -> list[Measured | Fault]:
 def _losses(audit: AuditRecord) -> list[Measured | Fault]:
     """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
     fault = audit.fault
-    if fault is not None and fault.kind in ("underflow", "number"):
+    if fault is not None and fault.kind in ("underflow", "number", "saturation"):
         return [fault, *_lost_before(audit, fault)]
     lost = (m for m in _forward(audit) if m.numbers or m.magnitudes.vanished > MANY)
     return list(lost)
@@ -148,12 +152,17 @@ def _same_call(m: Measured, fault: Fault) -> bool:
 
 def _look(fault: Fault) -> str:
     at = _at(fault)
+    if fault.kind == "index":
+        return f"{at}: {fault.why}: look at the data."
     if fault.kind == "operation":
+        if fault.why == CONSTANT:
+            return f"{at}: {fault.why}: change the program."
         return f"{at}: {fault.found} in float32 too: look at its inputs. {fault.why}"
     bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
     name = next((f" {o.name!r}" for o in bad if o.name), "")
     what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)
-    return f"{at}: its input{name} has {what}: look at the data or the parameters. {fault.why}"
+    look = "call zero_grad() before it" if ".grad" in name else "look at the data or the parameters"
+    return f"{at}: its input{name} has {what}: {look}. {fault.why}"
 
 
 def _hopeless(audit: AuditRecord) -> str:
@@ -168,8 +177,7 @@ def _hopeless(audit: AuditRecord) -> str:
                     f"{_at(fault)}: {name} holds {operand.largest:.3g}, and float16 ends at "
                     f"{_TOP:g}: the inputs are beyond float16's range, and bfloat16 holds them."
                 )
-        made = [m for m in audit.results if _same_call(m, fault)]
-        if made and not any(m.magnitudes.burst > 0 for m in made):
+        if fault.why == CAST.format("float16"):
             return f"{_at(fault)}: its inputs are beyond float16's range, and bfloat16 holds them."
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
@@ -196,9 +204,9 @@ def _raised(
         if pattern != scope:
             alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
         scope = pattern if len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}"
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
         if not of:
-            reasons.append(f"{why} No row can be for it: change the program.")
+            reasons.append(f"{why.rstrip('.')}. No row can be for it: change the program.")
         elif _has(policy, one, of):
             reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
         elif of not in (own := inside.setdefault(scope, {}) if scope else rules):
@@ -222,6 +230,8 @@ def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
 def _selector(one: Measured | Fault) -> str:
     """The selector for a row: the op that a row decided for, or its own; "" if none can be."""
     words, row = vocabulary(), one.row
+    if one.spelling.partition(".")[0].endswith("_"):  # in place: the dtype of its result is given
+        return ""
     if row is not None and row.of in words.ops:
         return row.of
     if one.op in words.ops:
@@ -256,11 +266,15 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
     burst = [m for m in audit.results if m.direction == "backward" and m.magnitudes.burst > 0]
     over: Measured | Fault | None = burst[0] if burst else fault
     if over is not None:
-        lower = min(fits or scale / 2, scale / 2)
         if scale <= 1:
             return _raised([over], policy)
+        cast = max((o.largest for o in fault.inputs), default=0.0) if fault is not None else 0.0
+        if cast > _TOP:
+            fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))
+        lower = min(fits or scale, scale / 2)
         why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
-        return Suggestion(init_scale=lower, reasons=(f"{why}; {lower:g} fits.",))
+        told = f"{lower:g} fits" if lower == fits else f"try {lower:g}"
+        return Suggestion(init_scale=lower, reasons=(f"{why}; {told}.",))
     lost = audit.lost_gradients("float16", scale)
     if lost <= MANY:
         return Suggestion()
@@ -293,6 +307,5 @@ def _loss(one: Measured | Fault) -> str:
     if m.burst > 0:
         return f"{m.burst:.0%} of its values are Inf in float16 and are not in float32."
     if one.numbers:
-        numbers = ", ".join(f"{number:g}" for number in one.numbers)
-        return f"the number {numbers} is zero in float16 and is not in float32."
+        return f"the number {lost_constants(one.numbers, one.run)} and is not in float32."
     return f"{m.vanished:.0%} of its values are zero in float16 and are not in float32."

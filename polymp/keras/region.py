@@ -6,6 +6,7 @@ autocast`. Layers open name scopes, so that a policy's rules by module path go b
 """
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from polymp import adapter_checks, dtypes
@@ -89,13 +90,16 @@ class _Region:
     """
 
     def __init__(self, model: Any, policy: "Source | None", dtype: "DTypeLike") -> None:
-        from polymp.jax import autocast
+        from polymp.jax import autocast, upper
+
+        def widened(own: Callable[..., Any]) -> Callable[..., Any]:
+            return wraps(own)(lambda *args, **kwargs: upper(own(*args, **kwargs)))
 
         region = autocast(dtype=dtype, policy=policy)
         self.model = model
         self.dtype: str = region.region.dtype
         self.own = {name: _own(model, name) for name in _OWN}
-        self.low = {name: region(self.own[name]) for name in _LOW}
+        self.low = {name: region(widened(self.own[name])) for name in _LOW}
         self.calls = 0  # into the region, in the train step that is traced
 
     def compute_loss_and_updates(self, *args: object, **kwargs: object) -> Any:
@@ -105,15 +109,9 @@ class _Region:
         return self._full("stateless_call", *args, **kwargs)
 
     def _full(self, name: str, *args: object, **kwargs: object) -> Any:
-        """Call in the region; what is low becomes float32, the dtype in which Keras knows it."""
-        import jax
-
+        """Call in the region; what comes out is float32, the dtype in which Keras knows it."""
         self.calls += 1
-        out = self.low[name](*args, **kwargs)
-        low = self.dtype
-        return jax.tree.map(
-            lambda x: x.astype("float32") if getattr(x, "dtype", None) == low else x, out
-        )
+        return self.low[name](*args, **kwargs)
 
     def train_step(self, state: object, data: object) -> tuple[Mapping[str, Any], Any]:
         optimizer, self.calls = self.model.optimizer, 0

@@ -7,8 +7,10 @@ A plugin opens the region around the steps of a `LightningModule`, or around the
 has set up, and has the loss scaler.
 """
 
+from polymp import backends
 from polymp.adapter_checks import require
 
+backends.require("torch")
 require("lightning")
 
 from polymp.lightning.fabric import FabricPrecision  # noqa: E402

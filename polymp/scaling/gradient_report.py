@@ -120,7 +120,8 @@ class GradientReport(NamedTuple):
         if state.spoiled:
             said += (
                 f" In {state.spoiled} of these steps the loss itself was not finite before it was "
-                "scaled: no loss scale can change that."
+                "scaled: no loss scale can change that, unless scaled gradients are a part of the "
+                "loss, as in a gradient penalty."
             )
         if state.spoiled < state.skips:
             said += (

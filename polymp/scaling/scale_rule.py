@@ -71,15 +71,14 @@ def step(
 ) -> ScaleState:
     """Return the state after one optimizer step.
 
-        what was found                                scale                          tracker
-        loss and gradients finite, short of interval  stays                          + 1
-        loss and gradients finite, interval reached   * growth, at most max_scale    0
-        overflow: the loss is finite, a gradient not  * backoff, at least min_scale  0
-        the same, within hysteresis                   stays                          0
-        the loss is not finite                        stays                          stays
+        gradients                              scale                          tracker
+        all finite, short of interval          stays                          + 1
+        all finite, interval reached           * growth, at most max_scale    0
+        one is not finite                      * backoff, at least min_scale  0
+        one is not finite, within hysteresis   stays                          0
 
-    The last three are skips. The tracker is compared with >=, so a lowered interval still lets the
-    scale grow.
+    The last two are skips; `loss_finite` only counts `spoiled`. The tracker is compared with >=, so
+    a lowered interval still lets the scale grow.
 
     Bit for bit what torch computes wherever the bounds do not matter and float32 holds the factors
     exactly (2, 0.5, 1.25, ...). For others, such as 1.1, Python numbers and float64 scales still
@@ -90,8 +89,8 @@ def step(
         state: the state the gradients were computed under.
         finite: bool []; True if every gradient was finite.
         where: `pick` for Python numbers, `torch.where`, or `jax.numpy.where`.
-        loss_finite: bool [] of the same kind; True if the loss was finite before it was scaled.
-            None counts as True.
+        loss_finite: bool [] of the same kind; True if the loss was finite before it was scaled,
+            which is counted in skipped steps alone. None counts as True.
 
     Returns:
         A state of the same types and dtypes as `state`.
@@ -102,22 +101,20 @@ def step(
     """
     scale, tracker, skips, spoiled, skipped = state
     loss_finite = finite | True if loss_finite is None else loss_finite
-    good = finite & loss_finite
     zero = tracker * 0
     due = tracker + 1 >= rule.interval
     grown = as_float32(scale * rule.growth)
     lowered = as_float32(scale * rule.backoff)
     up = where(due, where(grown < rule.max_scale, grown, rule.max_scale), scale)
-    skips = where(good, zero, skips + 1)
-    spoiled = where(good, zero, where(loss_finite, spoiled, spoiled + 1))
-    hit = skips - spoiled > rule.hysteresis
+    skips = where(finite, zero, skips + 1)
+    hit = skips > rule.hysteresis
     down = where(hit, where(lowered > rule.min_scale, lowered, rule.min_scale), scale)
     return ScaleState(
-        scale=where(good, up, where(loss_finite, down, scale)),
-        tracker=where(good, where(due, zero, tracker + 1), where(loss_finite, zero, tracker)),
+        scale=where(finite, up, down),
+        tracker=where(finite, where(due, zero, tracker + 1), zero),
         skips=skips,
-        spoiled=spoiled,
-        skipped=where(good, skipped, skipped + 1),
+        spoiled=where(finite, zero, where(loss_finite, spoiled, spoiled + 1)),
+        skipped=where(finite, skipped, skipped + 1),
     )
 
 

@@ -116,5 +116,6 @@ def fully_shard(
     if others:
         fsdp.fully_shard(others, mp_policy=uses.sent(not most), **kwargs)
     fsdp.fully_shard(module, mp_policy=uses.sent(most), **kwargs)
-    module.register_forward_pre_hook(RegionCheck(uses, device_of(module), path, [*low]))
+    check = RegionCheck(uses, device_of(module), path, [*low], [module, *others[:1]])
+    module.register_forward_pre_hook(check)
     return module

@@ -148,8 +148,8 @@ RANGES: dict[str, tuple[list[float], ...]] = {
 @pytest.mark.parametrize("name", RANGES)
 def test_float16_keeps_what_the_next_op_needs(fw: ModuleType, name: str, policy: str) -> None:
     """A logarithm of the result's size, in the same region, is finite."""
-    if fw.name == "jax" and name in ("x ** 2", "sum", "prod"):
-        pytest.skip(f"{cases.WHOLE}; {cases.CASTS_BACK}")
+    if fw.name == "jax" and name in ("sum", "prod"):
+        pytest.skip(cases.CASTS_BACK)
     values = [fw.array(value, "float16") for value in RANGES[name]]
 
     def sizes(*arrays: Any) -> Any:

@@ -248,6 +248,78 @@ def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
         assert not audit.suggest(base=training.policy), str(audit.suggest(base=training.policy))
 
 
+# --- single steps ---------------------------------------------------------------------------------
+
+
+class Single(NamedTuple):
+    """A step that breaks; its name is that of a step in `tests.support.faults.steps_torch`.
+
+    Attributes:
+        name: of the step.
+        op: what is to be named.
+        kind: as in `Fault.kind`.
+        helps: True if a row makes the step finite; else the tools have to say that none does.
+        says: words of the fault, as it is printed.
+    """
+
+    name: str
+    op: str
+    kind: str
+    helps: bool = False
+    says: str = ""
+
+
+NOT_FINITE = "a constant of the program is not finite here"
+SINGLE = (
+    Single("scores of a view", "matmul", "overflow", helps=True),
+    Single("scores with a gradient", "matmul", "overflow", helps=True),
+    Single("complex product", "pow", "operation", says="ran in complex64"),
+    Single("complex quotient", "div", "operation", says="input 1: complex64[3], all zero"),
+    Single("complex conjugate", "mul", "operation", says="complex64[3]"),
+    Single("transform", "fft_rfft", "operation", says="ran in complex64"),
+    Single("upper bound", "clamp", "number", helps=True, says="0.999999 is 1 in float16"),
+    Single("upper bound in bfloat16", "clamp", "number", True, "0.9999 is 1 in bfloat16"),
+    Single("lower bound", "clamp_min", "number", helps=True, says="is zero in float16"),
+    Single("bound in place", "clamp_min", "number", says="is zero in float16"),
+    Single("fill of where", "where", "number", helps=True, says="1e-09"),
+    Single("fill of a mask", "masked_fill", "number", helps=True, says="1e-09"),
+    Single("eps inside", "cosine_similarity", "number", helps=True, says="1e-08"),
+    Single("eps in a tensor", "add", "number", helps=True, says="1e-09"),
+    Single("inf in a column", "fill_", "operation", says=NOT_FINITE),
+    Single("nan in a column", "fill_", "operation", says=NOT_FINITE),
+    Single("inf by a mask", "index_put", "operation", says=NOT_FINITE),
+    Single("fill_", "fill_", "operation", says=NOT_FINITE),
+    Single("full", "full", "operation", says=NOT_FINITE),
+    Single("stale gradient", "add", "input", says="the .grad of a leaf (float32 3)"),
+    Single("underflow of softmax", "softmax", "underflow", True, "then Inf, of log steps_torch.py"),
+    Single("root of a negative", "sqrt", "operation", says="33 % negative"),
+)
+
+
+@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
+def test_a_step_that_breaks_is_explained_by_all_tools_alike(case: Single) -> None:
+    """`locate` and `audit` name one op; the rows of `suggest` are tried."""
+    need("torch")
+    import polymp.torch
+    from tests.support.faults.steps_torch import STEPS
+
+    one = STEPS[case.name]()
+    assert not one.is_finite()
+    fault = polymp.torch.locate(one.step, *one.batch)
+    with polymp.torch.audit() as audit:
+        one.step(*one.batch)
+    assert (fault.op, fault.kind) == (case.op, case.kind), str(fault)
+    assert case.says in str(fault)
+    assert audit.fault[:7] == fault[:7]
+    assert audit.fault.why == fault.why
+    suggestion = audit.suggest(base=one.policy)
+    assert bool(suggestion) == case.helps, str(suggestion)
+    assert suggestion.reasons
+    assert suggestion.dtype is None
+    one.policy = suggestion.apply(one.policy)
+    assert one.is_finite() == case.helps
+
+
 def test_twelve_are_planted_six_in_each_framework() -> None:
     assert len(PLANTED) == 12
     assert [case.framework for case in PLANTED].count("torch") == 6

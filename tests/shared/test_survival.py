@@ -62,15 +62,16 @@ def test_overflows_do_not_kill_the_run_and_the_gradients_are_named(name: str) ->
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_lost_loss_leaves_the_scale_and_is_named(name: str) -> None:
+def test_a_lost_loss_is_named_and_the_run_lives(name: str) -> None:
     it = outcome(name, "lost losses")
     alive(it)
-    assert it.scale == it.first == 2.0 ** (16 + kills.BEFORE // kills.INTERVAL)
+    assert it.first == 2.0 ** (16 + kills.BEFORE // kills.INTERVAL)
+    assert it.scale == it.first * 2.0**-60
     for part in (
         "the loss itself was not finite before it was scaled",
-        "no loss scale can change that",
+        "no loss scale can change that, unless",
         "weight (0 Inf, 4 NaN of 4)",
-        "the loss scale is 2.09715e+06",
+        "the loss scale is ",
     ):
         assert part in it.said[0]
     assert "Gradients that overflow" not in it.said[0]

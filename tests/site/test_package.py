@@ -133,6 +133,19 @@ def test_every_way_in_says_what_to_install(name, statement):
     )
 
 
+@pytest.mark.parametrize("adapter", ["accelerate", "lightning", "transformers"])
+def test_an_adapter_says_that_torch_is_missing(adapter):
+    need(adapter)
+    run = processes.run(
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *p: None if n == 'torch' else find(n, *p)\n"
+        f"import polymp\ntry:\n    import polymp.{adapter}\n"
+        "except polymp.BackendMissingError as error:\n    print(error)\n"
+    )
+    assert run == "backend 'torch' needs the torch package: pip install 'polymp[torch]'.\n"
+
+
 @pytest.mark.parametrize("name", ["polymp", "polymp.torch", "polymp.jax"])
 def test_dir_shows_the_api_and_nothing_else(name):
     """Neither rooms nor names that a module binds for itself; the doors once they are imported.

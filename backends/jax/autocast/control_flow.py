@@ -50,8 +50,9 @@ def plan_remat(frame: Frame, eqn: Equation, region: Region) -> Planned:
 def _called(
     frame: Frame, eqn: Equation, program: ClosedProgram, region: Region, kind: type[Inside]
 ) -> Planned:
-    plan = frame.planner.plan(program, map(frame.known, eqn.invars), region)
+    plan = frame.planner.plan(program, map(frame.known, eqn.invars), region, keep=True)
     outs = list(plan.outs)
+    frame.casts |= "float32" in plan.reads
     reads, writes = [None] * len(eqn.invars), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=kind((plan,))), outs
 
@@ -80,7 +81,8 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
     def planned(results: Sequence[str | None] | None) -> Plan:
         state = [Known(f) for f in carry]
-        return frame.planner.plan(body.closed, [*fixed, *state, *rows], region, results)
+        given = [*fixed, *state, *rows]
+        return frame.planner.plan(body.closed, given, region, results, keep=True)
 
     while (wider := _join(carry, planned(None).outs[: len(carry)])) != carry:
         carry = wider
@@ -89,7 +91,8 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     reads: list[str | None] = [None] * len(known)
     for at, dtype in zip(body.carried, carry, strict=True):
         reads[at], known[at] = dtype, Known(dtype)
-    plans = [plan, *(frame.planner.plan(test.closed, test.of(known), region) for test in tests)]
+    tested = (frame.planner.plan(t.closed, t.of(known), region, keep=True) for t in tests)
+    plans = [plan, *tested]
     step = frame.step(eqn, reads, [k.dtype for k in outs], inside=_Rebound(tuple(plans)))
     return step, outs
 
@@ -110,9 +113,9 @@ def plan_cond(frame: Frame, eqn: Equation, region: Region) -> Planned:
     branches = [(branch.closed, branch.of(known), region) for branch in inside(eqn)]
     if not all(compat.only_arrays(branch) for branch, _, _ in branches):
         return _as_written(frame, eqn)
-    free = [frame.planner.plan(*branch) for branch in branches]
+    free = [frame.planner.plan(*branch, keep=True) for branch in branches]
     dtypes = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
-    plans = tuple(frame.planner.plan(*branch, dtypes) for branch in branches)
+    plans = tuple(frame.planner.plan(*branch, dtypes, keep=True) for branch in branches)
     outs = [Known(f) for f in dtypes]
     return frame.step(eqn, [None] * len(known), dtypes, inside=_Rebound(plans)), outs
 
@@ -134,7 +137,7 @@ def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A program on many devices."""
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
-    plan = frame.planner.plan(program.closed, known, region)
+    plan = frame.planner.plan(program.closed, known, region, keep=True)
     outs = [Known(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=_Mapped((plan,))), outs

@@ -133,7 +133,8 @@ def cast(x: object, dtype: str, put: Put = compat.put) -> object:
     if compat.aval_of(x).dtype == wanted:
         return x
     params = {"new_dtype": wanted, "weak_type": False, "sharding": None}
-    return put(lax.convert_element_type_p, (x,), params)[0]
+    with compat.in_mesh_of(x):
+        return put(lax.convert_element_type_p, (x,), params)[0]
 
 
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}

@@ -5,8 +5,7 @@ and what is known of its results. `planner` has the table of handlers.
 """
 
 import warnings
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -47,27 +46,31 @@ _UNKNOWN = (
 )
 
 
-# Calls of an autocast function whose plans are kept.
-_CALLS = 8
+# Plans that are kept, for all autocast calls of one function together.
+_KEPT = 512
 
 
 class PlanCache:
-    """Plans of the programs inside an autocast function, from its latest calls.
+    """Plans of the programs inside an autocast function, the latest ones.
 
     JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
-    the jaxpr: with the same plan comes the same rewritten one.
+    the jaxpr: with the same plan comes the same rewritten one. So too for the body of a loop.
     """
 
     def __init__(self) -> None:
-        self._calls: deque[tuple[Hashable, dict[Hashable, Plan]]] = deque(maxlen=_CALLS)
+        self._plans: dict[Hashable, Plan] = {}
 
-    def of(self, settings: Hashable) -> list[dict[Hashable, Plan]]:
-        """The plans that were made under the same settings, by call, the latest first."""
-        return [plans for have, plans in reversed(tuple(self._calls)) if have == settings]
+    def find(self, key: Hashable) -> Plan | None:
+        """The plan that is kept under a key, which is the latest one from now on."""
+        plan = self._plans.pop(key, None)
+        return None if plan is None else self.add(key, plan)
 
-    def add(self, settings: Hashable, plans: dict[Hashable, Plan]) -> None:
-        """Keep the plans of a call; those of the oldest go."""
-        self._calls.append((settings, plans))
+    def add(self, key: Hashable, plan: Plan) -> Plan:
+        """Keep a plan; the oldest one goes."""
+        self._plans[key] = plan
+        if len(self._plans) > _KEPT:
+            self._plans.pop(next(iter(self._plans)), None)
+        return plan
 
 
 class Planner:
@@ -94,7 +97,6 @@ class Planner:
         self.tracks_weak = tracks_weak
         self.kept = kept
         self.settings: Hashable = (settings, off, tracks_weak)
-        self.earlier: list[dict[Hashable, Plan]] = [] if kept is None else kept.of(self.settings)
         self.plans: dict[Hashable, Plan] = {}
         self.stacks: NameStacks = NameStacks()
         self.unknown: set[str] = set()
@@ -107,24 +109,25 @@ class Planner:
         region: Region,
         results: Sequence[str | None] | None = None,
         gradients: bool = False,
+        keep: bool = False,
     ) -> Plan:
-        """The plan of a closed jaxpr; see `Frame`."""
+        """The plan of a closed jaxpr; see `Frame`. Kept if JAX may hand out that jaxpr again."""
         known = tuple(known)
         key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
-        if key not in self.plans:
-            same = next((plans[key] for plans in self.earlier if key in plans), None)
-            self.plans[key] = same or self.one(
-                Frame(self, jaxpr, known, region, results, gradients)
-            )
-        return self.plans[key]
+        if key in self.plans:
+            return self.plans[key]
+        kept = self.kept if keep else None
+        plan = None if kept is None else kept.find((self.settings, key))
+        if plan is None:
+            plan = self.one(Frame(self, jaxpr, known, region, results, gradients))
+            if kept is not None:
+                kept.add((self.settings, key), plan)
+        self.plans[key] = plan
+        return plan
 
     def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[Known], region: Region) -> Plan:
-        """The plan of the outermost program; the plans inside it are kept for later calls."""
-        plan = self.one(Frame(self, jaxpr, tuple(known), region, None, False))
-        if self.kept is not None:
-            self.kept.add(self.settings, self.plans)
-        self.earlier = []
-        return plan
+        """The plan of the outermost program, which may hold its caller's arrays: it is not kept."""
+        return self.one(Frame(self, jaxpr, tuple(known), region, None, False))
 
     def warn(self, name: str, message: str = _UNKNOWN) -> None:
         """Name a primitive whose inner program stays as written; once."""
@@ -150,6 +153,7 @@ class Frame:
         steps: of the equations so far.
         stack: the name stack of the equation at hand, without our marks.
         casts: whether there may be any.
+        reads: in which dtype all steps read a variable; of several, none. See `passes`.
     """
 
     def __init__(
@@ -177,6 +181,7 @@ class Frame:
         self.steps: list[Step] = []
         self.stack: NameStack = compat.no_scopes()
         self.casts: bool = results is not None
+        self.reads: Mapping[Atom, str | None] = {}
         self.shares: bool = Pass.SHARING not in planner.off
 
     def known(self, atom: Atom) -> Known:

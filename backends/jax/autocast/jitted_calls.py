@@ -84,7 +84,16 @@ def key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key 
 def whole(plan: Plan) -> Evaluate:
     """The function that runs a plan, compiled as one program if that is the same."""
     evaluate = partial(run, plan)
-    return jax.jit(evaluate) if len(plan.steps) == 1 and _is_plain(plan.steps[0].eqn) else evaluate
+    if len(plan.steps) != 1 or not _is_plain(plan.steps[0].eqn):
+        return evaluate
+    (step,) = plan.steps
+    given, returned = [*compat.binders(plan.jaxpr)[1]], [*step.eqn.outvars]
+    passes = [*step.operands] == given and [*plan.results] == returned and not plan.consts
+    if step.inside is None or not passes:
+        return jax.jit(evaluate)
+    # The call alone: what is compiled for its plan serves all calls that have the same one.
+    compiled: Evaluate = step.inside.plans[0].made.setdefault("whole", jax.jit(evaluate))
+    return compiled
 
 
 def _is_plain(eqn: Any) -> bool:

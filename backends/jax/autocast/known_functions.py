@@ -42,7 +42,9 @@ def op_of(spelled: str) -> str:
 
 
 def _product(eqn: Equation) -> str:
-    (_, (batch, _)) = eqn.params["dimension_numbers"]
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    if all(eqn.invars[0].aval.shape[d] == 1 for d in contracted):
+        return ":unsummed"
     if batch or max(len(v.aval.shape) for v in eqn.invars) < 2:
         return ""
     return ":unbatched"

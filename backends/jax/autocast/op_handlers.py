@@ -24,7 +24,7 @@ from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.pass_switches import Pass
 from polymp.backends.jax.autocast.plan import Kind
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fixed, name_of
+from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, Origin, declared, fixed
 from polymp.backends.jax.compat.programs import Equation
 from polymp.dtypes import widest
 from polymp.rules import decision_log
@@ -156,13 +156,12 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     how_in_8_bits = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
     decision = frame.decision(op_of(spelled), hard, region, spelled, how_in_8_bits)
     wide = {f for f in map(declared, eqn.invars) if f}
-    asked = name_of(eqn.params.get("preferred_element_type"))
-    if eqn.params.get("preferred_element_type") is not None and asked is None:
-        return frame.as_written(eqn)
-    if not _precision_is_default(eqn.params.get("precision")):
-        return frame.as_written(eqn)
-    if any(declared(atom) is None for atom in eqn.invars[:2]):
-        return frame.as_written(eqn)
+    preferred = eqn.params.get("preferred_element_type")
+    asked = None if preferred is None else np.dtype(preferred).name  # a class or a name as well
+    if why := _why_as_written(eqn, asked):
+        step, outs = frame.as_written(eqn)
+        low = decision.rule in (Rule.LOWER, Rule.FP8)
+        return step._replace(fallback=why if low else ""), outs
     run = decision.run or widest(hard)
     plain = asked is None or asked == widest(wide)  # jnp always fills it in
     in_float32 = _why_float32(eqn, known, region) if decision.rule is Rule.LOWER else ""
@@ -192,6 +191,17 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     else:
         step = step._replace(fallback=how)
     return step, [Known(final, product=final in LOW)]
+
+
+def _why_as_written(eqn: Equation, asked: str | None) -> str:
+    """Why a product runs as written, though some operand is eligible; "" if it does not."""
+    if asked is not None and asked not in ELIGIBLE:
+        return f"its result is to be {asked}"
+    if not _precision_is_default(precision := eqn.params.get("precision")):
+        one = precision[0] if isinstance(precision, tuple) else precision
+        return f"it asks for the precision {getattr(one, 'name', one)}"
+    other = (a.aval.dtype for a in eqn.invars[:2] if declared(a) is None)
+    return next((f"an operand is {dtype}" for dtype in other), "")
 
 
 def _why_float32(eqn: Equation, known: list[Known], region: Region) -> str:

@@ -6,6 +6,8 @@
 They are one walk from the last step to the first, and none where the plan holds no cast.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import TypeGuard
 
@@ -17,9 +19,10 @@ from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.autocast.frame import Frame
 from polymp.backends.jax.autocast.pass_switches import Pass
-from polymp.backends.jax.autocast.plan import Cast, Kind, Operand, Step
-from polymp.backends.jax.autocast.values import LOW, Origin, declared, fits
+from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Step
+from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fits
 from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.jaxprs import JITTED
 
 # What is computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = op_facts.ELEMENTWISE | {
@@ -76,7 +79,9 @@ def improve(frame: Frame) -> None:
     """
     up, down = (p not in frame.planner.off for p in (Pass.PULL_UP, Pass.PULL_DOWN))
     if frame.casts and (up or down):
-        _Walk(frame, up, down).run()
+        walk = _Walk(frame, up, down)
+        walk.run()
+        frame.reads = walk.dtypes
 
 
 class _Walk:
@@ -85,7 +90,7 @@ class _Walk:
     Attributes:
         dtypes: in which dtype the steps seen so far read a variable; `_MIXED` for several.
         cast: variables and dtypes that those steps share a cast to.
-        moved: True if some value has another dtype than it was planned in.
+        moved: the values that have another dtype than they were planned in.
 
     Args:
         frame: of the program.
@@ -98,7 +103,7 @@ class _Walk:
         self.up, self.down = up, down
         self.dtypes: dict[Atom, str | None] = {}
         self.cast: set[tuple[Atom, str]] = set()
-        self.moved = False
+        self.moved: set[Atom] = set()
         self._makers: dict[Atom, Equation] | None = None
         self._sources: dict[Atom, Atom] = {}  # what a variable is a layout of
         # By a source and a dtype, the layouts of it that are cast.
@@ -116,19 +121,24 @@ class _Walk:
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
             outvars = step.eqn.outvars
-            if len(outvars) == 1 and step.returns is None:
+            if step.eqn.primitive.name in JITTED and step.inside is not None and self.up:
+                step = steps[at] = self.through(step, step.inside)
+            elif len(outvars) == 1:
                 (var,) = outvars
-                want, have = dtypes.get(var), step.writes[0]
+                want, have = dtypes.get(var), (step.returns or step.writes)[0]
                 if want is not None and want != have and have is not None:
                     if want == "float32":
                         if self.up and have in LOW and self.widens(step):
                             step = steps[at] = self.recast(step, want)
                     elif want in LOW and self.down and self.narrows(step, want):
                         step = steps[at] = self.recast(step, want)
+            follows = _compares(step)
             for operand in step.operands:
                 if type(operand) is not Cast:
                     if type(operand) is not core.Literal:
-                        self.reads(operand, env[operand].dtype)
+                        have = env[operand].dtype
+                        if not (follows and have in LOW):
+                            self.reads(operand, have)
                 elif operand.value is None:
                     self.reads(operand.atom, operand.dtype)
                     if operand.shared:
@@ -144,8 +154,6 @@ class _Walk:
             if type(atom) is core.Literal:
                 continue
             have = frame.env[atom].dtype
-            if want == "float32" and have != want and not frame.gradients:
-                want = None  # what hands on a low value rounds it, as its caller's plan says
             self.reads(atom, want if want and have else have)
 
     def reads(self, var: Atom, dtype: str | None) -> None:
@@ -158,12 +166,32 @@ class _Walk:
         frame, eqn = self.frame, step.eqn
         (var,) = eqn.outvars
         frame.env[var] = frame.env[var]._replace(dtype=dtype, product=False)
-        self.moved = True
+        self.moved.add(var)
         if step.kind is Kind.CONTRACT:
-            return step._replace(writes=(dtype,))
+            return step._replace(writes=(dtype,), returns=None)
         reads = [dtype if frame.known(atom).dtype else None for atom in eqn.invars]
         frame.stack = step.stack
         return frame.step(eqn, reads, (dtype,), params=step.params)
+
+    def through(self, step: Step, inside: Inside) -> Step:
+        """A call of a jitted function, planned as if its equations stood here."""
+        frame, eqn, (plan,) = self.frame, step.eqn, inside.plans
+        outs = _widened(eqn.outvars, plan.outs, [self.dtypes.get(var) for var in eqn.outvars])
+        known, results = plan.known, [k.dtype for k in outs]
+        while True:
+            if results != [k.dtype for k in plan.outs] or known != plan.known:
+                plan = frame.planner.plan(plan.jaxpr, known, plan.region, results)
+            known = _widened(eqn.invars, plan.known, plan.reads)
+            if known == plan.known:
+                break
+        if plan is inside.plans[0]:
+            return step
+        self.moved.update(eqn.outvars)
+        frame.env.update(zip(eqn.outvars, plan.outs, strict=True))
+        frame.stack = step.stack
+        return frame.step(
+            eqn, [k.dtype for k in known], results, inside=replace(inside, plans=(plan,))
+        )
 
     def widens(self, step: Step) -> bool:
         if declared(step.eqn.outvars[0]) != "float32":
@@ -178,7 +206,7 @@ class _Walk:
         if step.kind is not Kind.BIND or name not in NARROWED or step.writes[0] != "float32":
             return False
         (var,) = eqn.outvars
-        if declared(var) != "float32" or not self.pays(step, low):
+        if declared(var) != "float32" or step.returns is not None or not self.pays(step, low):
             return False
         if not frame.planner.stacks.place(eqn.source_info.name_stack, frame.region)[0].enabled:
             return False  # it runs as written
@@ -261,16 +289,41 @@ class _Walk:
         return self._makers.get(var)
 
     def settled(self, step: Step) -> Step:
+        if _compares(step) and any(map(self._has_moved, step.operands)):
+            self.frame.stack = step.stack
+            reads = ["float32" if declared(atom) else None for atom in step.eqn.invars]
+            step = self.frame.step(step.eqn, reads, step.writes, params=step.params)
         if not any(map(self._is_idle, step.operands)):
             return step
         operands = [o.atom if self._is_idle(o) else o for o in step.operands]
         return step._replace(operands=operands)
+
+    def _has_moved(self, operand: Operand) -> bool:
+        return type(operand) not in (Cast, core.Literal) and operand in self.moved
 
     def _is_idle(self, operand: Operand) -> TypeGuard[Cast]:
         """True for a cast of what has that dtype already."""
         if type(operand) is not Cast or type(operand.atom) is core.Literal:
             return False
         return self.frame.env[operand.atom].dtype == operand.dtype
+
+
+def _widened(
+    atoms: Sequence[Atom], known: Sequence[Known], reads: Sequence[str | None]
+) -> tuple[Known, ...]:
+    """The same facts, with float32 for what is low and read in float32 alone."""
+    return tuple(
+        k._replace(dtype=read, product=False)
+        if read == "float32" == declared(atom) and k.dtype in LOW
+        else k
+        for atom, k, read in zip(atoms, known, reads, strict=True)
+    )
+
+
+def _compares(step: Step) -> bool:
+    """True for a step that makes bools of floats, for which each dtype is as good."""
+    bools = step.writes == (None,) and step.kind is Kind.BIND
+    return bools and step.eqn.primitive.name in op_facts.ELEMENTWISE
 
 
 def _only_moves(step: Step) -> bool:

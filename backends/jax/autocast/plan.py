@@ -74,7 +74,7 @@ class Step(NamedTuple):
         inside: of INSIDE, the programs inside.
         in_8_bits: of CONTRACT, how it runs in 8 bits; None if it does not.
         fallback: why a product that the policy wants in 8 bits runs by rule `lower`, or one with
-            rule `lower` in float32; "" for none.
+            rule `lower` is not lowered; "" for none.
     """
 
     eqn: Equation
@@ -146,6 +146,7 @@ class Plan:
         steps: in the order of the equations.
         results: how each output is read.
         outs: what is known of the outputs.
+        reads: the dtype in which each input is read, if that is one; as far as passes looked.
         as_written: True if it is the traced program, cast for cast.
         made: what emission keeps for this plan, such as its rewritten jaxpr.
     """
@@ -157,6 +158,7 @@ class Plan:
     steps: list[Step]
     results: tuple[Operand, ...]
     outs: tuple[Known, ...]
+    reads: tuple[str | None, ...]
     as_written: bool
     made: dict[Hashable, Any] = field(default_factory=dict)
 

@@ -126,6 +126,7 @@ def _finished(frame: Frame) -> Plan:
         frame.steps,
         reads,
         tuple(outs),
+        tuple(map(frame.reads.get, compat.binders(frame.closed)[1])),
         as_written,
     )
 

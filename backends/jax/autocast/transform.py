@@ -25,7 +25,7 @@ from polymp.backends.jax.autocast.escapes import escaped
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
 from polymp.backends.jax.autocast.frame import PlanCache, given
 from polymp.backends.jax.autocast.jitted_calls import ARRAY
-from polymp.backends.jax.autocast.known_functions import FUNCTIONS
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS, code_of
 from polymp.backends.jax.autocast.plan import Plan
 from polymp.backends.jax.autocast.planner import planner
 from polymp.backends.jax.autocast.unmatched import warn_of_unmatched
@@ -85,7 +85,7 @@ def transformed(
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    kept = PlanCache()
+    kept = _kept_for(fn)
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
     once = jitted_calls.is_jitted(fn) and traced is None and not by_path
@@ -148,6 +148,16 @@ def transformed(
 
     call.polymp = Made(call, fn, region)  # type: ignore[attr-defined]
     return call
+
+
+# By the code of a function that `autocast` takes, what is kept for it. Written where it is called,
+# `autocast(f)` is another object each time.
+_PLANS: weakref.WeakKeyDictionary[object, PlanCache] = weakref.WeakKeyDictionary()
+
+
+def _kept_for(fn: Callable[..., object]) -> PlanCache:
+    code = code_of(fn) or code_of(type(fn).__call__) or type(fn)
+    return _PLANS.setdefault(code, PlanCache())
 
 
 _ESCAPED = (

@@ -97,9 +97,11 @@ def fixed(atom: Atom) -> bool:
 
 
 def fits(number: float, dtype: str) -> bool:
-    """True if a literal keeps its size in the dtype: no overflow, no loss below normal numbers."""
+    """True if a literal stays in the dtype's normal range, and next to 1 does not become 1."""
     size = abs(float(number))
     target = FORMATS[dtype]
+    if size != 1 == abs(in_dtype(number, dtype)):
+        return False
     return size == 0 or not np.isfinite(size) or target.smallest_normal <= size <= target.max
 
 

@@ -1,6 +1,7 @@
 """Putting equations into the program that is being traced, without a `bind` for each."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -77,11 +78,14 @@ class Recorder:
 
     Args:
         trace: that records.
-        meshless: see above.
+        mesh: that holds here.
     """
 
-    def __init__(self, trace: _partial_eval.DynamicJaxprTrace, meshless: bool) -> None:
-        self.meshless = meshless
+    def __init__(
+        self, trace: _partial_eval.DynamicJaxprTrace, mesh: jax.sharding.AbstractMesh
+    ) -> None:
+        self.meshless: bool = mesh.empty
+        self._mesh = mesh
         self._trace = trace
         self._frame: Any = trace.frame
         self._context = equation_context()
@@ -96,6 +100,8 @@ class Recorder:
         Values and results are `Recorded`, or what `bind` takes and returns.
         """
         if not is_plain(primitive) or params.get("sharding") is not None:
+            return self.bind(primitive, values, params)
+        if _mesh.get_abstract_mesh() is not self._mesh:  # a cast under another one
             return self.bind(primitive, values, params)
         frame, trace = self._frame, self._trace
         constants = frame.constvar_to_val
@@ -177,7 +183,17 @@ def recorder(values: Sequence[object]) -> Recorder | None:
         of = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", mesh)
         if not of.empty and of != mesh:
             return None
-    return None if _config.eager_constant_folding.value else Recorder(trace, mesh.empty)
+    return None if _config.eager_constant_folding.value else Recorder(trace, mesh)
+
+
+def in_mesh_of(x: object) -> AbstractContextManager[object]:
+    """Holds the mesh of a value, where another one does: that of a `reshard` it goes into.
+
+    A primitive refuses values of other meshes; `use_abstract_mesh` is public since jax 0.8.
+    """
+    mesh = _mesh.get_abstract_mesh()
+    of = getattr(getattr(aval_of(x), "sharding", None), "mesh", mesh)
+    return nullcontext() if of.empty or of == mesh else jax.sharding.use_abstract_mesh(of)
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy as np
 
 from polymp.backends.jax.diagnostics.events import Event
 from polymp.backends.jax.diagnostics.fp8_losses import measurements
-from polymp.backends.jax.diagnostics.locate import blamed, fault
+from polymp.backends.jax.diagnostics.locate import blamed, derived, fault, largest
 from polymp.backends.jax.diagnostics.measured_call import MeasuredCall, call_of, inputs, names
 from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost
@@ -70,7 +70,8 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         if audit.fault is None:
             found = blamed(program, facts, peaks)
             if found is not None:
-                audit.fault = fault(program, found, None, facts, peaks)
+                event = program.twin.events[found.node]
+                audit.fault = fault(program, found, tuple(largest(program, event, peaks)), facts)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
@@ -87,6 +88,7 @@ def _results(
     program: MeasuredCall, facts: Sequence[Facts], scale: float
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
+    late = derived(program)
     events, made = program.twin.events, list[Magnitudes | float]()
     for event, fact in zip(events, facts, strict=True):
         lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
@@ -95,7 +97,7 @@ def _results(
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
     rows = zip(events, facts, made, gone, strict=True)
     for number, (event, fact, m, share) in enumerate(rows):
-        if event.group is None or isinstance(m, float):
+        if event.group is None or number in late or isinstance(m, float):
             continue
         call, magnitudes = program.calls[event.group], m._replace(gone=share)
         if call.direction == BACKWARD and scale not in (0.0, 1.0):
@@ -136,6 +138,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
         bool(np.isnan(peaks).any()),
         float(lost[:, 1].mean()),
         float(lost[:, 2].mean()),
+        wide=float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
     )
 
 

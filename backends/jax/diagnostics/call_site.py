@@ -76,6 +76,13 @@ def source(traceback: object) -> str:
 
 
 @cache
+def function_of(traceback: object) -> str:
+    """The outermost function of jax.numpy that an equation was traced in: "take"; "" if none."""
+    inside = [c for c in compat.frames(traceback).codes if _NUMPY in c.co_filename]
+    return next((c.co_name.lstrip("_") for c in reversed(inside) if c.co_name.isidentifier()), "")
+
+
+@cache
 def _line(code: CodeType, offset: int) -> int:
     for start, end, line in code.co_lines():
         if start <= offset < end and line is not None:
@@ -104,6 +111,8 @@ def _updates(filename: str) -> bool:
 _SCALING = frozenset(
     module.__file__ for module in (grad_scaler, optax_wrapper, optimizer_step, scale_update)
 )
+
+_NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 
 # Whose lines say nothing of the user's program.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")

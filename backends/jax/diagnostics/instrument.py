@@ -10,7 +10,7 @@ What other equations read and make is followed, for the events around them. Loop
 out what was measured inside.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -40,6 +40,7 @@ from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.sites import Site
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.rules.row import LOW
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[Sequence[Tracked], list[Facts]]
@@ -49,7 +50,7 @@ _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 # What was not measured.
 _NOTHING: Any = np.empty(0, np.float32)
 _NO_BINS: Any = np.empty(0, np.int32)
-_NO_OPERANDS: Any = np.empty((0, 5), np.float32)
+_NO_OPERANDS: Any = np.empty((0, 6), np.float32)
 
 
 class Twin:
@@ -59,7 +60,8 @@ class Twin:
         closed: the program.
         groups: by equation, as (parent, id), the number of the call that it ends.
         sites: of its equations, by the same.
-        ask: an event whose operands are measured, too.
+        ask: an event for which it is measured what its call was given.
+        asked: the equations of that call, by (parent, id).
         samples: False leaves out the samples of results, which take as long to compile as the rest.
         rounding: True to measure rounding errors, and hand out values.
         wide: True to run the program in float32, and hand out values alone.
@@ -68,6 +70,8 @@ class Twin:
         events: in order.
         results: where the results of the program come from.
         handed: events of the backward pass whose results the rest of the program reads.
+        given: what the call was given that is asked for: dtype, shape, and its place if it is an
+            input of the program.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Twin:
         groups: Mapping[tuple[tuple[int, ...], int], int],
         sites: Mapping[tuple[tuple[int, ...], int], Site],
         ask: int | None = None,
+        asked: Collection[tuple[tuple[int, ...], int]] = (),
         samples: bool = True,
         rounding: bool = False,
         wide: bool = False,
@@ -86,19 +91,25 @@ class Twin:
         self.wide = wide
         self.groups = groups
         self.sites = sites
-        self.ask = ask
+        self.ask, self.asked = ask, asked
+        self.given: list[tuple[str, tuple[int, ...], int | None]] = []
         self.events: list[Event] = []
         self.results: list[Origin] = []
         self.handed: set[int] = set()
         self._loops: list[tuple[tuple[int, ...], bool]] = []
+        # What the call that is asked for made, and of which values that it was given; by id.
+        self._came: dict[int, tuple[jax.Array, list[jax.Array]]] = {}
+        self._outside: Sequence[jax.Array] = ()
         self._carried: dict[int, frozenset[tuple[tuple[int, ...], int]]] = {}  # read by an event
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         self.events, self.handed, self._loops = [], set(), []
+        self._came = {}
         outside = [*arrays, *compat.opened(self.closed)[1]]
         if self.wide:
             outside = list(map(measures.wider, outside))
+        self._outside = tuple(outside)
         given = [Tracked(x, Origin(outside=frozenset([at]))) for at, x in enumerate(outside)]
         count = len(arrays)
         results, facts = self._program(self.closed, given[:count], (), given[count:])
@@ -153,6 +164,8 @@ class Twin:
             outs = list(compat.put(eqn.primitive, args, eqn.params))
         through = Origin.of_all([NOWHERE, *origins_of(read)])
         key = parent, id(eqn)
+        given = self._of_call(eqn, args) if key in self.asked else []
+        self._came.update((id(x), (x, given)) for x in outs if key in self.asked)
         site = self.sites.get(key)
         apart = site is None and eqn.primitive.name == "shard_map"  # what is inside is not measured
         if apart:
@@ -172,6 +185,9 @@ class Twin:
         if site is None or not some or not (group is not None or alone or tells or apart or tried):
             return [Tracked(x, through) for x in outs], []
         number = len(self.events)
+        if number == self.ask:
+            places = {id(x): at for at, x in enumerate(self._outside)}
+            self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in given]
         event = Event(
             site, tuple(sorted(through.events)), tuple(sorted(through.outside)), (),
             tuple(self._loops), made[0].dtype.name if made else "", through.given, group,
@@ -181,9 +197,9 @@ class Twin:
         ends = made and group is not None
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs) if event.dtype == "float16" else _NOTHING,
+            measures.lost(eqn, args, outs) if event.dtype in LOW else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
-            measures.operands(eqn, args) if number == self.ask else _NO_OPERANDS,
+            measures.operands(given) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
             fp8_losses.loss_of(eqn, args) if tried and not self.wide else _NOTHING,
             measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
@@ -191,6 +207,15 @@ class Twin:
         )  # fmt: skip
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]
+
+    def _of_call(self, eqn: Equation, args: list[jax.Array]) -> list[jax.Array]:
+        """The values that its call was given, of which an equation makes its results."""
+        counts = eqn.primitive.name == "gather"  # then the indices, too
+        pairs = zip(eqn.invars, args, strict=True)
+        arrays = [x for v, x in pairs if hasattr(x, "shape") and not hasattr(v, "val")]
+        read = [x for x in arrays if is_measured(x) or counts]
+        came = [y for x in read for y in self._came.get(id(x), (x, [x]))[1]]
+        return list({id(x): x for x in came}.values())
 
     # Control
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from polymp import progress
+from polymp.backends.jax.diagnostics.call_site import function_of
 from polymp.backends.jax.diagnostics.events import Event
 from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measured_call import (
@@ -26,6 +27,8 @@ from polymp.backends.jax.diagnostics.measured_call import (
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.dtypes import FORMATS
 
 
 def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault | None:
@@ -49,7 +52,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         kwargs: of the call.
 
     Returns:
-        The fault; None if everything is finite.
+        The fault; None if everything is finite, which is also written to standard error.
 
     Raises:
         TypeError: `fn` is not callable, or an argument is traced.
@@ -64,11 +67,13 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
         found = blamed(program, facts, peaks)
         if found is None:
+            progress.tell("locate: all values that the step made are finite")
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
         made = program.twin
-        twin = Twin(made.closed, made.groups, made.sites, found.node, samples=False)
+        asked = _of_call(program, made.events[found.node])
+        twin = Twin(made.closed, made.groups, made.sites, found.node, asked, samples=False)
         look = jax.jit(
             lambda arrays: twin.run(arrays)[0][found.node].operands,
             compiler_options=quick_options(program.traced.arrays),
@@ -77,7 +82,8 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     bad = _bad(program.twin.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
-    return fault(program, found, operands.reshape(-1, *operands.shape[-2:]), facts)
+    rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
+    return fault(program, found, tuple(_measured(program, twin, rounds)), facts)
 
 
 class _Bad(NamedTuple):
@@ -104,21 +110,38 @@ def _bad(event: Event, fact: Facts) -> _Bad:
     return min(found, key=lambda bad: bad.first, default=_Bad())
 
 
+def derived(program: MeasuredCall) -> set[int]:
+    """Events that a call makes beside its result, for the backward pass alone."""
+    events = program.twin.events
+    used = {at for came in program.twin.results for at in came.events}
+    read, late, whole = set[int](), set[int](), set[int | None]()
+    for at in reversed(range(len(events))):
+        event, direction = events[at], events[at].site.scope.direction
+        if direction == FORWARD and at in read and at not in used:
+            late.add(at)
+        elif direction != BACKWARD:
+            used.update(event.inputs)
+            whole.add(event.group)
+        read.update(event.inputs)
+    return {at for at in late if events[at].group in whole}
+
+
 def blamed(
     program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array]
 ) -> Blame | None:
     """The event that `blame` finds in the facts of a run; None if all is finite."""
     named = names(program)
     spoiled = {at: named[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
-    nodes = []
-    for event, fact in zip(program.twin.events, facts, strict=True):
-        bad, first, at = _bad(event, fact)
+    nodes, late = [], derived(program)
+    for at, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
+        bad, first, round_ = _bad(event, fact)
         call = call_of(program, event.site)
         burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
-        vanished = 0.0
+        vanished, ones = 0.0, False
         if fact.lost.size:
-            burst = bool(bad) and bool(np.isfinite(fact.lost[at][0]))
+            burst = bool(bad) and bool(np.isfinite(fact.lost[round_][0]))
             vanished = float(fact.lost[..., 2].max())
+            ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
         name = event.site.eqn.primitive.name
         nodes.append(
             Node(
@@ -137,6 +160,8 @@ def blamed(
                 tuple(place for place, _ in event.loops),
                 first,
                 "" if call is None else call.op,
+                at in late,
+                ones,
             )
         )
     return blame(nodes)
@@ -145,17 +170,18 @@ def blamed(
 def fault(
     program: MeasuredCall,
     found: Blame,
-    operands: np.ndarray[Any, Any] | None,
+    operands: Sequence[Operand],
     facts: Sequence[Facts],
-    peaks: Sequence[jax.Array] = (),
 ) -> Fault:
-    """The fault that was found, with what the op was given as far as that was measured."""
+    """The fault that was found."""
     event, first = program.twin.events[found.node], program.twin.events[found.first]
     call, other = call_of(program, event.site), call_of(program, first.site)
     assert call is not None, "what computes with floats is part of a call"
-    why = found.why
-    if event.site.eqn.primitive.name == "convert_element_type" and found.kind == "overflow":
-        why = f"an input of it is beyond {event.dtype}'s largest number when it is cast"
+    kind, why = found.kind, found.why
+    if kind == "operation" and event.site.eqn.primitive.name == "gather":
+        kind, why = "index", _outside(event, operands)
+    if kind == "saturation" and not event.inputs and not event.outside:
+        kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     became, *_ = _bad(first, facts[found.first])
     if other is not None and found.first != found.node:
         at = f" in {other.module}" if other.module else ""
@@ -165,39 +191,56 @@ def fault(
         call.spelling,
         call.module,
         call.source,
-        call.direction,
-        found.kind,
+        BACKWARD if found.node in derived(program) else call.direction,
+        kind,
         event.dtype,
         call.row,
-        tuple(_operands(program, event, operands, peaks)),
+        tuple(operands),
         became,
         why,
         call.region,
     )
 
 
-def _operands(
-    program: MeasuredCall,
-    event: Event,
-    given: np.ndarray[Any, Any] | None,
-    peaks: Sequence[jax.Array],
-) -> Iterator[Operand]:
-    """The operands of an equation; where they were not measured, their largest magnitudes alone."""
+def _outside(event: Event, operands: Sequence[Operand]) -> str:
+    """Say which index of a gather is outside of the array, as far as that was measured."""
+    eqn = event.site.eqn
+    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+    taken = eqn.params["slice_sizes"]
+    last = [shape[axis] - taken[axis] for axis in numbers.start_index_map]
+    index = max((int(x.largest) for x in operands if x.dtype not in FORMATS), default=0)
+    of = f"0..{last[0]}" if len(last) == 1 else f"shape {list(shape)}"
+    which = f"index {index}" if index > max(last) else "an index"
+    by = function_of(eqn.source_info.traceback) or "gather"
+    return f"{which} is outside {of}: {by} filled with NaN"
+
+
+def _of_call(program: MeasuredCall, event: Event) -> set[tuple[tuple[int, ...], int]]:
+    """The equations of the call that an event is part of."""
+    key = event.site.parent, id(event.site.eqn)
+    number = program.of_event.get(key)
+    return {key} | {at for at, of in program.of_event.items() if of == number}
+
+
+def _measured(program: MeasuredCall, twin: Twin, rounds: np.ndarray[Any, Any]) -> Iterator[Operand]:
+    """What a call was given, as it was measured."""
+    named = names(program)
+    for at, (dtype, shape, place) in enumerate(twin.given):
+        smallest, largest = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())
+        zeros, inf, nan, negative = rounds[:, at, 2:].mean(0).tolist()
+        smallest = smallest if math.isfinite(smallest) else 0.0
+        name = "" if place is None else named[place]
+        yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name, negative)
+
+
+def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:
+    """The operands of an equation, with the largest magnitudes of those that have names."""
     named = dict(zip(inputs(program), names(program), strict=True))
-    at = 0
     for v in event.site.eqn.invars:
         if hasattr(v, "val") or not is_measured(v.aval):
             continue
         dtype, shape, name = v.aval.dtype.name, tuple(v.aval.shape), named.get(v, "")
-        if given is not None:
-            rounds = given[:, at]
-            smallest, largest = float(rounds[:, 0].min()), float(rounds[:, 1].max())
-            zeros, inf, nan = rounds[:, 2:].mean(0).tolist()
-            at += 1
-            smallest = smallest if math.isfinite(smallest) else 0.0
-            yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name)
-            continue
         peak = float(peaks[names(program).index(name)]) if name else 0.0
-        largest = peak if math.isfinite(peak) else 0.0
+        most = peak if math.isfinite(peak) else 0.0
         inf, nan = float(math.isinf(peak)), float(math.isnan(peak))
-        yield Operand(dtype, shape, 0.0, largest, 0.0, inf, nan, name)
+        yield Operand(dtype, shape, 0.0, most, 0.0, inf, nan, name)

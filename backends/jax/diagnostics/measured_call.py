@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.compat.programs import Atom
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram
 from polymp.backends.jax.diagnostics.call_site import is_update, source
 from polymp.backends.jax.diagnostics.instrument import Twin
 from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
@@ -14,7 +14,8 @@ from polymp.backends.jax.diagnostics.packed import Packed
 from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.sites import Site, equations
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
-from polymp.diagnostics.call_record import BACKWARD, Call
+from polymp.backends.jax.jaxprs import inside
+from polymp.diagnostics.call_record import Call
 from polymp.rules.policy import Policy
 
 
@@ -63,11 +64,12 @@ def measured(
     calls: list[Call] = []
     of_event: dict[tuple[tuple[int, ...], int], int] = {}
     ends: dict[tuple[tuple[int, ...], int], int] = {}
+    readers = _readers(found.closed, {})
     for call, sites in with_sites(found.closed, found.record):
         of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
         if floats and not _updates(floats[-1]):
-            last = _leaving(floats) if call.direction == BACKWARD else floats[-1:]
+            last = _leaving(floats, sites, readers)
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
@@ -117,10 +119,35 @@ def _updates(site: Site) -> bool:
     return is_update(site.written) or is_update(site.eqn.source_info.traceback)
 
 
-def _leaving(sites: Sequence[Site]) -> list[Site]:
-    """The equations of a call whose results are read outside of it: one for each gradient."""
-    read = {v for s in sites for v in s.eqn.invars if not hasattr(v, "val")}
-    return [s for s in sites if not any(v in read for v in s.eqn.outvars)]
+def _leaving(
+    floats: Sequence[Site], sites: Sequence[Site], readers: Mapping[Atom, set[int]]
+) -> list[Site]:
+    """The equations of a call whose results are read outside of it, or by nothing.
+
+    Its result, what the backward pass reads beside that, or one for each gradient; a cast that the
+    call reads itself is of its input.
+    """
+    own = {id(s.eqn) for s in sites}
+    left = []
+    for s in floats:
+        by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
+        taken = s.eqn.primitive.name == "convert_element_type" and by & own
+        if not by or (by - own and not taken):
+            left.append(s)
+    return left
+
+
+def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, set[int]]:
+    """By variable, the equations that read it in a program and those inside; 0 for its results."""
+    jaxpr, _ = compat.opened(closed)
+    reads = [(0, jaxpr.outvars), *((id(eqn), eqn.invars) for eqn in jaxpr.eqns)]
+    for by, atoms in reads:
+        for v in atoms:
+            if not hasattr(v, "val"):
+                found.setdefault(v, set()).add(by)
+    for program in (program for eqn in jaxpr.eqns for program in inside(eqn)):
+        _readers(program.closed, found)
+    return found
 
 
 def call_of(program: MeasuredCall, site: Site) -> Call | None:

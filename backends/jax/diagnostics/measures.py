@@ -35,10 +35,10 @@ class Facts(NamedTuple):
     Attributes:
         peak: float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64
             of float64.
-        lost: float32 [3], of float16 results: the largest magnitude in float32, and the shares of
-            values that became Inf and zero; empty for others.
+        lost: float32 [3], of low results: the largest magnitude in float32, and in float16 the
+            shares of values that became Inf and zero; empty for others.
         sample: int32 [n], bins of the values; empty but of the end of a call.
-        operands: float32 [k, 5], what it was given, where that is asked for; else empty.
+        operands: float32 [k, 6], what it was given, where that is asked for; else empty.
         when: int32 [w], the round of each `while` around it in which its result was first not
             finite.
         fp8: float32 [5], what a product would lose in 8 bits; empty for others.
@@ -85,10 +85,13 @@ def sample(x: jax.Array) -> jax.Array:
 
 
 def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
-    """The loss in float16, by the same equation on the same operands in float32."""
-    wide = in_float32(eqn, args)
+    """The loss in a low dtype, by the same equation on the same operands in float32."""
+    counts = outs[0].dtype == np.float16 or eqn.primitive.name in _SATURATE
+    wide = in_float32(eqn, args) if counts else None
     if wide is None:
         return jnp.zeros(0, jnp.float32)
+    if outs[0].dtype != np.float16:
+        return jnp.stack([peak(wide), 0, 0])
     some, low = few(wide), few(outs[0]).astype(jnp.float32)
     burst = jnp.mean((jnp.isinf(low) & jnp.isfinite(some)).astype(jnp.float32))
     vanished = jnp.mean(((low == 0) & (some != 0)).astype(jnp.float32))
@@ -137,20 +140,21 @@ def results_in_float32(eqn: Equation, args: list[jax.Array]) -> list[jax.Array]:
     return list(map(wider, compat.put(eqn.primitive, low, eqn.params)))
 
 
-def operands(eqn: Equation, args: list[jax.Array]) -> jax.Array:
-    """Measurements of an equation's operands, numbers of the program aside; float32 [k, 5]."""
-    read = [x for v, x in zip(eqn.invars, args, strict=True) if not hasattr(v, "val")]
-    return jnp.stack([_operand(x) for x in read if is_measured(x)])
+def operands(values: Sequence[jax.Array]) -> jax.Array:
+    """Measurements of what a call was given; float32 [k, 6]."""
+    return jnp.stack(list(map(_operand, values)))
 
 
 def _operand(x: jax.Array) -> jax.Array:
-    """Smallest, largest finite magnitude, shares of zeros, Inf and NaN; float32 [5]."""
-    size = jnp.abs(jnp.ravel(x).astype(jnp.float32))
+    """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
+    values = jnp.ravel(x).astype(jnp.float32)
+    size = jnp.abs(values)
     finite = jnp.isfinite(size)
     some = jnp.where(finite & (size > 0), size, jnp.inf)
     most = jnp.where(finite, size, 0)
     shares = [
-        jnp.mean(s.astype(jnp.float32)) for s in (size == 0, jnp.isinf(size), jnp.isnan(size))
+        jnp.mean(s.astype(jnp.float32))
+        for s in (size == 0, jnp.isinf(size), jnp.isnan(size), values < 0)
     ]
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
@@ -159,16 +163,16 @@ def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
     """The first result of an equation whose low dtypes are float32; None if it has no such form."""
     wide = [wider(x) for x in args]
     if eqn.primitive.name == "convert_element_type":
-        return wide[0] if is_measured(wide[0]) else None
+        return jnp.asarray(wide[0]) if is_measured(wide[0]) else None
     if eqn.primitive.name not in _WIDENS:
         return None
     return results_in_float32(eqn, args)[0]
 
 
+# In bfloat16, where no range is lost, what of these becomes 1.
+_SATURATE = {"logistic", "tanh", "erf", "convert_element_type"}
+
 _WIDENS = FREE | {"polymp_contraction"}
-
-
-_LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 
 def wider(x: jax.Array) -> jax.Array:
@@ -181,6 +185,9 @@ def _wider_param(value: object) -> object:
     if isinstance(value, str):
         return "float32" if value in ("float16", "bfloat16") else value
     return np.dtype(np.float32) if isinstance(value, np.dtype) and value in _LOW else value
+
+
+_LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 
 def outer(when: jax.Array) -> jax.Array:

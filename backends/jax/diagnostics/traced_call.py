@@ -15,6 +15,7 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.function_calls import Section
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.plan import Step
 from polymp.backends.jax.compat.programs import ClosedProgram
@@ -65,8 +66,8 @@ class Record(decision_log.Recorder):
         entry, self._latest = self._latest, None
         self.policy = self.policy or policy
         name = f"{regions.CALL}{len(self.calls)}"
-        if entry is not None and not entry.spelling:  # of a function
-            op, spelled = entry.op, entry.op
+        if isinstance(what.eqn, Section):
+            op = spelled = what.eqn.op
         else:
             spelled = spelling(what.eqn)
             op = op_named(spelled)

@@ -64,7 +64,7 @@ def linen_train_step(
 
     Returns:
         The loss or (loss, aux), in its own dtype; the new state; the next scaler; and bool [],
-        False if the step was skipped. Where the loss is not finite, the scale stays.
+        False if the step was skipped.
 
     Raises:
         TypeError: `scaler`, `state` or `loss_fn` is something else; the loss is not one float;
@@ -141,7 +141,7 @@ def nnx_train_step(
 
     Returns:
         The loss or (loss, aux), in its own dtype; the next scaler; and bool [], False if the step
-        was skipped. Where the loss is not finite, the scale stays.
+        was skipped.
 
     Raises:
         TypeError: `scaler`, `model`, `optimizer` or `loss_fn` is something else; the loss is not

@@ -168,7 +168,7 @@ class GradScaler:
 
         Args:
             finite: bool []; what `unscale` found. With several gradients, True if all were finite.
-            loss_finite: bool []; what `loss_finite` found. False leaves the scale as it is.
+            loss_finite: bool []; what `loss_finite` found, for reports of skipped steps.
 
         Returns:
             The next scaler.
@@ -215,8 +215,8 @@ class GradScaler:
             state: pytrees, such as parameters and optimizer state. Leaves that are no arrays, such
                 as activation functions, stay as they are. Flax nnx modules among them get the new
                 state, too, as nnx has it.
-            loss: the loss as it was before scaling; the step is skipped if it is not finite, and
-                the scale stays, as it is not the cause. None not to look at it.
+            loss: the loss as it was before scaling. If the step is skipped, the state counts
+                whether the loss was finite, for reports. None not to look at it.
             axis_names: see `unscale`.
 
         Returns:
@@ -258,8 +258,8 @@ class GradScaler:
         Returns:
             A function of the arguments of `fun` that returns ((value, grads), scaler, finite).
             Value is what `fun` returned, in its own dtype. The gradients are true, in float32 or
-            wider. The scaler is that for the next step. Finite, bool [], is True if the loss and
-            all gradients are; where the loss is not, the scale stays.
+            wider. The scaler is that for the next step. Finite, bool [], is True if all gradients
+            are.
 
         Raises:
             TypeError: `fun` is no function; when called, it returned something else.

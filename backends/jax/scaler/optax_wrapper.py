@@ -61,8 +61,8 @@ def scaled(
     Returns:
         `init(params)`, which returns a `ScaledState`, and `update(grads, state, params=None, *,
         loss=None, **extra)`. There `grads` are multiplied by the scale of `state.scaler`; `loss`
-        is the loss before it was scaled: where it is not finite, the step is skipped and the scale
-        stays. What else there is goes to the optimizer.
+        is the loss before it was scaled, see `GradScaler.step`. What else there is goes to the
+        optimizer.
 
     Raises:
         TypeError: the optimizer or the scaler is something else; the optimizer changes the dtypes

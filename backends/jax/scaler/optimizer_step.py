@@ -66,7 +66,7 @@ def look(
         axis_names: see `GradScaler.unscale`.
 
     Returns:
-        Bool [] twice: whether gradients and loss are finite, and whether the loss is.
+        Bool [] twice: whether the gradients are finite, and whether the loss is.
 
     Raises:
         TypeError: the loss has no float.
@@ -76,8 +76,7 @@ def look(
         return finite, jnp.asarray(True)
     if not any(map(tree_math.is_scalable, jax.tree.leaves(loss))):
         raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
-    loss_finite = tree_math.all_finite(loss, jnp.float32(1), axis_names)
-    return finite & loss_finite, loss_finite
+    return finite, tree_math.all_finite(loss, jnp.float32(1), axis_names)
 
 
 def choose(

@@ -40,7 +40,8 @@ def settled(tree: T) -> T:
     check would call a gradient finite that is Inf where it is used.
     """
     floats, together = apart(tree, is_traced_float)
-    return together(lax.optimization_barrier(floats))
+    # One each: the results of one for all would vary over every axis of a shard_map that any does.
+    return together([lax.optimization_barrier(x) for x in floats])
 
 
 def divided(tree: T, scale: jax.Array) -> T:

@@ -4,6 +4,7 @@ The drop-in for `torch.autocast`. Arguments are checked here, with torch.amp's m
 enters and leaves regions, and `policies/` has the ops that they change.
 """
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.regions import enter, leave
+from polymp.backends.torch.autocast.regions import enter, leave, stack
 from polymp.backends.torch.autocast.wrap_function import wrapped
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.backends.torch.compat.modes import are_functions_watched
@@ -121,21 +122,33 @@ class autocast:  # the name is torch's
         if is_dynamo_compiling():
             self._traced = (self._again(), self._traced)
             self._traced[0].__enter__()
-        else:
-            if are_functions_watched():
-                compiled_region.tell_export(self._ticket)
-            enter(self._ticket)
-        return self
+            return self
+        if are_functions_watched():
+            compiled_region.tell_export(self._ticket)
+        return enter(self._ticket, self)
 
     @dynamo.no_frame
-    def __exit__(self, *exc: object) -> Literal[False]:
+    def __exit__(self, *exc: Any) -> Literal[False]:
         if self._traced is not None:
             traced, self._traced = self._traced
             traced.__exit__()
-        else:
-            leave(self._ticket)
+            return False
+        depth = 0  # of the stack while the region is left, and -1 once it is
+        try:
+            if exc and exc[1] is not None:
+                _leave_interrupted(exc[1])
+            frames = stack.frames
+            depth = len(frames)
+            leave(self._ticket, frames)
+            depth = -1
             if are_functions_watched():
                 compiled_region.tell_export(None)
+        except BaseException:  # an interrupt may come at any line
+            if depth in (0, len(stack.frames)):
+                with contextlib.suppress(RuntimeError):  # it was not open
+                    leave(self._ticket, stack.frames)
+            depth = -1
+            raise
         return False
 
     def _again(self) -> compiled_region.CompiledRegion:
@@ -188,6 +201,19 @@ class autocast:  # the name is torch's
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
         return wrapper
+
+
+@dynamo.no_frame
+def _leave_interrupted(error: BaseException) -> None:
+    """Leave the inner regions whose `__exit__` an exception on its way out kept from starting."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code is autocast.__exit__.__code__ and frame.f_locals.get("depth") != -1:
+            done = vars(error).setdefault("_left_by_polymp", [])  # outer regions see it, too
+            if frame not in done:
+                done.append(frame)
+                leave(frame.f_locals["self"]._ticket, stack.frames)
 
 
 @dynamo.at_trace_time

@@ -86,7 +86,8 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        if ruling.agrees and replaced is not None:
+        unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
+        if ruling.agrees and replaced is not None and not unsummed:
             lowers = row is not None and row.rule is Rule.LOWER
             ours = held.by_id and lowers and region_casts.holds((*args, *kwargs.values()))
             if compiled_only or (_compiled.used and not ours):
@@ -120,11 +121,12 @@ def entry_of(
     """Return the entry of a record for a call of an op."""
     asked, region, row = tuple(dtypes(op, device, args)), ruling.region, ruling.row
     parts = Decision(Rule.PARTS)
-    decision = parts if row is None else ruling.policy.apply(row, asked, region.dtype)
+    decision = parts if row is None else ruling.decided(op, name, device, args)
     at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
     entry = decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
     if decision.rule is not Rule.FP8:
-        return entry
+        unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
+        return entry._replace(fallback="it adds nothing up: a multiplication" if unsummed else "")
     recipe = RECIPES[ruling.policy.fp8]
     why = fp8_ops.why_not(name, region, recipe, args, kwargs)
     return entry._replace(recipe="" if why else recipe.name, fallback=why)

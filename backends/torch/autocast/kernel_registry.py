@@ -110,8 +110,9 @@ def differing(policy: Policy, device: str) -> frozenset[str]:
     return frozenset(
         op
         for low in LOW
-        for op in torch_table.kernels(device) | torch_table.table(policy, low).keys()
-        if not torch_table.agrees(device, policy, op, low)
+        for op in torch_table.kernels(device) | torch_table.table(policy, low, device).keys()
+        if torch_table.as_mul(device, policy, op, low)
+        or not torch_table.agrees(device, policy, op, low)
     )
 
 

@@ -3,6 +3,9 @@
 Facts about ops that hold in every framework are in `policies/vocabulary.toml`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from polymp.rules.vocabulary import vocabulary
 
 # Given low inputs, these compute in float32 and round once, on every device. So for rule fp32_keep
@@ -36,19 +39,31 @@ COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
 # Batched, these become matmul, which has a rule, whether or not they have one themselves.
 BATCHED_AS_PRODUCTS = frozenset({"mv", "dot", "vdot", "addmv", "addr"})
 
+# Products that may have nothing to add up. Those of linear layers, which are called most, stay with
+# torch's compiled kernels.
+PRODUCTS = frozenset("addr bmm dot einsum inner kron matmul mm mv outer tensordot vdot".split())
+
 # Views whose schema does not say so.
 SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
 
 # Ops that make numbers without reading any, or read only the shape or the kind of a tensor.
 FACTORIES = frozenset(
     "empty_like ones_like zeros_like full_like rand_like randn_like new_empty new_zeros new_ones "
-    "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ "
+    "new_full new_empty_strided bernoulli_ normal_ uniform_ zero_ fill_ lift_fresh "
     "_local_scalar_dense is_same_size _has_same_storage_numel".split()
 )
 
-# Kernels that are given a number, such as an epsilon, which keeps their result away from zero: if
-# its dtype makes the number zero, a later division may fail.
-ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "clamp", "clamp_min", "maximum"})
+# Kernels that copy numbers as they are; in a product, they are no result of it.
+COPIES = frozenset({"clone", "copy_", "_reshape_copy", "_to_copy"})
+
+# Kernels that are given a number, such as an epsilon or a bound, which keeps their result away from
+# 0, or from 0 and 1: if its dtype makes the number just that, a later quotient or log may fail.
+KEEPS = dict.fromkeys("add add_ sub sub_ rsub".split(), frozenset({0.0})) | dict.fromkeys(
+    "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ maximum minimum fmax fmin hardtanh "
+    "threshold where masked_fill masked_fill_ index_fill index_fill_ index_put index_put_ scatter "
+    "scatter_ fill fill_ full full_like new_full constant_pad_nd nan_to_num nan_to_num_".split(),
+    frozenset({0.0, 1.0, -1.0}),
+)
 
 # Kernels that add up: called with the magnitudes of their operands, they return what is added up.
 SUMS = frozenset(
@@ -78,8 +93,11 @@ def in_float32(overload: str) -> bool:
     return op is not None and op.kind in ELEMENT_BY_ELEMENT
 
 
-# These of the class are put together from ops that have low kernels.
+# These of linear algebra are put together from ops that have low kernels.
 _HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
+
+# Of the other classes, these lack a kernel for one low dtype or both, on CPUs.
+_NO_LOW_ON_CPU = frozenset("avg_pool3d ctc_loss nanquantile polar quantile view_as_complex".split())
 
 
 def has_low(overload: str, device: str, dtype: str) -> bool:
@@ -104,4 +122,17 @@ def has_low(overload: str, device: str, dtype: str) -> bool:
         return True
     if op.kind == "fft":
         return device in ("cuda", "xpu") and dtype == "float16"
-    return op.kind != "linear_algebra"
+    return op.kind != "linear_algebra" and (device != "cpu" or op.name not in _NO_LOW_ON_CPU)
+
+
+def adds_up(name: str, args: Sequence[Any]) -> bool:
+    """Return False for one of `PRODUCTS` whose contracted dimensions, if any, have size 1."""
+    if name == "einsum":
+        terms, arrow, kept = args[0].replace(" ", "").partition("->")
+        named = zip(terms.split(","), args[1], strict=True)
+        sizes = {c: n for letters, t in named for c, n in zip(letters, t.shape, strict=False)}
+        kept = kept if arrow else [c for c in sizes if terms.count(c) == 1]
+        return "." in terms or any(n > 1 for c, n in sizes.items() if c not in kept)
+    if name == "tensordot":
+        return any(args[0].shape[d] > 1 for d in args[2])
+    return name not in ("addr", "kron", "outer") and args[0].shape[-1] > 1

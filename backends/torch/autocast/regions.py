@@ -7,6 +7,7 @@ write the same state. The stack of regions keeps what leaving has to restore.
 
 import threading
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import (
@@ -30,7 +31,10 @@ from polymp.backends.torch.compat import dynamo
 from polymp.rules.region import Region, Stack
 
 # A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
-stack: Stack[tuple[Region, bool, torch.dtype, bool, Code]] = Stack()
+Frame = tuple[Region, bool, torch.dtype, bool, Code]
+T = TypeVar("T")
+
+stack: Stack[Frame] = Stack()
 
 
 class Entries(threading.local):
@@ -50,13 +54,17 @@ entries: Entries = Entries()
 
 
 @dynamo.no_frame
-def enter(ticket: str) -> None:
+def enter(ticket: str, entered: T) -> T:
     """Enter a prepared region in this thread.
 
     It runs at every `with`: a call more shows in the overhead of regions.
 
     Args:
         ticket: of the region.
+        entered: to be returned, so that no interrupt comes between this call and the caller's end.
+
+    Returns:
+        The same.
 
     Raises:
         PolicyError: policies cannot be in force with it; nothing has changed then.
@@ -66,54 +74,65 @@ def enter(ticket: str) -> None:
     if len(_policies) > 1:
         code = policy_code.in_force()
         inside = policy_code.inside(region, code)
-    stack.frames.append(
-        (region, is_autocast_enabled(device), get_autocast_dtype(device),
-         is_autocast_cache_enabled(), code)
-    )  # fmt: skip
-    if enabled:
-        if dtype is torch.float16:
-            note(device, dtype)
-        else:
-            entries.latest[device] = dtype
-    depth = autocast_increment_nesting()  # torch's own regions count
-    set_autocast_enabled(device, enabled)
-    set_autocast_dtype(device, dtype)
-    set_autocast_cache_enabled(cache and keep(device, dtype, enabled, depth))
-    if len(_policies) > 1:
-        policy_code.write(inside)
-    if _held and enabled:
-        held_casts.entered(device, dtype)
+    frames, depth = stack.frames, 0
+    before = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
+    frame = region, *before, code
+    try:
+        depth = autocast_increment_nesting()  # torch's own regions count
+        frames.append(frame)
+        if enabled:
+            if dtype is torch.float16:
+                note(device, dtype)
+            else:
+                entries.latest[device] = dtype
+        set_autocast_enabled(device, enabled)
+        set_autocast_dtype(device, dtype)
+        set_autocast_cache_enabled(cache and keep(device, dtype, enabled, depth))
+        if len(_policies) > 1:
+            policy_code.write(inside)
+        if _held and enabled:
+            held_casts.entered(device, dtype)
+        return entered
+    except BaseException:  # an interrupt may come at any line
+        if frames and frames[-1] is frame:
+            leave(ticket, frames)
+        elif depth:
+            autocast_decrement_nesting()
+        raise
 
 
 @dynamo.no_frame
-def leave(ticket: str) -> None:
+def leave(ticket: str, frames: list[Frame]) -> None:
     """Leave the youngest open region that is equal to the ticket's.
+
+    The frame goes last, so that after an interrupt the same call again does all that is left.
 
     Args:
         ticket: of the region.
+        frames: of the stack.
 
     Raises:
         RuntimeError: it is not open in this thread.
     """
     region, device, _, _, _ = _by_ticket[ticket]
-    frames = stack.frames
-    frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
-    depth = autocast_decrement_nesting()
-    if not frames:
+    if not frames or frames[-1][0] is not region:
+        frames.append(_pull(region))
+    _, enabled, dtype, cache, code = frames[-1]
+    if len(frames) == 1:
         end()
         held.fresh = False
-    _, enabled, dtype, cache, code = frame
-    if frames and cache:
+    elif cache:
         # Back in a region of another dtype, the casts to this one go. It is not the outermost.
-        keep(device, dtype, enabled, depth + 1)
+        keep(device, dtype, enabled, len(frames))
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
     if len(_policies) > 1:
         policy_code.write(code)
+    _ = frames.pop(), autocast_decrement_nesting()
 
 
-def _pull(region: Region) -> tuple[Region, bool, torch.dtype, bool, Code]:
+def _pull(region: Region) -> Frame:
     """Take a frame out from under younger ones; return the state that is to be in force then.
 
     Flag and dtype belong to a device and go to its next younger frame. Cache flag and policies
@@ -160,9 +179,9 @@ def ticket(region: Region) -> str:
     policy_code.inside(region, NONE)  # from now on policies are read and written, if it has one
     with prepared.lock:
         if region not in prepared.tickets:
-            name = prepared.tickets[region] = f"region {len(prepared.tickets)}"
-            dtype = DTYPES[region.dtype]
+            name, dtype = f"region {len(prepared.tickets)}", DTYPES[region.dtype]
             prepared.by_ticket[name] = region, region.device, region.enabled, dtype, region.cache
+            prepared.tickets[region] = name
         return prepared.tickets[region]
 
 

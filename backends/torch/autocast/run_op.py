@@ -44,6 +44,7 @@ class Ruling:
         agrees: True if torch's compiled kernel does the same.
         how: how the op is made to run in float32 under rule fp32.
         decision: the decision, if it does not depend on the dtypes of the inputs; else None.
+        mul: the row for calls in which a product adds nothing up; None if `row` holds for all.
     """
 
     region: Region
@@ -52,6 +53,17 @@ class Ruling:
     agrees: bool
     how: Apply
     decision: Decision | None
+    mul: Row | None = None
+
+    def decided(self, op: torch._ops.OpOverload, name: str, device: str, args: Any) -> Decision:
+        """Return the decision for a call."""
+        if self.mul is not None and not op_facts.adds_up(name, args):
+            asked = dtypes(op, device, args)
+            return self.policy.apply(self.mul, asked, self.region.dtype)._replace(rule=Rule.LOWER)
+        if self.decision is not None:
+            return self.decision
+        assert self.row is not None, "an op without a row is not run by one"
+        return self.policy.apply(self.row, dtypes(op, device, args), self.region.dtype)
 
 
 class Rulings:
@@ -79,14 +91,16 @@ class Rulings:
             policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
             agrees = "::" not in name
         else:
-            policy, row = region.policy, torch_table.table(region.policy, dtype).get(name)
+            policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
             agrees = torch_table.agrees(device, policy, name, dtype)
-        how, decision = Apply.CAST, None
+        how, decision, mul = Apply.CAST, None, None
         if row is not None:
             how = _way(row, device, name, dtype)
             if row.rule in (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP):
                 decision = policy.apply(row, (), dtype)
-        return Ruling(region, policy, row, agrees, how, decision)
+            if region.policy is not None:
+                mul = torch_table.as_mul(device, policy, name, dtype)
+        return Ruling(region, policy, row, agrees, how, decision, mul)
 
 
 def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
@@ -130,8 +144,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     in_float32, words = op_facts.in_float32(name), vocabulary()
     own_kernel = layer_norm.kernel(name, device)
     picks = words.picks(words.of_aten(name))
-    # Batch norm writes its running statistics, though its schema does not say so: a cast of them
-    # would take the write. Its kernels take a low input beside float32 weights and statistics.
+    # Batch norm writes its running statistics, though its schema does not say so: what is
+    # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
     with_low_input = set(range(1, len(schema))) if written else set()
     prepare = recurrent.prepare(name, device)
@@ -139,27 +153,29 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     def run(ruling: Ruling, cast: Cast, call: Function, args: Any, kwargs: Any) -> Any:
         if ruling.how is not Apply.CAST:
             return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
-        decision = ruling.decision
-        if decision is None:
-            row, asked = ruling.row, dtypes(op, device, args)
-            assert row is not None, "an op without a row is not run by one"
-            decision = ruling.policy.apply(row, asked, ruling.region.dtype)
+        decision = ruling.decided(op, name, device, args)
+        if ruling.decision is None:
             if decision.rule is Rule.FORBID:
-                forbid(ruling.policy, row, name, asked)
+                forbid(ruling.policy, ruling.row, name, dtypes(op, device, args))
             if in_float32 and decision.out in LOW:
                 if own_kernel is not None:
                     return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
+        if decision.run == "float32" and kwargs.get("dtype") is not None:
+            decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch
         if decision.rule is Rule.FP8:
             recipe = RECIPES[ruling.policy.fp8]
             if not fp8_ops.why_not(name, ruling.region, recipe, args, kwargs):
                 return fp8_ops.run(name, recipe, args, kwargs)
-        if picks and decision.rule is Rule.LOWER:
-            dtype = dtype_names.DTYPES[decision.run or ""]
+        if picks and decision.run is not None and decision.rule is not Rule.FP32:
+            dtype = dtype_names.DTYPES[decision.out or decision.run]
+            if device == "cpu" and torch.is_grad_enabled() and args[0].requires_grad:
+                # Kernels of backward there add up in the dtype of the input.
+                args = [_cast(args[0], device, torch.float32, dtype, plain), *args[1:]]
             return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
             dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
-            uncast = written if dtype is torch.float32 else with_low_input
+            uncast = () if dtype is torch.float32 else with_low_input
             if prepare is not None:
                 args = prepare(args, dtype)
             # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
@@ -178,8 +194,13 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                 if at not in uncast:
                     made = made or list(args)
                     made[at] = _cast(value, device, dtype, low, cast)
-            args = made or args
-        result = call(*args, **kwargs)
+            given, args = args, made or args
+            result = call(*args, **kwargs)
+            for at in written:
+                if args[at] is not given[at] and args[max(written) + 1]:  # whether it trains
+                    given[at].copy_(args[at])
+        else:
+            result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])
 
     return run

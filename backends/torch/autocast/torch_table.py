@@ -13,7 +13,7 @@ import torch
 
 from polymp import versions
 from polymp.backends.torch.autocast import layer_norm
-from polymp.backends.torch.autocast.op_facts import UNTOUCHED, has_low, in_float32
+from polymp.backends.torch.autocast.op_facts import PRODUCTS, UNTOUCHED, has_low, in_float32
 from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -59,28 +59,35 @@ def kernels(device: str) -> frozenset[str]:
     return frozenset(op for op in found if not dispatcher.takes_names(op))
 
 
-def table(policy: Policy, dtype: str) -> Mapping[str, Row]:
-    """Return the overloads of this torch that have a row in regions of a dtype, with the rows."""
-    return _table(policy, dtype, len(vocabulary().registered))
+def table(policy: Policy, dtype: str, device: str = "") -> Mapping[str, Row]:
+    """Return the overloads of this torch that have a row in regions of a dtype, with the rows.
+
+    Where torch has no low kernel of an op on the device, the fp32 row of the device's own table
+    stands in for a row that does not name the op, or for none.
+    """
+    return _table(policy, dtype, device, len(vocabulary().registered))
 
 
-@lru_cache(maxsize=POLICIES)
-def _table(policy: Policy, dtype: str, registered: int) -> Mapping[str, Row]:
+@lru_cache(maxsize=2 * POLICIES)
+def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[str, Row]:
     words = vocabulary()
     spelled = {overload: op.name for op in words.ops.values() for overload in op.aten}
     own = (row.of.removeprefix("aten:") for row in policy.rows if row.of.startswith("aten:"))
     found: dict[str, Row] = {}
     op_of = dict.fromkeys(own, "") | spelled
     asked = ((op, dtype, f"aten:{overload}") for overload, op in op_of.items())
-    for overload, row in zip(op_of, policy.winners(asked), strict=True):
-        if row is None or row.rule is Rule.PARTS or overload in UNTOUCHED:
-            continue
-        if dispatcher.overload(overload) is None:  # this torch is too old or too new for it
-            continue
+    for (overload, op), won in zip(op_of.items(), policy.winners(asked), strict=True):
+        named = won is not None and won.of in (op, f"aten:{overload}")
+        low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
+        found_row = won
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
-        general = row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST)
-        if not general or has_low(overload, "cpu", dtype):
-            found[overload] = row
+        if low and not named and not has_low(overload, "cpu", dtype):
+            own = row(device, overload, dtype)
+            found_row = own if own is not None and own.rule is Rule.FP32 else None
+        if found_row is None or found_row.rule is Rule.PARTS or overload in UNTOUCHED:
+            continue
+        if dispatcher.overload(overload) is not None:  # this torch is too old or too new for it
+            found[overload] = found_row
     return found
 
 
@@ -103,10 +110,25 @@ def row(device: str, op: str, dtype: str) -> Row | None:
     return None
 
 
+def as_mul(device: str, policy: Policy, op: str, dtype: str) -> Row | None:
+    """Return the row that an op follows where it adds nothing up; None if it keeps its own.
+
+    It is that of a multiplication. Tables that do as torch does, errors included, are torch's.
+    """
+    rows = table(policy, dtype, device)
+    lowers = op in PRODUCTS and op in rows and rows[op].rule in (Rule.LOWER, Rule.FP8)
+    if not lowers or policy.halves == "raise":
+        return None
+    row = rows.get("mul.Tensor")
+    return Row("mul", Rule.WIDEST) if row is None or row.rule is Rule.KEEP else row
+
+
 def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's compiled kernel, or the lack of one, does what `other` asks for."""
-    ours, theirs = row(device, op, dtype), table(other, dtype).get(op)
+    ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
+        if vocabulary().picks(vocabulary().of_aten(op)):
+            return device != "cpu"  # see `run_op`
         return in_float32(op) and layer_norm.kernel(op, device) is None
     if ours is None or theirs is None:
         return ours is theirs

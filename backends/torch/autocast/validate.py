@@ -29,7 +29,7 @@ def check(policy: Policy, device: str, dtype: str = "") -> None:
     """
     for why in refusals(policy).values():
         raise PolicyError(why)
-    for name, row in torch_table.table(policy, dtype).items() if dtype else ():
+    for name, row in torch_table.table(policy, dtype, device).items() if dtype else ():
         if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, dtype):
             raise PolicyError(
                 f"policy {policy.name!r}: torch has no {dtype} kernel of {name!r} on {device}, "

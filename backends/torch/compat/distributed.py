@@ -57,3 +57,15 @@ def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
 def in_fsdp1(tensor: torch.Tensor) -> bool:
     """Return whether FSDP1 manages a parameter. `_fsdp_flattened`: since torch 2.0."""
     return getattr(tensor, "_fsdp_flattened", False)
+
+
+def settle_dtypes(module: Any) -> None:
+    """Tell an FSDP2 module the dtypes of parameters that were all frozen in its first forward.
+
+    FSDP asks once, and does not cast the gradients of what is unfrozen later. Since torch 2.6.
+    """
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is not None and group._orig_dtype is None:
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype

@@ -104,6 +104,7 @@ def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
     """Read what was measured into an audit. Waits for the device."""
     scales = [float(s) for s in tracer.scales]
     audit.scale = scales[-1]
+    audit.fault = tracer.fault()  # first: it tells the infinities of masks from others
     audit.steps = max(len(tracer.passes), bool(tracer.events))
     total = len(tracer.sites) + len(tracer.gradients)
     with progress.line("audit, reading", total, "tensor") as line:
@@ -115,7 +116,6 @@ def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
         if counts is not None
         for record in sample.records(counts)
     )
-    audit.fault = tracer.fault()
     if isinstance(tracer, Fp8Tracer):
         audit.fp8_losses = tracer.fp8.losses()
 

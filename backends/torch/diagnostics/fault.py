@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.diagnostics.measure import Lost, RangeTable
+from polymp.backends.torch.diagnostics.measure import Lost, RangeTable, real
 from polymp.backends.torch.diagnostics.op_call import OpCall
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+from polymp.diagnostics.blame import CONSTANT, DIVIDING, Blame, Node, blame, meant, rounded
 
 # Dtype and shape of the float tensors that an op reads.
 Reads = tuple[tuple[torch.dtype, torch.Size], ...]
@@ -31,6 +31,8 @@ class Event(NamedTuple):
         reads: dtype and shape of the float tensors among its arguments.
         operands: measurements of these, if they were made.
         cast: True for a cast.
+        func: the kernel; None of a cast.
+        single: True if its result is one number.
     """
 
     op_call: OpCall
@@ -43,6 +45,8 @@ class Event(NamedTuple):
     reads: Reads = ()
     operands: tuple[torch.Tensor, ...] = ()
     cast: bool = False
+    func: torch._ops.OpOverload | None = None
+    single: bool = False
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -74,15 +78,18 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
                 finite and bool(was),
                 vanished,
                 True,
-                event.numbers,
+                _in_range(event, ranges.read(event.ranges)),
                 which,
-                event.given,
+                event.given or not event.reads,
                 bool(event.ranges),
                 cast=event.cast,
                 op=event.op_call.op,
+                single=event.single,
             )
         )
     found = blame(nodes)
+    if found is None or found.why != CONSTANT:
+        ranges.meant = {number for at in meant(nodes) for number in events[at].ranges}
     return None if found is None else _fault(events, ranges, provenance, found, bad)
 
 
@@ -90,9 +97,7 @@ def _fault(
     events: list[Event], ranges: RangeTable, provenance: Provenance, found: Blame, bad: list[str]
 ) -> Fault:
     event, first = events[found.node], events[found.first]
-    op_call, why = event.op_call, found.why
-    if event.cast and found.kind == "overflow":
-        why = f"an input of it is beyond {event.run}'s largest number when it is cast"
+    op_call = event.op_call
     became = bad[found.first]
     if first.op_call is not op_call:
         at = f" in {first.op_call.place.module}" if first.op_call.place.module else ""
@@ -108,7 +113,7 @@ def _fault(
         op_call.row,
         _operands_of(event, events, ranges, provenance),
         became,
-        why,
+        found.why,
         op_call.region,
     )
 
@@ -119,7 +124,7 @@ def _operands_of(
     """Return an op's inputs; where they were not measured, with their largest magnitudes alone."""
     given = provenance.given_ranges()
     found = []
-    for at, (origin, (dtype, shape)) in enumerate(zip(event.origins, event.reads, strict=True)):
+    for at, (origin, (dtype, shape)) in enumerate(zip(event.origins, event.reads, strict=False)):
         name, ends = "", [0.0]
         if origin is not None and origin < 0:
             t, *ends = given[-1 - origin]
@@ -136,6 +141,12 @@ def _operands_of(
     return tuple(found)
 
 
+def _in_range(event: Event, ends: list[float]) -> tuple[float, ...]:
+    """Return the constants that its dtype has lost and that may be in its result."""
+    near = ((x, rounded(x, event.run)) for x in event.numbers)
+    return tuple(x for x, end in near if end is not None and min(ends) <= end <= max(ends))
+
+
 def _bad(ends: list[float]) -> str:
     if any(map(math.isnan, ends)):
         return "NaN"
@@ -143,20 +154,21 @@ def _bad(ends: list[float]) -> str:
 
 
 def operand(t: torch.Tensor) -> torch.Tensor:
-    """Measure smallest and largest finite magnitude, shares of zeros, Inf, NaN; float32 [5]."""
-    size = t.detach().to(torch.float32).abs()
+    """Measure smallest, largest magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
+    values = real(t.detach()).to(torch.float32)
+    size = values.abs()
     finite = size.isfinite()
     some = torch.where(finite & (size > 0), size, torch.full_like(size, math.inf))
     most = torch.where(finite, size, torch.zeros_like(size))
-    shares = [(size == 0), size.isinf(), size.isnan()]
+    shares = [(size == 0), size.isinf(), size.isnan(), values < 0]
     return torch.stack([some.amin(), most.amax(), *(s.to(torch.float32).mean() for s in shares)])
 
 
-NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
+NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
 
 
 def _operand_of(dtype: torch.dtype, shape: torch.Size, found: torch.Tensor, name: str) -> Operand:
-    smallest, largest, zeros, inf, nan = found.tolist()
+    smallest, largest, zeros, inf, nan, negative = found.tolist()
     smallest = smallest if math.isfinite(smallest) else 0.0
     kind = dtype_names.NAMES[dtype]
-    return Operand(kind, tuple(shape), smallest, largest, zeros, inf, nan, name)
+    return Operand(kind, tuple(shape), smallest, largest, zeros, inf, nan, name, negative)

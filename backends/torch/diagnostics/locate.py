@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from polymp import progress
 from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
 from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.op_kinds import facts_of, tensors
@@ -56,7 +57,8 @@ def locate(
         kwargs: of the call.
 
     Returns:
-        The fault, to be printed; None if all values that the step made are finite.
+        The fault, to be printed; None if all values that the step made are finite, which is also
+        written to standard error.
 
     Raises:
         TypeError: `step_fn` is not callable.
@@ -82,7 +84,10 @@ def locate(
             if fault is None:
                 raise
             return fault
-        return tracer.fault()
+        fault = tracer.fault()
+    if fault is None:
+        progress.tell("locate: all values that the step made are finite")
+    return fault
 
 
 class _Undo(modes.OpMode):

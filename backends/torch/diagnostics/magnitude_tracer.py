@@ -14,11 +14,12 @@ from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
 from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_kinds import float_tensors
+from polymp.backends.torch.diagnostics.op_kinds import facts_of, float_tensors
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.rounding_errors import RoundingErrors
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
+from polymp.diagnostics.blame import DIVIDING
 from polymp.diagnostics.call_record import BACKWARD
 
 # At each call site, one of so many calls is compared with float32, the first among them.
@@ -65,6 +66,7 @@ class MagnitudeTracer(ValueTracer):
         self._model = model
         self._scaler = scaler
         self._visits: Counter[Any] = Counter()
+        self._call, self._part = None, 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
         self.rounding: RoundingErrors | None = None
         self._bins_at: Bins | None = None  # of the site of the last event
@@ -82,9 +84,12 @@ class MagnitudeTracer(ValueTracer):
         if event.cast:
             return True
         op_call = event.op_call
-        site = op_call.op, op_call.spelling, op_call.place, op_call.direction
+        self._part = self._part + 1 if self._call is op_call else 0
+        self._call = op_call
+        kernel = event.func, self._part  # in a call of an op, one after the other
+        site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        return self._visits[site] % _EVERY == 1
+        return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING
 
     def before(self, ran: Ran) -> Any:
         self._pass()
@@ -129,6 +134,8 @@ class MagnitudeTracer(ValueTracer):
             if event.cast and event.inputs and event.inputs[0] in self._made_at:
                 self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
             return event
+        if not event.cast and facts_of(event.func).copies_as not in ("", op_call.op):
+            return event  # on the way into a product
         key = (
             self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
             op_call.region, op_call.row, event.run,

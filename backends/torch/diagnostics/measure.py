@@ -4,7 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,12 @@ def measurable(t: Any) -> bool:
     )
 
 
-_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS)
+_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS or t.is_complex)
+
+
+def real(t: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor's numbers as real ones; another tensor as it is."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 def range_of(t: torch.Tensor) -> Range:
@@ -48,7 +53,7 @@ def range_of(t: torch.Tensor) -> Range:
 
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
-    return t if t.element_size() > 1 else t.to(torch.float32)
+    return real(t) if t.element_size() > 1 else t.to(torch.float32)
 
 
 def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
@@ -69,7 +74,12 @@ class RangeTable:
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
     of thousands of them.
+
+    Attributes:
+        meant: numbers of those whose infinities are a mask's, once that is known.
     """
+
+    meant: Collection[int] = ()
 
     def __init__(self) -> None:
         self._ends: list[torch.Tensor] = []
@@ -124,6 +134,7 @@ class Lost(NamedTuple):
 
 def sample(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values in one row; of a large tensor about `SAMPLE`, evenly spaced."""
+    t = real(t)
     size = t.numel()
     every = max(-(-size // SAMPLE), 1)
     if t.is_contiguous():  # then one op is enough, at half the time
@@ -241,22 +252,28 @@ class Bins:
         """Return what was counted. Waits for the device."""
         ranges = self._ranges.read(self.ranges)
         finite = [abs(x) for x in ranges if math.isfinite(x)]
-        bins = self._table.read(self._row)
-        largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
+        bins, counted = self._table.read(self._row), self.counted
+        largest = max(finite, default=0.0)
         if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
             largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
         lost = [x.both for x in self.lost]
         burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
+        ends = numbers([x for one in self.lost for x in one.wide])
+        ranges = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
+        nan = any(map(math.isnan, ranges))
+        if not nan and not any(map(math.isinf, ranges)):
+            burst, counted, bins = 0, counted - bins[INF], (*bins[:INF], 0, *bins[INF + 1 :])
         total = max(sum(x.looked_at for x in self.lost), 1)
         return Magnitudes(
             self.values,
-            self.counted,
+            counted,
             bins,
             largest,
             any(map(math.isinf, ranges)) or (nan and bins[INF] > 0),
             nan,
             burst / total,
             vanished / total,
+            wide=max(filter(math.isfinite, map(abs, ends)), default=0.0) if burst else 0.0,
         )
 
 

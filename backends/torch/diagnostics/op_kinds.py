@@ -1,6 +1,6 @@
 """Kinds of ops, by name and arguments: views, casts, ops of the vocabulary."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,14 +19,16 @@ class OpFacts(NamedTuple):
         copies: True for `_to_copy`, which casts.
         writes: True if it writes into its arguments.
         receives: True if other ranks write its results.
-        adds: True if it adds numbers.
+        keeps: 0, or 0, 1 and -1, if a number that it is given keeps its result away from these.
+        copies_as: its name if it copies numbers as they are, else "".
     """
 
     kind: str
     copies: bool
     writes: bool
     receives: bool
-    adds: bool
+    keeps: frozenset[float]
+    copies_as: str
 
 
 @cache
@@ -38,16 +40,19 @@ def facts_of(func: torch._ops.OpOverload) -> OpFacts:
         func is torch.ops.aten._to_copy.default,
         dispatcher.writes(func),
         distributed.receives(func),
-        name in op_facts.ADDING,
+        op_facts.KEEPS.get(name, frozenset()),
+        name if name in op_facts.COPIES else "",
     )
 
 
 def _kind_of(func: torch._ops.OpOverload, name: str) -> str:
     aliases = [r.alias_info for r in func._schema.returns]
+    if name in op_facts.FACTORIES:
+        return "makes"
     view = any(alias is not None and not alias.is_write for alias in aliases)
     if view or func.namespace in ("prim", "profiler") or name in op_facts.SILENT_VIEWS:
         return "view"
-    return "makes" if name in op_facts.FACTORIES else "computes"
+    return "computes"
 
 
 def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
@@ -92,6 +97,11 @@ def float_tensors(*trees: object) -> list[torch.Tensor]:
     return found
 
 
+def numbers_in(*trees: object) -> list[torch.Tensor]:
+    """Return the float and complex tensors in an op's arguments or results, in order."""
+    return [t for t in tensors(*trees) if t.is_floating_point() or t.is_complex()]
+
+
 def tensors(*trees: object) -> list[torch.Tensor]:
     """Return the tensors in an op's arguments or results, in order."""
     found: list[torch.Tensor] = []
@@ -103,15 +113,6 @@ def tensors(*trees: object) -> list[torch.Tensor]:
         elif isinstance(tree, dict):
             found += tensors(*tree.values())
     return found
-
-
-def written(
-    func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> list[torch.Tensor]:
-    """Return the float tensors that an op writes into, among its arguments."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    places = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return float_tensors(*[named.get(place) for place in places])
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import torch.nn as nn
 
 from polymp import progress
 from polymp.backends.torch.autocast import lent_kernels, regions
-from polymp.backends.torch.compat import autograd, modes
+from polymp.backends.torch.compat import autograd, dispatcher, modes
 from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_origins import CallOrigins
 from polymp.backends.torch.diagnostics.call_site import CallSite, exchange
@@ -31,7 +31,6 @@ from polymp.backends.torch.diagnostics.op_kinds import (
     float_tensors,
     is_cast,
     name_of,
-    written,
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.rules import decision_log
@@ -39,7 +38,7 @@ from polymp.rules.vocabulary import vocabulary
 
 # Classes whose ops, without a row, are told apart below autograd as well: views, and one kernel
 # each. Other classes that compute nothing have ops that are made of several, such as quantile.
-_SEEN_BELOW = frozenset({"layout", "indexing"})
+_SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
 class OpTracer(decision_log.Recorder):
@@ -52,6 +51,9 @@ class OpTracer(decision_log.Recorder):
 
     # False for a tracer that does not use dtypes, casts and FLOPs, and keeps no list of calls.
     counts = True
+
+    # From trees to the tensors in them that are followed.
+    floats = staticmethod(float_tensors)
 
     # The call that it serves, on a terminal.
     title = "explain"
@@ -84,6 +86,10 @@ class OpTracer(decision_log.Recorder):
 
     def unwatched(self, result: object) -> None:
         """Called after an op that reads no float and is no view."""
+
+    def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
+        """Return whether to follow an op that reads no float: for a constant that it is given."""
+        return False
 
     # Called by the kernels on the autocast keys
 
@@ -200,6 +206,10 @@ class OpTracer(decision_log.Recorder):
     def __enter__(self) -> "OpTracer":
         self._origins.begin()
         with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # In it, a mode is given ops such as `linear` whole, with autocast off inside.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             stack.enter_context(lent_kernels.recorded())
             stack.enter_context(decision_log.recorded_by(self))
             stack.enter_context(self._mode)
@@ -256,8 +266,9 @@ class _Mode(modes.OpMode):
             return func(*args, **kwargs)
         source: Any = args[0] if facts.copies else None
         casts = facts.copies and is_cast(source, kwargs)
-        reads = [source] if casts else float_tensors(*args, *kwargs.values())
-        if facts.kind == "makes" or not reads:
+        reads = [source] if casts else tracer.floats(*args, *kwargs.values())
+        makes = facts.kind == "makes" or not reads
+        if makes and not tracer.follows(func, args, kwargs):
             result = func(*args, **kwargs)
             tracer.unwatched(result)
             return result
@@ -265,7 +276,7 @@ class _Mode(modes.OpMode):
         op_call = tracer.op_call(func, sys._getframe(1))
         if not op_call.sends:
             tracer.made_by(op_call)
-        if op_call.inputs is None and not op_call.region and not op_call.sends:
+        if reads and op_call.inputs is None and not op_call.region and not op_call.sends:
             op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
             result = func(*args, **kwargs)
@@ -277,11 +288,11 @@ class _Mode(modes.OpMode):
         read = dtypes(reads) if tracer.counts else ()  # before an op writes into one
         kept = tracer.before(ran)
         result = func(*args, **kwargs)
-        made = float_tensors(result)
+        made = tracer.floats(result)
         if tracer.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
         if op_call.sends and tracer.counts:
-            op_call.sent(reads, written(func, args, kwargs) or made)
+            op_call.sent(reads, float_tensors(*dispatcher.written(func, args, kwargs)) or made)
             if not op_call.casts:  # copied into a buffer, or sent
                 tracer.calls.pop()
         tracer.after(ran, result, made, kept)

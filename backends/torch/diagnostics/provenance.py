@@ -41,6 +41,8 @@ class Provenance:
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, Range | None, int]] = []
         self._received: set[int] = set()  # storages that other ranks filled
+        self._gradients: set[int] = set()  # those that a backward pass adds gradients to
+        self._constants: dict[int, float] = {}  # those of single numbers that the program has
         self._parameters = {storage.storage_key(p): at for at, p in enumerate(self._trained())}
         self._norms: list[list[torch.Tensor]] = []  # largest magnitudes after each update
         self._updates = -1
@@ -49,7 +51,7 @@ class Provenance:
         """Return the origin of a tensor; see `fault.Event.origins`."""
         key = storage.storage_key(t)
         made = self._maker.get(key)
-        if made is not None or not key:
+        if made is not None or not key or key in self._constants:
             return made
         views = self._outside.setdefault(key, {})
         view = () if key in self._parameters else (t.storage_offset(), t.shape, t.stride())
@@ -71,6 +73,7 @@ class Provenance:
         key = storage.storage_key(t)
         if key and key not in self._maker:
             self._kept.keep(t)
+        self._constants.pop(key, None)
         if key:
             self._maker[key] = event
 
@@ -84,6 +87,24 @@ class Provenance:
         """Note that other ranks send a value, which may not have arrived: measured once read."""
         self.forget(t)
         self._received.add(storage.storage_key(t))
+
+    def accumulated(self, t: torch.Tensor) -> None:
+        """Note that a backward pass adds to a tensor: it is the `.grad` of a leaf."""
+        self._gradients.add(storage.storage_key(t))
+
+    def constant(self, t: torch.Tensor, floats: list[float]) -> None:
+        """Note a single number that the program has as a constant."""
+        self.forget(t)
+        if not floats and t.device.type == "cpu":
+            floats = [float(f"{t.real.item():.7g}")]  # as it was written
+        if floats:
+            self._kept.keep(t)
+            self._constants[storage.storage_key(t)] = floats[0]
+
+    def constants(self, reads: list[torch.Tensor]) -> list[float]:
+        """Return the constants among the tensors that an op reads."""
+        keys = map(storage.storage_key, reads) if self._constants else ()
+        return [self._constants[key] for key in keys if key in self._constants]
 
     def look_at_parameters(self) -> None:
         """Measure the largest magnitude of each parameter, all at once."""
@@ -112,13 +133,15 @@ class Provenance:
 
     def name(self, t: torch.Tensor) -> str:
         """Return the name of a parameter or buffer, or a description of another tensor."""
+        key, shape = storage.storage_key(t), "x".join(map(str, t.shape)) or "scalar"
         for name, own in self._named():
-            if storage.storage_key(own) == storage.storage_key(t):
+            if storage.storage_key(own) == key:
                 return name
-        shape = "x".join(map(str, t.shape)) or "scalar"
-        if storage.storage_key(t) in self._received:
-            return f"what other ranks sent ({dtype_names.NAMES[t.dtype]} {shape})"
-        return f"an argument ({dtype_names.NAMES[t.dtype]} {shape})"
+            if own.is_leaf and own.grad is not None and storage.storage_key(own.grad) == key:
+                return f"{name}.grad"
+        found = "the .grad of a leaf" if key in self._gradients else "an argument"
+        found = "what other ranks sent" if key in self._received else found
+        return f"{found} ({dtype_names.NAMES[t.dtype]} {shape})"
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model is not None:

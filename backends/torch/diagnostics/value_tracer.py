@@ -29,17 +29,14 @@ from polymp.backends.torch.diagnostics.measure import (
     range_of,
 )
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_kinds import float_tensors
+from polymp.backends.torch.diagnostics.op_kinds import numbers_in
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.backends.torch.diagnostics.own_ops import Own
 from polymp.backends.torch.diagnostics.provenance import Provenance
 from polymp.backends.torch.scaler.closure_step import closure_of
 from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.blame import rounded
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.dtypes import FORMATS
-
-# Below half of it, a number is zero in float16.
-_TINY = FORMATS["float16"].smallest_subnormal / 2
 
 
 class ValueTracer(OpTracer):
@@ -56,6 +53,7 @@ class ValueTracer(OpTracer):
     """
 
     counts = False
+    floats = staticmethod(numbers_in)
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__(model)
@@ -73,16 +71,7 @@ class ValueTracer(OpTracer):
         return ran.reads
 
     def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
-        """Return whether to compare an op in float16 with the same in float32.
-
-        Args:
-            event: of the op.
-            results: its measurable results.
-            ranges: of these.
-
-        Returns:
-            True if it is to be compared.
-        """
+        """Return whether to compare an op in float16 with the same in float32."""
         raise NotImplementedError
 
     def noted(
@@ -94,14 +83,7 @@ class ValueTracer(OpTracer):
     ) -> Event:
         """Measure more of an op that has run; return the event with it.
 
-        Args:
-            event: of the op.
-            results: its measurable results.
-            ranges: of these.
-            inputs: of the op, as `inputs` returned them.
-
-        Returns:
-            The event to be kept.
+        `inputs` are those that the method `inputs` returned.
         """
         raise NotImplementedError
 
@@ -110,6 +92,9 @@ class ValueTracer(OpTracer):
     def before(self, ran: Ran) -> Any:
         if ran.facts.receives:
             return None
+        place = ran.op_call.place
+        if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
+            self._provenance.accumulated(ran.reads[0])
         return self._read(ran.reads), self.inputs(ran)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
@@ -121,20 +106,29 @@ class ValueTracer(OpTracer):
         if op_call.direction != BACKWARD:
             del results[1:]  # statistics, such as the mean beside a norm
         run = dtype_names.NAMES[results[0].dtype] if results else ""
-        floats = _floats(ran)
+        floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(ran.reads)]
         given = not all(map(math.isfinite, floats))
+        facts, reads, single = ran.facts, ran.reads, bool(results) and results[0].numel() == 1
+        if makes := facts.kind == "makes" or not reads:
+            origins = tuple([at for at in origins if at is not None and at >= 0])
+            reads = inputs = []
+            if single and not results[0].dim() and not facts.writes:  # whoever reads it is to blame
+                self._provenance.constant(results[0], floats)
+                return
         with Own(self.off):
             ranges = [range_of(t) for t in results]
             event = Event(
-                op_call, origins, self._kept(ranges), run, None, (), given, self._seen(ran.reads)
-            )
+                op_call, origins, self._kept(ranges), run, None, (), given, self._seen(reads),
+                func=ran.func, single=single,
+            )  # fmt: skip
+            if not op_call.place.updating:
+                lost = (x for x in floats if rounded(x, run) in facts.keeps)
+                event = event._replace(numbers=tuple(lost))
             if run == "float16" and not op_call.place.updating:
-                lost = None
                 if self.compares(event, results, ranges):
-                    lost = in_float16(ran.func, ran.args, ran.kwargs, results)
-                numbers = tuple(x for x in floats if ran.facts.adds and 0 < abs(x) < _TINY)
-                event = event._replace(lost=lost, numbers=numbers)
-            self.events.append(self.noted(event, results, ranges, inputs))
+                    both = in_float16(ran.func, ran.args, ran.kwargs, results)
+                    event = event._replace(lost=both)
+            self.events.append(self.noted(event, [] if makes else results, ranges, inputs))
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
@@ -166,8 +160,14 @@ class ValueTracer(OpTracer):
         if made is not None:
             self._origins.made(node, self.events[made].op_call)
 
+    def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
+        reads = numbers_in(*args, *kwargs.values())
+        if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor, also of arrays of data
+            return any(not t.dim() for t in reads)
+        return bool(_floats(args, kwargs) or self._provenance.constants(reads))
+
     def unwatched(self, result: object) -> None:
-        for t in float_tensors(result):
+        for t in numbers_in(result):
             self._provenance.forget(t)
 
     def _kept(self, ranges: Sequence[Range]) -> tuple[int, ...]:
@@ -245,7 +245,6 @@ class ValueTracer(OpTracer):
         return first_fault(self.events, self.ranges, self._provenance)
 
 
-def _floats(ran: Ran) -> list[float]:
+def _floats(args: modes.Args, kwargs: modes.Kwargs) -> list[float]:
     """Return the Python floats among an op's arguments."""
-    values = (*ran.args, *ran.kwargs.values())
-    return [x for x in values if isinstance(x, float)]
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, float)]

@@ -41,20 +41,29 @@ class Pinned(subclass.Extension):
 
     KEY: ClassVar[str] = "_polymp_pin"
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *recurse: bool) -> Any:
-        """Apply `fn` to every parameter and buffer, as `to`, `half` and `cuda` do; keep dtypes."""
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Apply `fn` as `to`, `half` and `cuda` do, then put back what it rounded.
+
+        `fn` goes on as it is: modules, such as torchmetrics', know it by its name.
+        """
         pin = self.__dict__.get(Pinned.KEY)
-        if pin is None:
-            return super()._apply(fn, *recurse)  # type: ignore[no-untyped-call]
-        kept = {id(t) for _, t in pin.tensors(self)}
-        kept |= {id(p.grad) for p in self._parameters.values() if id(p) in kept and p is not None}
-        dtype = dtype_names.DTYPES[pin.dtype]
-
-        def unrounded(t: torch.Tensor) -> torch.Tensor:
-            made = fn(t)
-            return made if id(t) not in kept or made.dtype is dtype else _like(made, t, dtype)
-
-        return super()._apply(unrounded, *recurse)  # type: ignore[no-untyped-call]
+        dtype = dtype_names.DTYPES[pin.dtype] if pin else None
+        pinned = pin.tensors(self) if pin else ()
+        before = {name: (t.data, None if t.grad is None else t.grad.data) for name, t in pinned}
+        super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        for name, (data, grad) in before.items():
+            own = self._parameters if name in self._parameters else self._buffers
+            made = own[name]
+            if made.dtype is not dtype:
+                if own is self._buffers:
+                    own[name] = _like(made, data, dtype)
+                else:
+                    made.data = _like(made, data, dtype)
+            if grad is not None and made.grad.dtype is not dtype:
+                made.grad.data = _like(made.grad, grad, dtype)
+        if before and isinstance(self, nn.RNNBase):
+            self.flatten_parameters()
+        return self
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         """Load, and cast tensors that have replaced pinned ones to the pinned dtype."""

@@ -61,8 +61,8 @@ class Scoped(subclass.Extension):
         code, outer = module_scope.code, policy_code.in_force()
         if code == outer:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        module_policy.enter(code)
         try:
+            module_policy.enter(code)
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             module_policy.leave(outer)
@@ -157,12 +157,17 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
                 "Take that off first, by remove() of the handle that scoped() returned."
             )
     places = {path: _module_scope(loaded.at(path)) for path in modules}
-    for path, module in modules.items():
-        subclass.extend(module, Scoped, places[path])
-    scoping = Scoping(loaded, modules)
-    if scoping.unmatched:
-        warnings.warn(_said_of(scoping, model), PolicyWarning, stacklevel=outside())
-    return scoping
+    try:
+        for path, module in modules.items():
+            subclass.extend(module, Scoped, places[path])
+        scoping = Scoping(loaded, modules)
+        if scoping.unmatched:
+            warnings.warn(_said_of(scoping, model), PolicyWarning, stacklevel=outside())
+        return scoping
+    except BaseException:  # without a handle, nobody could take the scopes off
+        for module in modules.values():
+            subclass.restore(module, Scoped)
+        raise
 
 
 def _said_of(scoping: Scoping, model: nn.Module) -> str:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, regions, torch_table
+from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.accelerators import accelerator
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -89,17 +90,28 @@ class RegionCheck:
         device: theirs.
         path: of the module in the model.
         inside: the modules that have parameters.
+        sharded: a module of each group.
     """
 
     def __init__(
-        self, uses: ParameterUses, device: str, path: str, inside: Sequence[nn.Module]
+        self,
+        uses: ParameterUses,
+        device: str,
+        path: str,
+        inside: Sequence[nn.Module],
+        sharded: Sequence[nn.Module],
     ) -> None:
+        self._sharded = sharded
         self._uses, self._device, self._path = uses, device, path
         self._kinds = {type(m) for m in inside}
         self._warned = False
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        if self._warned or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        for one in self._sharded:
+            distributed.settle_dtypes(one)
+        if self._warned:
             return
         region, uses = regions.in_force(self._device), self._uses
         policy = region.policy or torch_table.policy(self._device)

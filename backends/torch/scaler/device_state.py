@@ -75,9 +75,10 @@ class DeviceState:
     def make(self, device: torch.device) -> None:
         """Make the tensors."""
         with _versioned():
-            self.scale = torch.full((), self.first.scale, dtype=torch.float32, device=device)
-            self.tracker = torch.full((), self.first.tracker, dtype=torch.int32, device=device)
+            scale = torch.full((), self.first.scale, dtype=torch.float32, device=device)
+            tracker = torch.full((), self.first.tracker, dtype=torch.int32, device=device)
             self._make_counts(device)
+        self.scale, self.tracker = scale, tracker  # at once: half of it would be no state
         self._stay()
         if self.capturing():
             self._captured = self.scale  # and every replay fills it anew
@@ -85,11 +86,11 @@ class DeviceState:
 
     def _make_counts(self, device: torch.device) -> None:
         """Without a copy from the host, which a CUDA graph cannot capture."""
-        self.counts = torch.zeros(3, device=device)
+        counts = torch.zeros(3, dtype=torch.float32, device=device)
         for at, count in enumerate(scale_update.counted(self.first)):
             if count:
-                self.counts.select(0, at).fill_(count)
-        self._bars, self.loss = scale_update.new_bars(device)
+                counts.select(0, at).fill_(count)
+        self.counts, (self._bars, self.loss) = counts, scale_update.new_bars(device)
 
     def _stay(self) -> None:
         """Let compiled code write to the state where it is."""

@@ -68,6 +68,10 @@ class Findings:
         """
         return self._scaled_in is self.entries
 
+    def looked(self) -> list[Entry]:
+        """Return the entries of optimizers that had a gradient in this iteration."""
+        return [e for e in self.entries.values() if e["found_inf_per_device"]]
+
     def end_iteration(self) -> None:
         """Keep the entries as those of the last iteration, and begin new ones."""
         self._before, self.entries = self.entries, _fresh_entries()
@@ -234,7 +238,7 @@ class Findings:
             optimizer = entry["optimizer"]() if "optimizer" in entry else None
             if optimizer is not None:
                 inverse = entry["inverse"]
-                one = torch.ones((), device=self.state.tensors()[0].device)
+                one = torch.ones_like(self.state.tensors()[0])
                 factor = one if inverse is None else inverse.reciprocal()
                 if inverse is None and "grad_scale" in entry and entry["found_inf_per_device"]:
                     # torch's fused optimizers leave true gradients, if they have stepped.

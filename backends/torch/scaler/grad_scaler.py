@@ -73,9 +73,8 @@ class GradScaler(ScalerProperties):
             does nothing.
         allow_fp16: True accepts float16 gradients. Unscaled they are still float16, and small ones
             become zero.
-        check_loss: True skips a step whose loss is not finite even before it is scaled, and leaves
-            the scale as it is. With several processes this works only where all of them exchange
-            their findings: with FSDP and DTensors on a mesh of all ranks, or with `process_group`.
+        check_loss: True notes whether the losses of a skipped step were finite before they were
+            scaled, for reports. The scale does not depend on it.
         skip_on: "host" waits for the finding and then steps or skips; "device" steps, and undoes
             the step on the device (see `device_skip.step`). "auto" is "device" in compiled code and
             for optimizers whose groups are all `capturable`, and "host" for others. Fused
@@ -154,20 +153,16 @@ class GradScaler(ScalerProperties):
         """
         if not self._enabled:
             return outputs
-        return scaled_outputs.scaled(outputs, self._made_scale, self._factor)
+        return scaled_outputs.scaled(outputs, self._scale_of)
 
-    def _made_scale(self, device: torch.device) -> torch.Tensor:
+    def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
         if self._state.scale is None:
-            self._lazy_init_scale_growth_tracker(device)
-            assert self._state.scale is not None
-        return self._state.scale
-
-    def _factor(self, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            self._lazy_init_scale_growth_tracker(loss.device)
         self._looked = self._looked or scaled_outputs.warned_of_bfloat16(loss.device.type)
         self._findings.note_scaled()
-        if not self._findings.options.check_loss:
-            return scale
-        return scaled_outputs.factor(loss, scale, self._state.noted_loss())
+        if self._findings.options.check_loss:
+            scaled_outputs.note(loss, self._state.noted_loss())
+        return self._state.tensors()[0]
 
     def _unscale_grads_(
         self,

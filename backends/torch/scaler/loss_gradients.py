@@ -22,10 +22,7 @@ def unscale_new(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
 def look_at_sums(
     optimizer: torch.optim.Optimizer, findings: dict[str, Findings], looked: dict[str, Entry]
 ) -> None:
-    """Check the sums of true gradients; an overflow there counts as a lost loss for every loss.
-
-    A lower scale does not help against it, so none is lowered.
-    """
+    """Check the sums of true gradients; an overflow there counts for every loss."""
     first = next(iter(looked))
     lead, entry = findings[first], looked[first]
     found = unscale.either(findings[name].found(e) for name, e in looked.items())
@@ -36,7 +33,6 @@ def look_at_sums(
     entry.update(before)
     for name, e in looked.items():
         e["found_inf_per_device"] = {lost.device: torch.maximum(findings[name].found(e), lost)}
-        e["loss"] = lost if e.get("loss") is None else torch.maximum(e["loss"], lost)
 
 
 def add(param: torch.Tensor, grad: torch.Tensor | None) -> None:

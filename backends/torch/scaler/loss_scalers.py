@@ -205,9 +205,11 @@ class LossScalers(Mapping[str, GradScaler]):
     def update(self) -> None:
         """Set each scale for the next iteration by what was found for its own loss.
 
-        A loss that had no `backward` in this iteration keeps its scale and its counts.
+        A loss that had no `backward` in this iteration, or one without gradients, keeps its scale
+        and its counts.
 
         Raises:
+            AssertionError: no loss gave the optimizers a gradient.
             RuntimeError: no `backward` came before.
             StuckError: `on_stuck` is "raise", and a loss was skipped once too often in a row; all
                 scales are set then.
@@ -224,9 +226,10 @@ class LossScalers(Mapping[str, GradScaler]):
             self._skipped = self._skipped + (self._found != 0).to(torch.int32)
             self._found = None
         raised: list[Exception] = []
+        idle = not any(f.looked() for f in findings.values())
         for name, f in findings.items():
             try:
-                (self[name].update if f.entries else f.end_iteration)()
+                (self[name].update if idle or f.looked() else f.end_iteration)()
             except Exception as error:  # the others are updated all the same
                 raised.append(error)
         if raised:

@@ -18,12 +18,11 @@ def advance(findings: Findings, stuck: StuckWatch, *, given: bool) -> None:
         given: True if the user has set the scale: the rule then counts skips alone.
 
     Raises:
-        AssertionError: no gradient was looked at in this iteration.
+        AssertionError: no optimizer of this iteration had a gradient.
         StuckError: `on_stuck` is "raise", and this was one skip too many in a row.
     """
-    entries = list(findings.entries.values())
-    looked = [e for e in entries if e["found_inf_per_device"]]
-    if not looked and not given and (findings.options.strict or not entries):
+    looked = findings.looked()
+    if not looked and not given:
         raise AssertionError("No inf checks were recorded prior to update.")
     findings.end_iteration()
     if not looked:

@@ -30,7 +30,7 @@ def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     count. The second threshold is 0, and NaN or 1 if a loss was not finite: no finding is above it
     then, and no overflow is counted.
     """
-    bars = torch.zeros(6, device=device)
+    bars = torch.zeros(6, dtype=torch.float32, device=device)
     bars.select(0, 5).fill_(-1.0)
     return bars, bars.select(0, 1)
 
@@ -75,7 +75,7 @@ def update(
     if bars is None or wild or torch.compiler.is_compiling():
         _by_rule(rule, scale, tracker, counts, found, loss)
     else:
-        _by_kernel(rule, scale, tracker, counts, found, loss, bars)
+        _by_kernel(rule, scale, tracker, counts, found, bars)
 
 
 def _by_rule(
@@ -89,14 +89,9 @@ def _by_rule(
     # The factors act in float64, as in torch's kernel, and the scale is rounded when it is stored.
     wide = scale if scale.device.type == "mps" else scale.double()
     skips, overflows, skipped = counts.unbind()
-    good = found == 0
-    after = scale_rule.step(
-        rule,
-        ScaleState(wide, tracker, skips, skips - overflows, skipped),
-        good,
-        torch.where,
-        loss_finite=None if loss is None else good | (loss == 0),
-    )
+    state = ScaleState(wide, tracker, skips, skips - overflows, skipped)
+    fine = None if loss is None else loss == 0
+    after = scale_rule.step(rule, state, found == 0, torch.where, loss_finite=fine)
     scale.copy_(after.scale)
     tracker.copy_(after.tracker)
     counts.copy_(torch.stack(counted(after)))
@@ -108,16 +103,12 @@ def _by_kernel(
     tracker: torch.Tensor,
     counts: torch.Tensor,
     found: torch.Tensor,
-    loss: torch.Tensor | None,
     bars: torch.Tensor,
 ) -> None:
     """Do the same in a quarter of the launches, by the kernel that torch.amp uses."""
     above = torch.gt(found, bars, out=torch.empty_like(bars))  # 1 or 0, float32
     more, goes_on = above.view(2, 3).unbind()
     torch.addcmul(more, goes_on, counts, out=counts)
-    skip, overflow, _ = more.unbind()
-    if loss is not None:
-        # A lost loss leaves the tracker, which the kernel counts up; it is too small to grow here.
-        tracker.add_(torch.ne(skip, overflow), alpha=-1)
-    torch._amp_update_scale_(scale, tracker, overflow, rule.growth, rule.backoff, rule.interval)
+    skip = more.select(0, 0)
+    torch._amp_update_scale_(scale, tracker, skip, rule.growth, rule.backoff, rule.interval)
     scale.clamp_(rule.min_scale, rule.max_scale)

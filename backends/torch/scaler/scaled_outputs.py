@@ -1,4 +1,4 @@
-"""Outputs multiplied by the scale; those that are not finite by NaN."""
+"""Outputs multiplied by the scale, and a note of those that are not finite."""
 
 import math
 import warnings
@@ -17,17 +17,15 @@ from polymp.scaling.gradient_report import NO_EFFECT
 Outputs = TypeVar("Outputs")
 
 
-def scaled(
-    outputs: Outputs,
-    scale_for: Callable[[torch.device], torch.Tensor],
-    factor_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> Outputs:
-    """Multiply every tensor of a structure by its factor.
+def scaled(outputs: Outputs, scale_of: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Multiply every tensor of a structure by the scale.
+
+    Autograd saves the scale itself, where it is on the tensor's device: a backward pass after an
+    update that has changed it raises, as with torch.amp.
 
     Args:
         outputs: a tensor, or an iterable of outputs.
-        scale_for: returns the scale, float32 []; called with the device of the first tensor.
-        factor_of: returns the factor of a tensor, from the tensor and the scale on its device.
+        scale_of: returns the scale, float32 []; called with each tensor.
 
     Returns:
         The same structure; lists and tuples keep their type, other iterables become iterators.
@@ -36,24 +34,9 @@ def scaled(
         ValueError: something in `outputs` is neither a tensor nor an iterable.
     """
     if isinstance(outputs, torch.Tensor):
-        scale = unscale.moved(scale_for(outputs.device), outputs.device)
-        return cast(Outputs, outputs * factor_of(outputs, scale))
-    copies: list[unscale.OnDevices] = []
-
-    def factor_on_device(loss: torch.Tensor) -> torch.Tensor:
-        if not copies:  # so that `update` between two backwards does not change what is saved
-            copies.append(unscale.OnDevices(scale_for(loss.device)))
-        return factor_of(loss, copies[0].get(loss.device))
-
-    return cast(Outputs, _multiply(outputs, factor_on_device))
-
-
-def _multiply(outputs: object, factor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Multiply every tensor of a structure by its factor."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs * factor_of(outputs)
+        return cast(Outputs, outputs * unscale.moved(scale_of(outputs), outputs.device))
     if isinstance(outputs, Iterable):
-        items = map(lambda item: _multiply(item, factor_of), outputs)
+        items: Any = map(lambda item: scaled(item, scale_of), outputs)
         if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
             return type(outputs)(*items)
         return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
@@ -76,31 +59,14 @@ def warned_of_bfloat16(device: str) -> bool:
     return low is not None
 
 
-def factor(loss: torch.Tensor, scale: torch.Tensor, noted: torch.Tensor) -> torch.Tensor:
-    """Return the factor of a loss: the scale, or NaN if the loss is not finite.
-
-    With NaN its gradients are NaN, and whichever step uses them is skipped; a loss that never goes
-    backward has no effect. It is also noted on the device that a loss was not finite, which tells
-    it apart from an overflow. The host waits for neither.
-
-    Args:
-        loss: not scaled.
-        scale: float32 [], on the loss's device.
-        noted: float32 []; becomes NaN if the loss is not finite.
-
-    Returns:
-        float32 [].
-    """
+def note(loss: torch.Tensor, noted: torch.Tensor) -> None:
+    """Make `noted`, float32 [], NaN if the loss is not finite. The host does not wait."""
     values = dtensor.local(loss.detach())
     if values.is_complex():
         values = values.abs()
     if torch.compiler.is_compiling():  # inductor takes x * 0 for 0
-        fine = values.isfinite().all()
-        noted.copy_(torch.where(unscale.moved(fine, noted.device), noted, math.nan))
-        return torch.where(fine, scale, math.nan)
-    if values.dim():
-        values = (values * 0).sum()
-    scale = torch.add(scale, values, alpha=0)
-    if not modes.in_transform(scale):  # torch.func's transforms cannot write to tensors outside
-        noted.add_(unscale.moved(scale, noted.device), alpha=0)
-    return scale
+        fine = unscale.moved(values.isfinite().all(), noted.device)
+        noted.copy_(torch.where(fine, noted, math.nan))
+    elif not modes.in_transform(values):  # torch.func's transforms cannot write to tensors outside
+        values = (values * 0).sum() if values.dim() else values
+        noted.add_(unscale.moved(values, noted.device), alpha=0)

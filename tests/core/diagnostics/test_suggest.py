@@ -11,6 +11,7 @@ import pytest
 import polymp
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
+from polymp.diagnostics.blame import CAST
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
 from polymp.diagnostics.suggest import FIRST, suggest
 from polymp.diagnostics.suggestion import Suggestion
@@ -162,11 +163,12 @@ def test_many_places_that_overflow_are_too_many_for_rows() -> None:
 
 
 def test_what_overflows_on_the_way_in_is_beyond_rows() -> None:
-    broke = fault("overflow", "linear", "start")
+    broke = fault("overflow", "linear", "start", why=CAST.format("float16"))
     found = suggest(audit(measured("linear", "start", inf=True), fault=broke))
     assert found.dtype == "bfloat16"
     assert "its inputs are beyond float16's range, and bfloat16 holds them" in found.reasons[0]
-    found = suggest(audit(measured("linear", "start", inf=True, burst=0.1), fault=broke))
+    broke = broke._replace(why="It broke.")  # in values that the sample does not have
+    found = suggest(audit(measured("linear", "start", inf=True), fault=broke))
     assert found.scopes == {"start": {"linear": "fp32"}}
 
 

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from polymp.backends.jax.autocast import contraction_forms
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.dtypes import FORMATS
+from polymp.jax import autocast, explain
 from tests.support.jax import hlo
 from tests.support.sizes import size
 
@@ -474,3 +475,77 @@ def test_an_operand_of_length_zero():
     got = jax.jit(jax.grad(lambda w: dot(jnp.zeros((0, 5)), w, PAIR).sum()))(W)
     assert np.array_equal(got, np.zeros_like(W))
     assert dot(jnp.zeros((3, 0)), jnp.zeros((0, 2)), PAIR).tolist() == [[0, 0]] * 3
+
+
+ANGLES, RATES = 65536.0 + jnp.arange(8.0), jnp.linspace(0.1, 1.0, 4)
+# Products that sum over nothing, of two vectors of float32.
+UNSUMMED = {
+    "einsum n,d->nd": lambda n, d: jnp.einsum("n,d->nd", n, d),
+    "einsum b,bd->bd": lambda n, d: jnp.einsum("b,bd->bd", n, jnp.tile(d, (8, 1))),
+    "einsum ij,j->ij": lambda n, d: jnp.einsum("ij,j->ij", jnp.tile(n[:, None], 4), d),
+    "a contracted dimension of size 1": lambda n, d: n[:, None] @ d[None],
+    "two of them": lambda n, d: jnp.einsum("nab,abd->nd", n[:, None, None], d[None, None]),
+    "batched": lambda n, d: jax.vmap(lambda one: jnp.tensordot(one, d, 0))(n),
+    "tensordot": lambda n, d: jnp.tensordot(n, d, axes=0),
+    "dot_general": lambda n, d: lax.dot_general(n, d, (((), ()), ((), ()))),
+    "outer": jnp.outer,
+}
+
+
+@pytest.mark.parametrize("name", UNSUMMED)
+@pytest.mark.parametrize("policy", ["amp", "lean", "fp8"])
+def test_a_product_that_sums_over_nothing_is_a_multiplication(name: str, policy: str) -> None:
+    fn = UNSUMMED[name]
+    region = autocast(lambda *xs: jnp.cos(fn(*xs)), policy=policy)
+    assert np.array_equal(region(ANGLES, RATES), jnp.cos(fn(ANGLES, RATES)))
+    low = ANGLES.astype(jnp.bfloat16), RATES.astype(jnp.bfloat16)
+    assert autocast(fn, policy=policy)(*low).dtype == jnp.bfloat16
+    wide = jax.grad(lambda *xs: autocast(fn, policy=policy)(*xs).sum(), (0, 1))(ANGLES, RATES)
+    plain = jax.grad(lambda *xs: fn(*xs).sum(), (0, 1))(ANGLES, RATES)
+    assert all(map(np.array_equal, wide, plain))
+
+
+def test_a_multiplication_follows_the_row_of_mul() -> None:
+    def linear(x: Any, w: Any) -> Any:
+        return x @ w
+
+    x, w = jnp.ones((8, 1)), jnp.ones((1, 4))
+    assert autocast(linear)(x, w).dtype == jnp.float32
+    for row in ("mul", "jax:dot_general:unsummed"):
+        assert autocast(linear, policy={"rules": {row: "lower"}})(x, w).dtype == jnp.bfloat16
+    assert autocast(linear)(jnp.ones((8, 2)), jnp.ones((2, 4))).dtype == jnp.bfloat16
+    assert [call.op for call in explain(linear, x, w, dtype="bfloat16").calls] == ["mul"]
+
+
+X2, W2, GROUPS = jnp.ones((8, 4)), jnp.ones((4, 4)), jnp.array([3, 5])
+# Products that take a `preferred_element_type`.
+PREFERRED = {
+    "dot": lambda **how: lax.dot(X2, W2, **how),
+    "dot_general": lambda **how: lax.dot_general(X2, W2, (((1,), (0,)), ((), ())), **how),
+    "jnp.dot": lambda **how: jnp.dot(X2, W2, **how),
+    "matmul": lambda **how: jnp.matmul(X2, W2, **how),
+    "vecdot": lambda **how: jnp.vecdot(X2, X2, **how),
+    "inner": lambda **how: jnp.inner(X2, W2, **how),
+    "einsum": lambda **how: jnp.einsum("ij,jk", X2, W2, **how),
+    "tensordot": lambda **how: jnp.tensordot(X2, W2, 1, **how),
+    "ragged_dot": lambda **how: lax.ragged_dot(X2, jnp.stack([W2, W2]), GROUPS, **how),
+    "ragged_dot_general": lambda **how: lax.ragged_dot_general(
+        X2,
+        jnp.stack([W2, W2]),
+        GROUPS,
+        lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
+        **how,
+    ),
+    "conv": lambda **how: lax.conv(X2[None, None], W2[None, None], (1, 1), "SAME", **how),
+    "conv_general_dilated": lambda **how: lax.conv_general_dilated(
+        X2[None, None], W2[None, None], (1, 1), "SAME", **how
+    ),
+}
+FLOAT32 = (jnp.float32, np.float32, "float32", "f4", jnp.dtype("float32"), np.dtype("f4"))
+
+
+@pytest.mark.parametrize("name", PREFERRED)
+def test_a_dtype_is_the_same_however_it_is_spelled(name: str) -> None:
+    for dtype in FLOAT32:
+        run = autocast(partial(PREFERRED[name], preferred_element_type=dtype))
+        assert run().dtype == jnp.bfloat16, dtype

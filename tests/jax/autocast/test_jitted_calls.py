@@ -126,3 +126,74 @@ def test_arrays_of_numpy_and_weak_numbers():
         want = jax.jit(autocast(lambda x, n: (x @ x.T) * n))(X, n)
         for _ in range(2):
             assert same(scaled(X, n), want)
+
+
+COMPILED: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilations():
+    """Lists what is compiled in `COMPILED`."""
+
+    def note(event, _, fun_name="", **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            COMPILED.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+
+
+def turn(x, _):
+    return jax.nn.relu(x), None
+
+
+SMALLER = jax.checkpoint(lambda x: jnp.sin(jax.nn.relu(x)))
+# Functions with jitted helpers inside, or custom derivatives, or both.
+HELPERS = {
+    **{name: getattr(jax.nn, name) for name in "relu silu elu glu".split()},
+    "clip": lambda x: jnp.clip(x, 0, 1),
+    "jit": jax.jit(lambda x: x * jax.nn.relu(x)),
+    "remat": SMALLER,
+    "scan": lambda x: jax.lax.scan(turn, x, None, length=2)[0],
+    "cond": lambda x: jax.lax.cond(x[0, 0] > 0, jax.nn.relu, jax.nn.silu, x),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_nothing_is_compiled_after_the_second_call(name):
+    def loss(w, x):
+        return HELPERS[name](x @ w).sum()
+
+    w, fn, jitted = jnp.ones((4, 4)), autocast(loss), jax.jit(loss)
+    ways = {
+        "gradients": lambda: jax.grad(fn)(w, X),
+        "written inline": lambda: autocast(loss)(w, X),
+        "gradients, written inline": lambda: jax.grad(autocast(lambda w: loss(w, X)))(w),
+        "inside": lambda: autocast(jax.grad(loss))(w, X),
+        "jitted": lambda: autocast(jitted)(w, X),
+        "jitted inline": lambda: autocast(jax.jit(loss))(w, X),
+    }
+    start = len(COMPILED)
+    for way, call in ways.items():
+        call(), call()
+        before = len(COMPILED)
+        call(), call()
+        found = COMPILED[before:]
+        if (name in ("scan", "cond") and "gradients" in way) or way == "inside":
+            before = len(COMPILED)  # jax compiles these at every call
+            jax.grad(loss)(w, X), jax.grad(loss)(w, X)
+            assert len(found) <= len(COMPILED) - before, (way, found)
+        else:
+            assert not found, way
+    assert len(COMPILED) > start, "nothing was counted"
+
+
+def test_plans_of_a_function_are_told_apart_by_its_region_and_values():
+    def scaled(by):
+        return autocast(lambda x: jax.nn.relu(by * x @ W))
+
+    assert same([scaled(by)(X) for by in (1, 2, 4)], [by * scaled(1)(X) for by in (1, 2, 4)])
+    wide = {"rules": {"all": "fp32"}}
+    for dtype in ("bfloat16", "float16"):
+        for policy, out in ((wide, "float32"), ("amp", dtype)):
+            region = autocast(lambda x: jax.nn.relu(x @ W), dtype=dtype, policy=policy)
+            assert region(X).dtype == out

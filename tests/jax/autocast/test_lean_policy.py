@@ -110,12 +110,12 @@ def test_language_models_save_less_than_under_amp(kind, low):
 
     share = size("lean") / size("amp")
     print(f"{kind.__name__} {low.__name__}: lean saves {share:.3f} of amp's bytes")
-    assert share <= 0.92
+    assert share <= 0.95
 
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
 def test_an_activation_saves_its_input_alone(low):
-    """Under amp gelu saves what its formula is made of."""
+    """Without a row for gelu, it saves what its formula is made of."""
 
     def sizes(policy: str) -> list[tuple[str, int]]:
         @autocast(dtype=low, policy=policy)
@@ -125,8 +125,8 @@ def test_an_activation_saves_its_input_alone(low):
         found = residuals(feed, jnp.ones((64, 64)))
         return [(one.dtype, one.size) for one in found if one.size > 1]
 
-    assert sizes("lean") == [(jnp.dtype(low).name, 64 * 64)]
-    assert len(sizes("amp")) >= 4
+    assert sizes("lean") == sizes("amp") == [(jnp.dtype(low).name, 64 * 64)]
+    assert len(sizes("torch-cuda")) >= 4
 
 
 def test_a_norm_of_float32_saves_its_input_alone():

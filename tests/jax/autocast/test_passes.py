@@ -280,6 +280,67 @@ def test_gradients_have_the_same_bits_where_no_casts_meet(fn):
         assert_same(gradients(made, W, V, X), with_it)
 
 
+# Jitted functions of jax.numpy and jax.nn that compute element by element, and one of the user's.
+HELPERS: dict[str, Callable[[Any], Any]] = {
+    "clip": lambda p: jnp.clip(p, 1e-7, 1 - 1e-7),
+    "where": lambda p: jnp.where(p > 0.5, p, 0.5),
+    "nan_to_num": jnp.nan_to_num,
+    "remainder": lambda p: p % 2,
+    "leaky_relu": jax.nn.leaky_relu,
+    "silu": jax.nn.silu,
+    "two": lambda p: jnp.clip(jnp.where(p > 0.5, p, 0.5), 1e-7, 1 - 1e-7),
+    "nested": jax.jit(lambda p: 2 * jnp.clip(p, 1e-7, 1 - 1e-7)),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_jitted_helpers_are_looked_through(name):
+    """What makes the operand is float32 as if the helper's equations stood in its place."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.log(HELPERS[name](jax.nn.sigmoid(x @ w)))
+
+    def made(fn: Any) -> str:
+        found = equations(jax.make_jaxpr(autocast(fn))(jnp.ones((4, 2)), jnp.ones((3, 4))))
+        return next(dtypes(e.outvars)[0] for e in found if e.primitive.name == "logistic")
+
+    assert made(loss) == "float32"
+
+
+CLIPPED: dict[str, Callable[[Any, float], Any]] = {
+    "log1p": lambda p, eps: jnp.log1p(-jnp.clip(jax.nn.sigmoid(p), eps, 1 - eps)),
+    "log": lambda p, eps: jnp.log(1 - jnp.clip(jax.nn.sigmoid(p), eps, 1 - eps)),
+    "minimum": lambda p, eps: jnp.log(1 - jnp.minimum(jax.nn.sigmoid(p), 1 - eps)),
+    "where": lambda p, eps: jnp.log1p(-jnp.where(p > 5, 1 - eps, jax.nn.sigmoid(p))),
+    "acos": lambda p, eps: jnp.arccos(jnp.clip(p / 8, eps - 1, 1 - eps)),
+    "atanh": lambda p, eps: jnp.arctanh(jnp.clip(p / 8, eps - 1, 1 - eps)),
+    "an argument": jax.jit(lambda p, eps: jnp.arccos(jnp.clip(p / 8, -(1 - eps), 1 - eps))),
+}
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_bound_next_to_1_stays_below_1(name, low):
+    def loss(w: Any, x: Any) -> Any:
+        return CLIPPED[name](x @ w, 1e-6).sum()
+
+    w, x = jnp.ones((4, 1)), jnp.array([[2.0, 2, 2, 2], [-2, -2, -2, -2], [0.1, 0.2, 0.3, 0.1]])
+    value, grad = jax.value_and_grad(autocast(loss, dtype=low))(w, x)
+    exact, true = jax.value_and_grad(loss)(w, x)
+    np.testing.assert_allclose(value, exact, rtol=0.02)
+    np.testing.assert_allclose(grad, true, rtol=0.02, atol=1e-3)
+
+
+def test_probabilities_of_numpyro_stay_below_1():
+    numpyro = pytest.importorskip("numpyro.distributions")
+    probs, seen = jnp.array([1.0, 0.0, 0.5]), jnp.array([0.0, 1, 1])
+    for of in (numpyro.Bernoulli, partial(numpyro.Binomial, 1)):
+        found = autocast(lambda x, p, of=of: of(probs=(p @ x)[:, 0]).log_prob(seen))
+        made = found(jnp.ones((1, 1)), probs[:, None])
+        assert np.isfinite(made).all()
+        np.testing.assert_allclose(made, of(probs=probs).log_prob(seen), rtol=1e-2)
+
+
 def test_pull_up_keeps_what_a_low_square_would_lose():
     """The squares overflow in float16 and their sum is infinite, unless they are float32."""
     made, x = autocast(squares, dtype=jnp.float16), X * 200

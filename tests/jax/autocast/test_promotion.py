@@ -123,7 +123,7 @@ def test_the_numbers_are_those_of_the_low_program():
 
 def test_digits_that_an_accumulator_loses():
     """The trade, and the way out of it: bfloat16 has no 257."""
-    ones = jnp.ones((1, 1))
+    halves, ones = jnp.full((1, 2), 0.5), jnp.ones((2, 1))
 
     def total(start: Any, x: Any) -> Any:
         for _ in range(300):
@@ -131,7 +131,7 @@ def test_digits_that_an_accumulator_loses():
         return start
 
     def run(start: Any, **how: Any) -> float:
-        return float(autocast(lambda x: total(start(), x), **how)(ones)[0, 0])
+        return float(autocast(lambda x: total(start(), x), **how)(halves)[0, 0])
 
     zeros = partial(jnp.zeros, (1, 1))
     assert run(zeros) == 300

@@ -9,6 +9,7 @@ MESHES = [f"mesh-{kind}" for kind in ("Auto", "Explicit")]
 WAYS = [
     *[f"{name}-{way}" for name in SHARD_MAPS for way in ("inside", "outside", "looped")],
     *[f"{name}{way}" for name in MESHES for way in ("", "-eager", "-remat", "-donated")],
+    *[f"{name}-axes-{way}" for name in MESHES for way in ("inside", "eager", "outside")],
     "shard_map-eager",
     "shard_map-partly",
     "pmap",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import polymp
 from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.report_text import ruled
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning
 from polymp.jax import GradScaler, autocast, explain
@@ -360,6 +361,28 @@ def test_shapes_stand_for_arrays() -> None:
     shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
     found = explain(layers, *shapes, dtype="bfloat16").to_dict()
     assert found == explain(layers, X, W, dtype="bfloat16").to_dict()
+
+
+ROWS = {
+    "an operand is int32": lambda: jnp.ones((4, 8), jnp.int32) @ W,
+    "its result is to be complex64": lambda: jnp.matmul(W, W, preferred_element_type="complex64"),
+    "it asks for the precision HIGHEST": lambda: jnp.matmul(W, W, precision="highest"),
+    "it asks for the precision BF16_BF16_F32_X3": lambda: jnp.matmul(
+        W, W, precision="BF16_BF16_F32_X3"
+    ),
+}
+
+
+@pytest.mark.parametrize("why", ROWS)
+def test_why_a_product_with_rule_lower_is_not_lowered(why: str) -> None:
+    report = explain(ROWS[why], dtype="bfloat16")
+    (call,) = (call for call in report.calls if call.rule == "lower")
+    assert (call.run, call.fallback) == ("float32", why)
+    assert f"lower  1 not lowered: {why}" in str(report)
+    assert f"lower, run in float32: {why}" in ruled(call)
+    # By a row that says float32, there is nothing to give a reason for.
+    wide = explain(ROWS[why], policy={"rules": {"all": "fp32"}})
+    assert not wide.fallbacks
 
 
 # --- what cannot be explained ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jax import lax
 
 from polymp.backends.jax.diagnostics import measured_call
 from polymp.diagnostics.audit_records import Operand
+from polymp.diagnostics.call_record import FORWARD
 from polymp.jax import GradScaler, audit, autocast, locate
 
 F16 = jnp.float16
@@ -38,12 +39,14 @@ def operand(values: Any, name: str = "") -> Operand:
         float(np.isinf(array).mean()),
         float(np.isnan(array).mean()),
         name,
+        float((np.asarray(values, np.float32) < 0).mean()),
     )
 
 
-def test_a_healthy_call_has_no_fault() -> None:
+def test_a_healthy_call_has_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
     x = jnp.ones(3)
     assert locate(lambda x: jnp.exp(x) * 2, x) is None
+    assert capsys.readouterr().err == "locate: all values that the step made are finite\n"
     assert locate(lambda x: jax.nn.softmax(jnp.where(x > 2, x, -jnp.inf).at[0].set(1.0)), x) is None
 
 
@@ -297,3 +300,106 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
     for one, other in zip(quick[0], full[0], strict=True):
         assert np.allclose(one.peak, other.peak, rtol=1e-2)
     assert all(np.size(fact.sample) == 0 for fact in quick[0])
+
+
+# What only a derivative breaks
+
+
+def the_norm(x: Any) -> Any:
+    return jnp.linalg.norm(x)
+
+
+def the_root(x: Any) -> Any:
+    return jnp.sqrt(x).sum()
+
+
+@pytest.mark.parametrize(("f", "op"), [(the_norm, "norm"), (the_root, "sqrt")])
+def test_a_derivative_that_breaks_alone_is_its_op_s(f: Any, op: str) -> None:
+    x = jnp.zeros(3)
+    inside = autocast(f, dtype=F16)
+    assert locate(inside, x) is None
+    fault = locate(jax.value_and_grad(inside), x)
+    assert fault is not None
+    assert (fault.op, fault.direction, fault.source) == (op, "backward", line_of(f))
+    assert fault.inputs[0] == operand(x, "x")
+    if op == "norm":  # then the loss comes first
+        fault = locate(jax.grad(autocast(lambda x: (x / the_norm(x)).sum(), dtype=F16)), x)
+        assert fault is not None
+        assert (fault.op, fault.direction) == ("div", "forward")
+
+
+def test_an_audit_of_gradients_measures_the_op_s_result() -> None:
+    audited = audit(jax.grad(autocast(lambda x: jnp.square(jnp.sqrt(x)).sum(), dtype=F16)))
+    audited(jnp.full(3, 1e-4))
+    largest = {m.op: m.magnitudes.largest for m in audited.audit.results if m.direction == FORWARD}
+    assert largest["sqrt"] == pytest.approx(1e-2, rel=1e-2)  # its derivative is 50
+
+
+# Indices
+
+
+@pytest.mark.parametrize("low", [None, jnp.bfloat16])
+def test_an_index_out_of_range_is_named(low: Any) -> None:
+    table = nnx.Embed(10, 4, rngs=nnx.Rngs(0))
+    x, at = jnp.ones((10, 4)), jnp.array([1, 12])
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.emb = table
+
+        def __call__(self, at: Any) -> Any:
+            return self.emb(at).astype(jnp.float32).sum()
+
+    calls = [
+        (lambda x, at: jnp.take(x, at, axis=0).sum(), (x, at), "take"),
+        (lambda x, at: jnp.take_along_axis(x.T, at[None], axis=1).sum(), (x, at), "take_along"),
+        (lambda x, at: x.at[at].get(mode="fill", fill_value=jnp.nan).sum(), (x, at), "get"),
+        (Net(), (at,), "take"),
+    ]
+    for fn, args, by in calls:
+        called = fn if low is None else autocast(fn, dtype=low)
+        fault = locate(jax.value_and_grad(called) if len(args) == 2 else called, *args)
+        assert fault is not None
+        assert fault.kind == "index"
+        assert fault.why.startswith(f"index 12 is outside 0..9: {by}")
+        assert fault.why.endswith("filled with NaN")
+        assert fault.source.startswith("test_locate.py")
+        assert fault.module == ("emb" if isinstance(fn, nnx.Module) else "")
+    audited = audit(autocast(calls[0][0], dtype=F16))
+    audited(x, at)
+    assert "an index is outside 0..9" in str(audited.audit.suggest())
+
+
+# What rounds to 1
+
+
+def saturates(z: Any) -> Any:
+    return -jnp.log(1 - jax.nn.sigmoid(z).astype(jnp.bfloat16)).mean()
+
+
+def rounds_a_bound(z: Any) -> Any:
+    p = jax.nn.sigmoid(z).astype(jnp.bfloat16)
+    return -jnp.log1p(-jnp.clip(p, 1e-7, 1 - 1e-7)).mean()
+
+
+def rounds_by_policy(z: Any) -> Any:
+    p = jax.nn.sigmoid(z)
+    return -jnp.log(1 - p).mean()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_becomes_1_in_a_low_dtype_is_a_cause(gradients: bool) -> None:
+    z = jnp.array([-8.0, 3.0, 8.0, 7.0])
+    lowered = {"extends": "amp", "rules": {"all": "lower"}}
+    for fn, kind in ((saturates, "saturation"), (rounds_a_bound, "number")):
+        fault = locate(jax.value_and_grad(fn) if gradients else fn, z)
+        assert fault is not None
+        assert (fault.op, fault.kind, fault.run) == ("to", kind, "bfloat16")
+    inside = autocast(rounds_by_policy, dtype=jnp.bfloat16, policy=lowered)
+    fault = locate(jax.value_and_grad(inside) if gradients else inside, z)
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("sigmoid", "saturation")
+    assert fault.why == "its largest result is 1 in bfloat16, and below 1 in float32"
+    fault = locate(rounds_by_policy, z * 10)  # in float32, too: nothing that a dtype does
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("log", "operation")

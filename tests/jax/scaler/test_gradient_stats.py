@@ -97,14 +97,14 @@ def test_scaled_and_true_gradients_of_one_step_give_one_report():
 
 
 def test_the_report_holds_rule_and_state_as_python_numbers():
-    scaler = GradScaler(8.0, growth_interval=7).update(False).update(True, loss_finite=False)
+    scaler = GradScaler(8.0, growth_interval=7).update(False).update(False, loss_finite=False)
     report = scaler.report({"w": jnp.ones(3), "step": jnp.int32(3), "f0": np.zeros(2, "V")})
     assert report.rule == scaler.rule
-    assert tuple(report.state) == (4.0, 0, 2, 1, 2)
+    assert tuple(report.state) == (2.0, 0, 2, 1, 2)
     assert [type(x) for x in report.state] == [float, int, int, int, int]
     assert [g.name for g in report.gradients] == ["w"], "what is no float has no gradient"
     assert str(report).startswith(
-        "the loss scale is 4; 2 steps skipped so far, the last 2 in a row"
+        "the loss scale is 2; 2 steps skipped so far, the last 2 in a row"
     )
 
 

@@ -190,7 +190,7 @@ def test_spoiled_losses_are_told_from_overflows():
         watch.watch(scaler)
     watch.finish()
     assert "the loss itself was not finite" in seen[0].why_stuck
-    assert seen[0].state.scale == 2.0**16
+    assert seen[0].state.scale == 2.0**14
 
 
 def test_a_donated_scaler():

@@ -214,17 +214,17 @@ def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh):
     ["value_and_grad-True", "value_and_grad-False", "scaled-True", "scaled-False", "linen-True"],
 )
 def test_the_helpers_in_a_shard_map(on_mesh, way):
-    """A loss of one device that is NaN is nobody's overflow; gradients of 1e38 overflow."""
+    """A loss of one device that is NaN is counted on all; gradients of 1e38 overflow."""
     assert on_mesh[f"{way}-healthy"] == {
         "w": [1.0 - 28.0 / 64] * 8,
         "scale": [128.0] * 8,
         "finite": [True] * 8,
         "spoiled": [0] * 8,
     }
-    for kind, scale, spoiled in (("nan", 64.0, 1), ("overflow", 32.0, 0)):
+    for kind, spoiled in (("nan", 1), ("overflow", 0)):
         assert on_mesh[f"{way}-{kind}"] == {
             "w": [1.0] * 8,
-            "scale": [scale] * 8,
+            "scale": [32.0] * 8,
             "finite": [False] * 8,
             "spoiled": [spoiled] * 8,
         }
@@ -250,6 +250,12 @@ def test_manual_over_one_axis_of_two(on_mesh):
 def test_the_scaler_leaves_a_shard_map_replicated(on_mesh):
     assert on_mesh["replicated-sick"] == {"w": 1.0, "scale": [4.0] * 8}
     assert on_mesh["replicated-healthy"] == {"w": 1.0 - 28.0, "scale": [16.0] * 8}
+
+
+@pytest.mark.parametrize("way", ["step", "value_and_grad", "scaled", "linen"])
+def test_a_sharded_parameter_beside_a_whole_one(on_mesh, way):
+    assert on_mesh[f"fully-sharded-by_{way}-sick"] == [[1.0] * 8, 0.0, 4.0]
+    assert on_mesh[f"fully-sharded-by_{way}-healthy"] == [[0.0] * 8, -1.0, 16.0]
 
 
 @pytest.mark.parametrize("name", ["found", "named"])

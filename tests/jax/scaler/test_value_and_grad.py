@@ -72,7 +72,6 @@ def hand_written(scaler: GradScaler, w: Any, x: Any) -> Any:
     grads, loss = jax.grad(scaled_loss, has_aux=True)(w)
     true, finite = scaler.unscale(grads)
     loss_finite = scaler.loss_finite(loss)
-    finite &= loss_finite
     return (loss, true), scaler.update(finite, loss_finite=loss_finite), finite
 
 
@@ -82,8 +81,8 @@ def hand_written(scaler: GradScaler, w: Any, x: Any) -> Any:
     [
         ([1.0, 1.0, 1.0], 24.0, (0, 0, 0, 0)),  # factors that are not powers of two
         ([1e18, 1.0, 1.0], 6.0, (0, 1, 0, 1)),  # the gradient overflows scaled, the loss does not
-        ([np.nan, 1.0, 1.0], 12.0, (0, 1, 1, 1)),
-        ([1e30, 1.0, 1.0], 12.0, (0, 1, 1, 1)),  # the loss is Inf
+        ([np.nan, 1.0, 1.0], 6.0, (0, 1, 1, 1)),
+        ([1e30, 1.0, 1.0], 6.0, (0, 1, 1, 1)),  # the loss is Inf
     ],
 )
 def test_it_is_a_loop_by_hand_bit_for_bit(way, x, scale, counts):
@@ -228,4 +227,4 @@ def test_under_shard_map(check, names):
     assert bits((loss[0], grads)) == bits(jax.jit(jax.value_and_grad(loss_fn))(W, X))
     assert (bool(finite), numbers(scaler.state)) == (True, (2.0**16, 1, 0, 0, 0))
     *_, scaler, finite = jax.jit(run)(GradScaler(), W, X.at[1].set(jnp.nan))
-    assert (bool(finite), numbers(scaler.state)) == (False, (2.0**16, 0, 1, 1, 1))
+    assert (bool(finite), numbers(scaler.state)) == (False, (2.0**15, 0, 1, 1, 1))

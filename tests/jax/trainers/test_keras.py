@@ -125,6 +125,50 @@ def test_fit_gets_as_far_as_in_float32(dtype: str) -> None:
     assert kinds <= {"float32", "int32", "uint32"}
 
 
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+@pytest.mark.parametrize(
+    ("loss", "activation", "y"),
+    [
+        ("binary_crossentropy", "sigmoid", Y[:, :1] > 0),
+        ("categorical_crossentropy", "softmax", np.eye(4)[Y.argmax(1)]),
+        ("kl_divergence", "sigmoid", np.eye(4)[Y.argmax(1)]),
+    ],
+)
+def test_losses_of_certain_probabilities(
+    loss: str, activation: str, y: Any, policy: str, low: str
+) -> None:
+    """A low dtype makes them 1, whose complement has no logarithm."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((12,)), keras.layers.Dense(y.shape[1], activation=activation)]
+    )
+    model.set_weights([8 * weight for weight in model.get_weights()])
+    model.compile("sgd", loss, metrics=["mae"])
+    y = y.astype("float32")
+    exact = model.evaluate(X, y, verbose=0)
+    polymp.keras.use(model, policy=policy, dtype=low)
+    assert model.evaluate(X, y, verbose=0) == pytest.approx(exact, rel=0.02)
+
+
+def test_a_classifier_gets_as_far_as_in_float32() -> None:
+    def last(*policy: str) -> float:
+        keras.utils.set_random_seed(0)
+        up = keras.layers.Dense(16, activation="relu")
+        model = keras.Sequential([keras.Input((12,)), up, keras.layers.Dense(1, "sigmoid")])
+        model.compile(keras.optimizers.Adam(0.1), "binary_crossentropy", metrics=["accuracy"])
+        if policy:
+            polymp.keras.use(model, policy=policy[0])
+        return fit_to(model, (Y[:, 0] > 0).astype("float32"))
+
+    assert last("amp") == pytest.approx(last(), rel=0.05)
+
+
+def fit_to(model: Any, y: Any) -> float:
+    """The last loss."""
+    return model.fit(X, y, 16, 15, verbose=0, shuffle=False).history["loss"][-1]
+
+
 def test_evaluate_and_predict_are_in_the_region() -> None:
     model = made()
     exact, off = model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0)

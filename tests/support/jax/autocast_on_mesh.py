@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from polymp.jax import autocast, lower
@@ -159,6 +159,17 @@ def main() -> None:
             found[f"{name}-donated"]["deleted"] = all(
                 leaf.is_deleted() for leaf in jax.tree.leaves(copies)
             )
+            # The function runs with axes of the other type, its arguments come with these.
+            if explicit:
+                other = partial(auto_axes, out_sharding=P())
+                inner = loss
+            else:
+                other = partial(explicit_axes, in_sharding=(specs, P("data", None)))
+                inner = partial(loss, out_sharding=P("data", None))
+            inside, outside = autocast(other(inner)), other(autocast(inner))
+            found[f"{name}-axes-inside"] = seen(jax.jit(jax.grad(inside)), plain, params, x)
+            found[f"{name}-axes-eager"] = seen(jax.grad(inside), plain, params, x)
+            found[f"{name}-axes-outside"] = seen(jax.jit(jax.grad(outside)), plain, params, x)
     print(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ size of its dtype's roundoff, which shows how far roundings may carry.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +39,10 @@ LOW_OPS = frozenset({"dot", "inner", "compose"})
 FLOAT32_OPS = frozenset(
     {"decay", "log", "inverse", "norm", "softmax", "log_softmax", "standardize", "cumsum"}
 )
-# Jitted functions, like the program's own: they see their operands as those are.
-HELPERS = frozenset({"where", "log_softmax", "standardize", "cumsum"})
 # "What only float32 ops read is computed in float32": one value, element by element or chosen.
 ELEMENTWISE = frozenset(
-    """tanh sin neg relu shift masked times plus clip scaled add sub mul max select bias gain turn
-    tame""".split()
+    """tanh sin neg relu shift masked times plus clip scaled add sub mul max select where bias gain
+    turn tame""".split()
 )
 LAYOUT = frozenset({"turn", "rev"})  # an array that is moved is what it was
 SPREAD = frozenset({"inner"})  # a product that is broadcast, to which no bias is added
@@ -162,16 +160,16 @@ class _Planner:
         return name
 
     def flat(self, block: Block, region: Region) -> list[tuple[Op | Do, Region]]:
-        """A block's steps, with those of vmaps and regions in their place."""
+        """A block's steps, with those of jits, vmaps and regions in their place."""
         steps: list[tuple[Op | Do, Region]] = []
         for step in block.steps:
-            if isinstance(step, Op) or step.kind in (*LOOPS, *CALLS, *WITH_RULES, "switch"):
+            if isinstance(step, Op) or step.kind in (*LOOPS, "remat", *WITH_RULES, "switch"):
                 steps.append((step, region))
                 continue
             (inner,) = step.blocks
             self.alias.update(zip(inner.params, step.args, strict=True))
             there = step.option if step.kind == "nested" else step.kind
-            steps.extend(self.flat(inner, region if step.kind == "vmap" else there))
+            steps.extend(self.flat(inner, region if step.kind in ("jit", "vmap") else there))
             self.alias.update(zip(step.targets, inner.results, strict=True))
         return steps
 
@@ -187,7 +185,7 @@ class _Planner:
             steps.append(made)
         results = tuple(map(self.name, block.results))
         if self.rules.pulls():
-            self.pull(steps, results, kinds)
+            self.pull(steps, zip(results, wanted or [None] * len(results), strict=True), kinds)
         return Planned(block.params, steps, results, kinds, wanted)
 
     def op(self, step: Op, region: Region, kinds: Kinds) -> Step:
@@ -230,14 +228,18 @@ class _Planner:
                 break
             carry = wider
         made = tuple(k.dtype for k in planned.outs()[len(carry) :])
-        planned = planned._replace(wanted=(*carry, *made))
+        planned = self.plan(block, region, {**inside, **state}, (*carry, *made))
         kinds.update(zip(step.targets, planned.outs(), strict=True))
         return Step(step, region, None, (planned,), carry)
 
-    def pull(self, steps: list[Step], results: tuple[str, ...], kinds: Kinds) -> None:
+    def pull(
+        self, steps: list[Step], results: Iterable[tuple[str, str | None]], kinds: Kinds
+    ) -> None:
         """Compute in float32 what only float32 ops read, from the last step to the first."""
         up: set[str] = set()
-        other = set(results)
+        other: set[str] = set()
+        for name, dtype in results:
+            (up if dtype == "float32" and kinds[name].low else other).add(name)
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
             if isinstance(step.of, Op):
@@ -255,9 +257,7 @@ class _Planner:
         of = step.of
         if isinstance(of, Op):
             names = [self.name(a) for a in of.args]
-            as_is = of.name in HELPERS if step.region == "off" else of.name in ("where", "rev")
-            if of.name in ("masked", "explicit") and step.region != "off":
-                as_is = True  # the comparison, the cast
+            as_is = step.region != "off" and of.name in ("rev", "explicit")
             return [(name, None if as_is else step.run) for name in names]
         off = of.kind == "while" and step.region == "off"
         inner = [(self.name(n), "float32" if off else None) for n in free(*of.blocks)]

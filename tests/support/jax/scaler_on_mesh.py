@@ -170,6 +170,54 @@ def replicated(sick: Any) -> dict[str, Any]:
     return found
 
 
+def fully_sharded() -> dict[str, Any]:
+    """One parameter in pieces over the devices beside one that is whole on each, as in FSDP."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, specs = {"w": jnp.ones(8), "b": jnp.float32(0)}, {"w": P("data"), "b": P()}
+
+    def loss_fn(p: Any, x: Any) -> Any:
+        w = jax.lax.all_gather(p["w"], "data", tiled=True)
+        return jax.lax.pmean((x @ w + p["b"]).sum(), "data")
+
+    def minus(p: Any, g: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, p, g)
+
+    def by_step(scaler: GradScaler, p: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(p)
+        return scaler.step(grads, lambda g, p: minus(p, g), p)
+
+    def by_value_and_grad(scaler: GradScaler, p: Any, x: Any) -> Any:
+        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(p, x)
+        return jax.tree.map(lambda new, p: jnp.where(finite, new, p), minus(p, grads), p), scaler, 0
+
+    def by_scaled(scaler: GradScaler, p: Any, x: Any) -> Any:
+        tx = scaled(optax.sgd(1.0), scaler)
+        state = tx.init(p)
+        grads = jax.grad(lambda p: state.scaler.scale(loss_fn(p, x)))(p)
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state.scaler, 0
+
+    def by_linen(scaler: GradScaler, p: Any, x: Any) -> Any:
+        state = TrainState.create(apply_fn=None, params=p, tx=optax.sgd(1.0))
+        _, state, scaler, _ = linen_train_step(scaler, state, loss_fn, x)
+        return state.params, scaler, 0
+
+    found = {}
+    for way in (by_step, by_value_and_grad, by_scaled, by_linen):
+        run = jax.shard_map(
+            lambda *args, way=way: way(*args)[:2],
+            mesh=mesh,
+            in_specs=(P(), specs, P("data")),
+            out_specs=(specs, P()),
+        )
+        for kind, value in (("sick", jnp.inf), ("healthy", 1.0)):
+            x = jnp.ones((8, 8)).at[SICK, SICK].set(value)
+            p, scaler = jax.jit(run)(GradScaler(8.0, growth_interval=1), params, x)
+            each = p["w"].tolist(), float(p["b"]), float(scaler.state.scale)
+            found[f"fully-sharded-{way.__name__}-{kind}"] = each
+    return found
+
+
 def pmaps(sick: Any) -> dict[str, Any]:
     found = {}
     for name, arguments in (("found", {}), ("named", {"axis_names": "data"})):
@@ -226,6 +274,7 @@ def main() -> None:
             | explicit()
             | partly_manual(sick)
             | replicated(sick)
+            | fully_sharded()
             | pmaps(sick)
             | meshes()
         )

@@ -32,6 +32,7 @@ FLOAT32 = {
     "exp": "exp",
     "exp2": "exp, of another base",
     "expm1": "expm1",
+    "integer_pow": "pow, reciprocal",
     "log": "log, log10, log2",
     "log1p": "log1p, softplus",
     "pow": "pow",
@@ -39,6 +40,7 @@ FLOAT32 = {
     "reduce_sum": "sum, norm, losses, layer_norm",
     "rsqrt": "rsqrt, layer_norm",
     "sinh": "sinh",
+    "square": "pow",
     "tan": "tan",
 }
 
@@ -133,8 +135,6 @@ def _judge(site: Site, run: str) -> Violation | None:
         return None
     if site.op in FLOAT32 and low:
         return Violation("float32", site)
-    if site.op == "integer_pow" and low and site.params["y"] < 0:  # torch's reciprocal
-        return Violation("float32", site)
     if site.op in CONTRACTIONS and "float32" in site.operands and not _asked(site.params):
         # One float32 operand is enough: the low one was cast up for it.
         if set(site.operands) & {"float64", "complex64", "complex128"}:
@@ -146,7 +146,7 @@ def _judge(site: Site, run: str) -> Violation | None:
 def _derived(site: Site) -> bool:
     if site.op == "convert_element_type":
         return site.transposed
-    return site.differentiated and site.op in (*LINEAR, "integer_pow")
+    return site.differentiated and site.op in (*LINEAR, "integer_pow", "square")
 
 
 def _judge_ours(site: Site, run: str) -> Violation | None:

@@ -20,8 +20,8 @@ def inside(
     region = Region("torch", device, enabled, dtype, cache, policy)
     kernel_registry.prepare(region)
     ticket = regions.ticket(region)
-    regions.enter(ticket)
+    regions.enter(ticket, region)
     try:
         yield region
     finally:
-        regions.leave(ticket)
+        regions.leave(ticket, regions.stack.frames)

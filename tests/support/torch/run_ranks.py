@@ -27,7 +27,7 @@ class Plant(NamedTuple):
 
     Attributes:
         what: a value for one element of a gradient, "loss" to multiply the loss by NaN, or "apart"
-            to add NaN to it, which would leave the gradients finite.
+            to add NaN to it, which leaves the gradients finite.
         where: the parameter's name.
         rank: the only one that sees it.
     """

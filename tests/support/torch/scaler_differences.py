@@ -103,21 +103,20 @@ def one_step(
 
 
 @program
-def loss_not_finite(amp: Amp) -> list[Any]:
-    """Gradients of 1 under a loss of Inf; gradients of NaN under a loss of NaN."""
-    alone = one_step(amp, lambda p: p.sum() + INF)
-    both = one_step(amp, lambda p: (p * float("nan")).sum())
-    return [*alone, *both]
-
-
-@program
-def gradients_of_a_loss_that_is_not_finite(amp: Amp) -> list[str]:
-    """Return the gradients that backward leaves; the step is skipped."""
-    p = torch.ones(2, requires_grad=True)
-    loss = (p * torch.tensor([INF, 1.0])).sum()
-    amp.GradScaler("cpu", init_scale=8.0).scale(loss).backward()
-    assert p.grad is not None
-    return [repr(x) for x in p.grad.tolist()]
+def backward_after_update_of_losses_in_a_list(amp: Amp) -> Any:
+    """Two losses and optimizers; the first one overflows, the second one has a gradient of 1."""
+    params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in params]
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    losses = scaler.scale([(params[0] * INF).sum(), params[1].sum()])
+    for loss, optimizer in zip(losses, optimizers, strict=True):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+        scaler.step(optimizer)
+        scaler.update()
+    return params[1].item()
 
 
 def overflow(p: torch.Tensor) -> torch.Tensor:
@@ -200,10 +199,13 @@ def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
 
 @program
 def optimizer_without_gradients(amp: Amp) -> Any:
-    scaler, step = scaled(amp)
-    step()
-    idle = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    """An idle optimizer beside one with a gradient."""
+    p, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    idle, busy = torch.optim.SGD([other], lr=1.0), torch.optim.SGD([p], lr=1.0)
     said = scaler.step(idle)
+    scaler.step(busy)
     scaler.update()
     return [said, scaler.get_scale(), scaler._get_growth_tracker()]
 

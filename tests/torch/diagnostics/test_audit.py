@@ -340,7 +340,6 @@ def test_what_has_no_numbers_to_measure_is_passed_over() -> None:
 
     with audit() as found:
         torch.ones(0, 3) * 2
-        torch.ones(2, dtype=torch.complex64) * 2
         torch.ones(2, dtype=torch.int32) * 2
         torch.ones(3, device="meta") * 2
         torch.eye(3).to_sparse() * 2

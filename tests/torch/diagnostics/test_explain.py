@@ -475,3 +475,18 @@ def test_scopes_are_as_they_were_after_an_error() -> None:
 def test_a_policy_with_paths_needs_a_module() -> None:
     with pytest.raises(PolicyError, match="has rules for modules"):
         explain(torch.relu, torch.ones(2), dtype="bfloat16", policy=HEAD)
+
+
+@pytest.mark.parametrize("title", MODELS)
+def test_inference_mode_counts_as_no_grad_does(title: str) -> None:
+    if "LSTM" in title or title == "cells":
+        need_lstm(BF16)
+    counted = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        module, inputs = made(title)
+        with mode():
+            report = explain(module.eval(), *inputs, dtype=BF16, policy="amp")
+        rows = [(c.op, c.run, c.casts, c.cast_bytes, c.saved, c.flops) for c in report]
+        counted.append((report.casts, report.cast_bytes, report.saved, sorted(rows, key=str)))
+    assert counted[0] == counted[1]
+    assert counted[0][3], "nothing is seen"

@@ -37,6 +37,7 @@ def operand(t: torch.Tensor, name: str = "") -> Operand:
         sum(map(math.isinf, sizes)) / len(sizes),
         sum(map(math.isnan, sizes)) / len(sizes),
         name,
+        pytest.approx(sum(x < 0 for x in t.flatten().tolist()) / len(sizes)),
     )
 
 

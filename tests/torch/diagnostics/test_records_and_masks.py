@@ -105,6 +105,88 @@ def test_a_mask_that_float16_rounds_to_inf_is_no_fault() -> None:
     assert locate(lambda: 1 / (scores.half() * 1e4)) is not None, "x / Inf hides an overflow"
 
 
+def spread(p: torch.Tensor) -> torch.Tensor:
+    return (p.half() - p.half().mean()) / (p.half().std() + 1e-8)
+
+
+SCALED: dict[str, tuple[Any, torch.Tensor, bool]] = {
+    "a quotient": (lambda p: p.half() / (p.half().abs().amax() + 1e-8), torch.zeros(3, 4), True),
+    "a root": (lambda p: (p.half() + 1e-12).sqrt(), torch.zeros(3, 4), True),
+    "a spread": (spread, torch.ones(3, 4), False),
+    "two products": (lambda p: (p.half() * 3e4).float() * 1e6, torch.zeros(3, 4), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler has no effect")
+@pytest.mark.parametrize("name", SCALED)
+def test_suggestions_end(name: str) -> None:
+    """Each is followed; a scale is not halved again and again: that which fits was measured."""
+    forward, x, helps = SCALED[name]
+    policy, scale, dtype, seen = polymp.policy("torch-cpu"), 2.0**16, torch.float16, list[Any]()
+    for _ in range(8):
+        p, scaler = (
+            nn.Parameter(x.clone()),
+            GradScaler("cpu", init_scale=scale, dtype=torch.float16),
+        )
+        with audit(None, scaler) as found:
+            with autocast("cpu", dtype, policy=policy):
+                loss = forward(p).sum().float()
+            scaler.scale(loss).backward()
+        suggestion = found.suggest(policy)
+        seen.append(suggestion)
+        if not suggestion:
+            break
+        policy, scale = suggestion.apply(policy), suggestion.init_scale or scale
+        dtype = torch.bfloat16 if suggestion.dtype else dtype
+    assert not seen[-1]
+    assert sum(one.init_scale is not None for one in seen) <= 2
+    assert bool(p.grad.isfinite().all()) == helps
+    assert helps or seen[-1].reasons[0].endswith("change it.")
+
+
+def test_a_step_that_is_healthy_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert locate(lambda: torch.ones(3) * 2) is None
+    assert capsys.readouterr().err == "locate: all values that the step made are finite\n"
+    assert locate(lambda: torch.ones(3) / 0) is not None
+    assert not capsys.readouterr().err
+
+
+def triangle() -> torch.Tensor:
+    return torch.full((4, 4), -torch.inf).triu(1)
+
+
+MASKED: dict[str, Any] = {
+    "masked_fill": lambda s: s.masked_fill(triangle() < 0, -torch.inf),
+    "where": lambda s: torch.where(triangle() < 0, -torch.inf, s),
+    "add": lambda s: s + triangle().to(s.dtype),
+    "index_put": lambda s: s.clone().index_put_((triangle() < 0,), torch.tensor(-torch.inf).to(s)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mask", MASKED)
+def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(mask: str, dtype: Any) -> None:
+    """They are in no row, and put none in front; those that a dtype made are, and do."""
+    net, x = nn.Linear(4, 4), torch.randn(4, 4)
+
+    def step(size: float) -> torch.Tensor:
+        with autocast("cpu", dtype):
+            loss = MASKED[mask](net(x) * size).softmax(-1).square().sum()
+        loss.backward()
+        return loss
+
+    with audit(net) as found:
+        step(1.0)
+    assert not [m for m in found.results if m.magnitudes.inf or m.magnitudes.shares(dtype).overflow]
+    assert "Inf" not in str(found).partition("here")[2]
+    assert found.fault is None
+    assert not found.suggest()
+    if dtype == torch.float16:
+        with audit(net) as found:
+            step(1e6)
+        assert [m.op for m in found.results if m.magnitudes.burst] == ["mul"]
+
+
 def test_the_fitting_scale_is_of_gradients_that_float16_holds() -> None:
     """A float32 gradient of 2**20 does not keep the scale down."""
     net, x = nn.Linear(4, 1), torch.ones(1, 4)

@@ -250,3 +250,23 @@ def test_arguments_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"mixed_precision\(\): dtype 'float32' is not"):
         mixed_precision(dtype="float32")
+
+
+@pytest.mark.parametrize("frozen", ["", "blocks.0", "blocks.1", "head"])
+def test_parameters_that_are_frozen_at_first_and_unfrozen_later(alone: None, frozen: str) -> None:
+    """Though all of a group were frozen in its first forward, the gradients are the region's."""
+    ids, plain = data(), made()
+    sharded = shard(copy.deepcopy(plain), "lean")
+    for model in (plain, sharded):
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.startswith(frozen))
+        if frozen:
+            step(model, ids, "lean")
+        else:
+            with torch.no_grad(), autocast("cpu", BF16, policy="lean"):
+                model(ids[:, :-1])
+        for p in model.parameters():
+            p.requires_grad_(True)
+        model.zero_grad()
+        step(model, ids, "lean")
+    assert all(map(torch.equal, gradients(sharded), gradients(plain)))

@@ -347,3 +347,43 @@ def test_pinned_twice_is_refused() -> None:
     )
     assert type(model[0]) is nn.Linear
     assert floats(model) == {FP32}
+
+
+class Metric(nn.Module):
+    """As torchmetrics' Metric: states that are no buffers, and stay what they are in a cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.total = torch.zeros(2)
+        self.applied: list[Any] = []
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], exclude: str = "") -> Any:
+        super()._apply(fn)
+        self.applied.append(fn)
+        casts = ("Module.type", "Module.half", "Module.float", "Module.double", "Module.bfloat16")
+        if not any(name in str(fn) for name in casts):
+            self.total = fn(self.total)
+        return self
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double", "type"])
+def test_a_module_sees_the_function_that_torch_applies(cast: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Metric())
+    pin(model, "float32")
+    arguments = [torch.float16] if cast == "type" else []
+    getattr(model, cast)(*arguments)
+    assert model[1].total.dtype is FP32
+    assert floats(model) == {FP32}
+    sentinel: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.half()  # noqa: E731
+    model._apply(sentinel)
+    assert model[1].applied[-1] is sentinel
+    assert floats(model) == {FP32}
+    assert model.to("meta")[1].total.device.type == "meta"
+
+
+def test_memory_is_made_for_a_pinned_module() -> None:
+    """`to_empty` passes an argument by name."""
+    model = nn.Linear(2, 2, device="meta")
+    pin(model, "float32")
+    assert model.to_empty(device="cpu").weight.device.type == "cpu"

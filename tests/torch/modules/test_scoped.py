@@ -28,8 +28,10 @@ from tests.support import forks
 from tests.support.threads import in_threads
 from tests.support.torch.compiled import Count
 from tests.support.torch.inside import inside
+from tests.support.torch.interrupts import at_every_line, interrupted
 from tests.support.torch.ranks import launch
 from tests.support.torch.scoped_model import HEAD, Model, seeded
+from tests.torch.conftest import state
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -696,3 +698,39 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     assert scoped_first == scoped_after == by_hand
     assert {dtype for dtype, _ in by_hand} == {"torch.float32"}
     assert by_hand[0] != by_hand[1]
+
+
+def test_an_interrupt_leaves_a_model_scoped_with_a_handle_or_not_at_all() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    policy = polymp.policy("amp").override(scopes={"1": {"linear": "fp32"}})
+    with scoped(model, policy):  # kernels are registered
+        pass
+    classes, data = [type(m) for m in model.modules()], [dict(vars(m)) for m in model.modules()]
+    lines = set()
+    for line in at_every_line(lambda at: interrupted(lambda: scoped(model, policy), at)):
+        lines.add(line)
+        assert [type(m) for m in model.modules()] == classes, line
+        assert [dict(vars(m)) for m in model.modules()] == data, line
+    assert len(lines) > 40
+
+
+def test_an_interrupt_in_a_scoped_call_restores_the_policies_around() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    x, found, lines = torch.ones(2, 4), state(), set()
+
+    def run(at: int) -> None:
+        with autocast("cpu", dtype=BF16):
+            interrupted(lambda: model(x), at)
+
+    with scoped(model, polymp.policy("amp").override(scopes={"1": {"linear": "fp32"}})):
+        for line in at_every_line(run):
+            lines.add(line)
+            assert state() == found, line
+    assert len(lines) > 20
+
+
+def test_a_warning_that_is_an_error_leaves_no_scopes() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PolicyWarning, match="has rules for paths that no module"):
+        scoped(model, polymp.policy("amp").override(scopes={"heda": {"linear": "fp32"}}))
+    assert type(model) is nn.Linear

@@ -279,8 +279,14 @@ def test_no_gradient_is_no_step_and_no_count(fused) -> None:
     before = scaler.state_dict()
     assert scaler.step(optimizer) is None
     assert bool(scaler.step_skipped(optimizer))  # it was not taken
-    scaler.update()
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+    other = torch.ones(2, requires_grad=True)  # one with a gradient beside it, and all is well
+    other.grad = torch.ones(2)
     assert scaler.state_dict() == before
+    scaler.step(torch.optim.SGD([other], lr=1.0, fused=fused))
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1
     assert p.tolist() == [1.0, 1.0]
     assert not bool(scaler.found_inf(optimizer))
 

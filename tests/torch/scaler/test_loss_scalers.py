@@ -255,10 +255,21 @@ def test_no_gradient_is_no_step(kind) -> None:
     other = torch.ones((), requires_grad=True)
     run.scalers.backward(run.optimizer, a=other * 2)
     assert run.scalers.step(run.optimizer) is None
-    run.scalers.update()
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        run.scalers.update()
     assert run.bits() == before
     assert bool(run.scalers.step_skipped(run.optimizer))
     assert run.scalers["a"]._get_growth_tracker() == 0
+
+
+@every
+def test_a_loss_without_gradients_beside_one_with_them_keeps_its_scale(kind) -> None:
+    run = Run(kind)
+    other = torch.ones((), requires_grad=True)
+    run.scalers.backward(run.optimizer, a=other * 2, b=run.w.sum())
+    run.scalers.step(run.optimizer)
+    run.scalers.update()
+    assert [run.scalers[name]._get_growth_tracker() for name in "ab"] == [0, 1]
 
 
 def test_disabled_everything_passes_through() -> None:
@@ -428,7 +439,7 @@ def test_a_scaler_for_each_optimizer_is_two_scalers() -> None:
 @every
 @pytest.mark.parametrize("wide", [True, False], ids=["overflows", "fits"])
 def test_true_gradients_that_overflow_only_in_their_sum_are_a_skip(kind, wide) -> None:
-    """No scale is to blame: none backs off."""
+    """It counts for each of the losses."""
     w = torch.ones(2, requires_grad=True)
     optimizer = KINDS[kind]([w])
     asked = {"skip_on": "device"} if kind == "undone" else {}
@@ -442,5 +453,5 @@ def test_true_gradients_that_overflow_only_in_their_sum_are_a_skip(kind, wide) -
     assert w.isfinite().all()
     assert int(scalers.skipped_steps) == wide
     for scaler in scalers.values():
-        assert scaler.get_scale() == 2.0**-4
-        assert scaler.state_dict()["spoiled"] == wide
+        assert scaler.get_scale() == 2.0 ** (-5 if wide else -4)
+        assert scaler.state_dict()["skips"] == wide

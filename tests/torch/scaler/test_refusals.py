@@ -117,7 +117,8 @@ def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
     assert scaler.step(optimizer) is None
     assert (w.tolist(), dict(optimizer.state)) == ([1.0, 1.0], {})
     assert scaler.step_skipped(optimizer)
-    scaler.update()
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
     assert scaler.state_dict() == before
     scaler.step(sgd())  # another one goes on
     scaler.update()

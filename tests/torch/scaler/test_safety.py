@@ -105,16 +105,40 @@ def test_a_quotient_that_overflows_is_a_skip(by) -> None:
 
 @everywhere
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_a_lost_loss_skips_and_leaves_scale_and_tracker(by, value) -> None:
+def test_a_lost_loss_backs_off_and_is_counted_apart(by, value) -> None:
     run = Run(by)
     run.iterate(1.0)
     before = run.w.detach().clone()
     run.iterate(value)
     assert torch.equal(run.w, before)
     keys = "scale", "_growth_tracker", "skips", "spoiled", "skipped"
-    assert [run.state[k] for k in keys] == [8.0, 1, 1, 1, 1]
+    assert [run.state[k] for k in keys] == [4.0, 0, 1, 1, 1]
     run.iterate(1.0)
-    assert [run.state[k] for k in keys] == [8.0, 2, 0, 0, 1]
+    assert [run.state[k] for k in keys] == [4.0, 1, 0, 0, 1]
+
+
+@everywhere
+def test_five_hundred_lost_losses_end_at_the_lower_bound(by) -> None:
+    run = Run(by, on_stuck=lambda report: None)
+    for _ in range(500):
+        run.iterate(NAN)
+    assert [run.state[k] for k in ("scale", "spoiled")] == [scale_rule.SMALLEST, 500]
+    run.iterate(0.5)
+    assert run.w.isfinite().all()
+
+
+@everywhere
+def test_a_lost_loss_with_finite_gradients_is_a_good_step_as_in_torch(by) -> None:
+    options, make = DECIDERS[by]
+    seen = []
+    for scaler in (GradScaler("cpu", 8.0, **options), torch.amp.GradScaler("cpu", 8.0)):
+        w = torch.ones(2, requires_grad=True)
+        optimizer = make([w])
+        scaler.scale(w.sum() + INF).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((w.tolist(), scaler.get_scale(), scaler._get_growth_tracker()))
+    assert seen == [([0.5, 0.5], 8.0, 1)] * 2
 
 
 @everywhere
@@ -141,7 +165,7 @@ def test_one_lost_loss_among_three_microbatches_spoils_the_step(by, at) -> None:
     before = run.w.detach().clone()
     run.iterate(*(NAN if i == at else 1.0 for i in range(3)))
     assert torch.equal(run.w, before)
-    assert (run.state["scale"], run.state["spoiled"]) == (8.0, 1)
+    assert (run.state["scale"], run.state["spoiled"]) == (4.0, 1)
     run.iterate(1.0, 1.0, 1.0)  # and nothing of it is left in the next
     assert torch.equal(run.w, before - 1.5)
 
@@ -212,7 +236,7 @@ def test_a_lost_loss_skips_the_optimizers_whose_gradients_come_from_it() -> None
     scaler.update()
     assert [w.tolist() for w in weights] == [[0.5, 0.5], [1.0, 1.0]]
     assert [bool(scaler.step_skipped(optimizer)) for optimizer in optimizers] == [False, True]
-    assert [scaler.state_dict()[k] for k in ("scale", "skips", "spoiled")] == [8.0, 1, 1]
+    assert [scaler.state_dict()[k] for k in ("scale", "skips", "spoiled")] == [4.0, 1, 1]
 
 
 def given_up(kind: Any, options: dict[str, Any], make: Any, when: str) -> tuple[list[float], Any]:

@@ -61,13 +61,10 @@ def on_device(
     for at, (found, loss) in enumerate(history):
         if loss is not None:
             bad.fill_((1.0, math.nan)[at % 2] if loss else 0.0)
-        given = [None if loss is None else bad]
+        given = [] if way is scale_update._by_kernel else [None if loss is None else bad]
         if way is not scale_update._by_rule:
-            given.append(
-                bars
-                if way is scale_update._by_kernel or scale_update.regular(rule, state)
-                else None
-            )
+            by_kernel = way is not scale_update.update or scale_update.regular(rule, state)
+            given.append(bars if by_kernel else None)
         way(rule, scale, tracker, counts, torch.tensor(float(found)), *given)
         bad.zero_()
         seen.append(scale_update.state_of(scale.item(), tracker.item(), *counts.tolist()))
@@ -123,11 +120,12 @@ def test_the_kernel_is_kept_from_what_it_cannot_do(monkeypatch: pytest.MonkeyPat
 
 
 def forgets_the_loss(rule: Any, *state: Any) -> None:
-    scale_update._by_kernel(rule, *state[:-2], None, state[-1])
+    scale_update._by_kernel(rule, *state[:-2], scale_update.new_bars(torch.device("cpu"))[0])
 
 
 def forgets_the_bounds(rule: ScaleRule, *state: Any) -> None:
-    scale_update._by_kernel(rule._replace(min_scale=SMALLEST, max_scale=LARGEST), *state)
+    rule = rule._replace(min_scale=SMALLEST, max_scale=LARGEST)
+    scale_update._by_kernel(rule, *state[:-2], state[-1])
 
 
 def by_equality(

@@ -1,0 +1,151 @@
+"""What adds up is arithmetic, and a product that adds nothing up is no matrix product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polymp
+from tests.conftest import FRAMEWORKS, need
+from tests.support import frameworks
+
+N = 4096
+FP32 = polymp.policy({"name": "all in float32", "rules": {"all": "fp32"}})
+
+
+def in_region(framework: str, fn: Any, policy: Any) -> Any:
+    """A function in a bfloat16 region of a policy."""
+    if framework == "torch":
+        import torch
+
+        from polymp.torch import autocast
+
+        return autocast("cpu", torch.bfloat16, policy=policy)(fn)
+    from polymp.jax import autocast as transformed
+
+    return transformed(fn, dtype="bfloat16", policy=policy)
+
+
+def scatters(framework: str) -> dict[str, Any]:
+    """Functions of a zero and N numbers, by name, that add the numbers up in the zero's place."""
+    if framework == "torch":
+        import torch
+
+        at = torch.zeros(N, dtype=torch.long)
+        return {
+            "index_add": lambda zero, x: zero.index_add(0, at, x),
+            "index_put": lambda zero, x: zero.index_put((at,), x, accumulate=True),
+            "put": lambda zero, x: zero.put(at, x, accumulate=True),
+            "scatter_add": lambda zero, x: zero.scatter_add(0, at, x),
+            "scatter_reduce": lambda zero, x: zero.scatter_reduce(0, at, x, "sum"),
+        }
+    import jax
+
+    at = np.zeros(N, int)
+    return {
+        "add": lambda zero, x: zero.at[at].add(x),
+        "subtract": lambda zero, x: -zero.at[at].subtract(x),
+        "segment_sum": lambda zero, x: jax.ops.segment_sum(x, at, 1),
+    }
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("policy", [FP32, "matmul"], ids=str)
+def test_summing_scatters_are_arithmetic(framework: str, policy: Any) -> None:
+    """In bfloat16 the sum of 4,096 times 0.01 ends at 4."""
+    need(framework)
+    fw: Any = frameworks.load(framework)
+    zero, numbers = fw.array([0.0], "bfloat16"), fw.array([0.01] * N, "bfloat16")
+    found = {
+        name: in_region(framework, fn, policy)(zero, numbers)
+        for name, fn in scatters(framework).items()
+    }
+    assert {name: fw.dtype(x) for name, x in found.items()} == dict.fromkeys(found, "float32")
+    for name, x in found.items():
+        assert float(fw.numbers(x)[0]) == pytest.approx(41.0, rel=0.01), name
+
+
+POSITIONS = np.arange(4096.0)
+RATES = 10000 ** -(np.arange(0, 64, 2) / 64)
+
+MULTIPLIES = {  # as torch and jax.numpy spell it, of positions and rates
+    "einsum": lambda xp, p, r: xp.einsum("n,d->nd", p, r),
+    "einsum of one term": lambda xp, p, r: xp.einsum("i , j", p, r),
+    "einsum without a sum": lambda xp, p, r: xp.einsum("nd,d->nd", xp.stack([p] * 32, 1), r),
+    "@": lambda xp, p, r: p[:, None] @ r[None],
+    "matmul in a batch": lambda xp, p, r: xp.matmul(p[None, :, None], r[None, None])[0],
+    "tensordot": lambda xp, p, r: xp.tensordot(p, r, 0),
+    "outer": lambda xp, p, r: xp.outer(p, r),
+    "kron": lambda xp, p, r: xp.kron(p[:, None], r[None]),
+}
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
+def test_a_product_that_sums_over_nothing_is_not_lowered(framework: str, policy: str) -> None:
+    """Rotary angles: in bfloat16 they are wrong by up to 14."""
+    need(framework)
+    fw: Any = frameworks.load(framework)
+    xp = __import__("torch") if framework == "torch" else __import__("jax.numpy").numpy
+    arrays = fw.array(POSITIONS, "float32"), fw.array(RATES, "float32")
+    exact = np.outer(POSITIONS, RATES)
+    for name, fn in MULTIPLIES.items():
+        angles = in_region(framework, lambda p, r, fn=fn: fn(xp, p, r), policy)(*arrays)
+        np.testing.assert_allclose(fw.numbers(angles), exact, rtol=1e-6, err_msg=name)
+    summed = in_region(framework, lambda p, r: xp.einsum("nd,nd->n", p, r), policy)
+    assert fw.dtype(summed(*(fw.array(np.ones((2, 2)), "float32"),) * 2)) == "bfloat16"
+
+
+def test_torchs_own_tables_lower_what_torch_lowers() -> None:
+    """Without a policy, and under the policies that are torch's tables."""
+    need("torch")
+    import torch
+
+    positions, rates = torch.tensor(POSITIONS).float(), torch.tensor(RATES).float()
+    for policy in (None, "torch-cpu", "torch-cuda"):
+        product = in_region("torch", lambda: positions[:, None] @ rates[None], policy)
+        assert product().dtype is torch.bfloat16
+
+
+def test_explain_says_that_nothing_is_added_up() -> None:
+    need("torch")
+    import torch
+
+    import polymp.torch
+
+    x = torch.ones(3)
+    product = in_region("torch", lambda: x[:, None] @ x[None], "amp")
+    assert "it adds nothing up" in str(polymp.torch.explain(product))
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
+def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: str, low: str) -> None:
+    """4,096 gradients of 0.01 for one row: torch's kernels for CPUs get to 4 in bfloat16."""
+    need("torch")
+    import torch
+
+    from polymp.torch import autocast
+
+    at = torch.zeros(N, dtype=torch.long)
+    reads = {
+        "x[at]": lambda x: x[at],
+        "x[at, at]": lambda x: x[at, at],
+        "embedding": lambda x: torch.nn.functional.embedding(at, x),
+        "take": lambda x: x.take(at),
+        "take_along_dim": lambda x: x.take_along_dim(at[:, None], 0),
+        "index_select": lambda x: x.index_select(0, at),
+        "gather": lambda x: x.gather(0, at[:, None]),
+    }
+    for name, read in reads.items():
+        leaf = torch.ones(2, 2, dtype=getattr(torch, low), requires_grad=True)
+        with autocast("cpu", getattr(torch, low), policy=policy):
+            y = read(leaf)
+            assert y.dtype is leaf.dtype, name
+        y.backward(torch.full_like(y, 0.01))
+        assert leaf.grad is not None
+        assert float(leaf.grad[0, 0]) == pytest.approx(0.01 * N, rel=0.01), name
+        with autocast("cpu", getattr(torch, low), policy=policy), torch.no_grad():
+            assert torch.equal(read(leaf), y), name

@@ -77,6 +77,13 @@ def columns(
     return made
 
 
+def needed(heads: Sequence[str], rows: Iterable[str | Sequence[str]]) -> int:
+    """The width of a table in which no cell is broken."""
+    cells = [heads, *(row for row in rows if not isinstance(row, str))]
+    wide = [max(map(len, column)) if any(column[1:]) else 0 for column in zip(*cells, strict=True)]
+    return _total({i: w for i, w in enumerate(wide) if w})
+
+
 def aligned(rows: Sequence[Sequence[str]], numeric: Container[int]) -> list[str]:
     """Lines of a table as wide as its cells need.
 
@@ -149,7 +156,7 @@ def _price(texts: Counter[str], width: int) -> int:
 def _torn(cell: str, width: int) -> int:
     """0 if every word of a cell fits, 1 if one is broken at a dash or a dot, 3 if elsewhere."""
     room = width - (len(cell) - len(cell.lstrip())) - _GAP
-    if max(map(len, cell.split())) <= room:
+    if max(map(len, cell.split()), default=room) <= room:
         return 0
     return 1 if max(len(match[0]) for match in _PART.finditer(cell)) <= room else 3
 

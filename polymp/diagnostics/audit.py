@@ -8,7 +8,8 @@
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from polymp.diagnostics import audit_plot, audit_text, suggest_fp8
+from polymp import text_table
+from polymp.diagnostics import audit_html, audit_plot, audit_text, page, suggest_fp8
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.fp8_loss import LIMIT
 from polymp.diagnostics.suggest import suggest
@@ -29,6 +30,7 @@ class Audit(AuditRecord):
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
+        rounding: True if rounding errors were measured.
         fp8: name of the recipe whose losses were measured, "" for none.
         fp8_losses: what each call site of a product would lose in 8 bits by that recipe.
     """
@@ -71,7 +73,14 @@ class Audit(AuditRecord):
             raise ValueError("nothing was measured: run a step in the audit's block first.")
         return suggest(self, "amp" if base is None else base)
 
-    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
+    def table(
+        self,
+        width: int | None = None,
+        *,
+        sort: str = "program",
+        fold: bool = True,
+        limit: int | None = None,
+    ) -> str:
         """Return the audit as the text that `print(audit)` shows.
 
         "layers.*.attn x24" are 24 modules with the same ops; the row has the largest magnitude of
@@ -84,14 +93,33 @@ class Audit(AuditRecord):
                 Inf, of these that become zero, of these that become subnormal; "largest" to put
                 those with the largest magnitudes first.
             fold: False to show equal layers one by one.
+            limit: how many rows to list: those that come first by `sort`, or by "cost".
 
         Returns:
             The text.
 
         Raises:
-            ValueError: `sort` is none of these three.
+            ValueError: `sort` is none of these three, or `limit` no positive number.
         """
-        return audit_text.audit_table(self, width, sort, fold)
+        return audit_text.audit_table(self, width, sort, fold, limit)
+
+    def to_html(
+        self, path: str | PathLike[str] | None = None, *, sort: str = "program", fold: bool = True
+    ) -> str:
+        """Return an HTML page: the same rows, to sort and to filter; see `Report.to_html`.
+
+        Args:
+            path: file to write it to as well, in UTF-8.
+            sort: as in `table`.
+            fold: False to show equal layers one by one.
+
+        Returns:
+            The page as text.
+
+        Raises:
+            ValueError: `sort` is none of the three.
+        """
+        return page.written(page.html(audit_html.page(self, sort, fold)), path)
 
     def plot(
         self,
@@ -131,11 +159,19 @@ class Audit(AuditRecord):
     def __str__(self) -> str:
         return audit_text.audit_table(self)
 
+    def __repr__(self) -> str:
+        rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
+        return f"Audit({text_table.plural(self.steps, 'step')}, {rows})"
+
+    def _repr_html_(self) -> str:
+        return page.framed(self.to_html(), "audit")
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
         return {
             "steps": self.steps,
             "scale": self.scale,
+            "rounding": self.rounding,
             "fitting_scale": self.fitting_scale(),
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],

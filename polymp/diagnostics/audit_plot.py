@@ -18,9 +18,11 @@ from polymp.diagnostics.audit_layers import Layer, layers
 from polymp.diagnostics.audit_order import SORTS, ordered
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
+from polymp.diagnostics.page import replacing
 from polymp.diagnostics.report_text import OUTSIDE, PROGRAM, check_sort
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
+from polymp.errors import escaped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +101,8 @@ def audit_figure(
         if path is not None:
             line.stage("writing the file", long=False)
             undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
-            figure.savefig(path, dpi=150, facecolor=look.page, metadata=undated)
+            with replacing(path) as beside:
+                figure.savefig(beside, dpi=150, facecolor=look.page, metadata=undated)
     return figure
 
 
@@ -137,7 +140,8 @@ def _figure(
         _shade(main, dtypes, look)
         _bands(main, found, look, line)
         _frame(main, span, len(rows), look)
-        main.set_yticks(range(len(rows)), names if at == 0 else [""] * len(rows), color=look.ink)
+        shown = names if at == 0 else [""] * len(rows)
+        main.set_yticks(range(len(rows)), shown, color=look.ink, parse_math=False)  # "$" is a sign
     _key(place(_EDGE, _BOTTOM + body + _GAP, left - _EDGE - 0.15, _KEY), look)
     steps = "1 step" if audit.steps == 1 else f"{audit.steps} steps"
     figure.text(
@@ -159,7 +163,7 @@ def _widest(names: Iterable[str]) -> float:
 
 def _label(row: Layer) -> str:
     """The name of a row; of a long one, its end."""
-    name, times = row.module or OUTSIDE, f" x{row.modules}" if row.modules > 1 else ""
+    name, times = escaped(row.module) or OUTSIDE, f" x{row.modules}" if row.modules > 1 else ""
     room = _LONGEST - len(times)
     if len(name) > room:
         end = name[1 - room :]

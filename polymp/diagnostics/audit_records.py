@@ -35,6 +35,10 @@ class Measured(NamedTuple):
         run: dtype of the results.
         magnitudes: of the results; of scaled gradients, divided by the scale.
         numbers: constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
+        rounding: its own rounding error: by how much the results differ from those of the same op
+            in float32 on the same inputs, the root of the sum of squares relative to that of the
+            float32 results; the largest of all calls. None if it was not measured.
+        drift: likewise, from the results of the same steps in float32 from their start.
     """
 
     op: str
@@ -47,6 +51,8 @@ class Measured(NamedTuple):
     run: str
     magnitudes: Magnitudes
     numbers: tuple[float, ...] = ()
+    rounding: float | None = None
+    drift: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return its numbers, with the shares in each dtype, as plain data."""
@@ -55,7 +61,7 @@ class Measured(NamedTuple):
         data = self._asdict() | {"row": str(self.row) if self.row else None}
         data["numbers"] = list(self.numbers)
         del data["magnitudes"]
-        kept = ("values", "largest", "inf", "nan", "burst", "vanished", "zeros")
+        kept = ("values", "largest", "inf", "nan", "burst", "vanished", "gone", "zeros")
         return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
 
 
@@ -79,14 +85,20 @@ def split(parameter: str) -> tuple[str, str]:
 
 
 def together(many: Sequence[Measured]) -> Measured:
-    """The first of some results, with the magnitudes and numbers of all of them."""
+    """The first of some results, with magnitudes and numbers of all, and the largest errors."""
     numbers = {number for m in many for number in m.numbers}
     found = joined(m.magnitudes for m in many)
-    return many[0]._replace(magnitudes=found, numbers=tuple(sorted(numbers)))
+    return many[0]._replace(
+        magnitudes=found,
+        numbers=tuple(sorted(numbers)),
+        rounding=max((m.rounding for m in many if m.rounding is not None), default=None),
+        drift=max((m.drift for m in many if m.drift is not None), default=None),
+    )
 
 
 def _alike(measured: Measured) -> Hashable:
-    return measured._replace(module="", magnitudes=_EMPTY), *_broken(measured.magnitudes)
+    same = measured._replace(module="", magnitudes=_EMPTY, rounding=None, drift=None)
+    return same, *_broken(measured.magnitudes)
 
 
 def _alike_gradient(measured: Measured) -> Hashable:
@@ -202,6 +214,7 @@ class AuditRecord:
         self.fault: Fault | None = None
         self.steps: int = 0
         self.scale: float = 1.0
+        self.rounding: bool = False
         self.fp8: str = ""
         self.fp8_losses: Sequence[Fp8Loss] = ()
 
@@ -210,6 +223,15 @@ class AuditRecord:
         """All gradients: those of parameters, and those that backward ops made."""
         made = [m for m in self.results if m.direction == "backward"]
         return [*self.gradients, *made]
+
+    def last_forward(self) -> Measured | None:
+        """The last result before the first backward op, which is mostly the loss; None of none."""
+        last = None
+        for m in self.results:
+            if m.direction == "backward":
+                break
+            last = m if m.direction == "forward" else last
+        return last
 
     def fitting_scale(self, dtype: object = "float16") -> float | None:
         """Return the largest loss scale at which no gradient overflows, with a factor 2 to spare.
@@ -237,20 +259,31 @@ class AuditRecord:
         return float(2.0 ** math.floor(math.log2(FORMATS[low].max / 2 / largest)))
 
     def lost_gradients(self, dtype: object = "float16", scale: float = 1.0) -> float:
-        """Return the share of gradient values that a dtype makes zero at a loss scale.
+        """Return the share of gradient values other than zero that a dtype makes zero.
+
+        Values that float16 made zero in the run, and about as many of those computed from them
+        as are zero for that reason, count as other than zero; at a scale up to the run's, as made
+        zero by float16.
 
         Args:
             dtype: by name or as a dtype object.
             scale: the loss scale, a power of two.
 
         Returns:
-            From 0 to 1.
+            From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
 
         Raises:
             TypeError: `dtype` is neither a string nor a dtype.
             ValueError: it is no float dtype that is known.
         """
+        low = dtype_name(dtype, what="lost_gradients(): dtype")
         rows = self.backward
         if not rows:
             return 0.0
-        return joined(m.magnitudes for m in rows).shares(dtype, scale).underflow
+        every = joined(m.magnitudes for m in rows)
+        gone = max(every.gone, every.vanished)
+        there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
+        if there == 0:
+            return 1.0 if scale <= 1 else 0.0
+        here = gone if low == "float16" and scale <= self.scale else 0.0
+        return (every.shares(low, scale).underflow + here) / there

@@ -7,7 +7,9 @@ needed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import audit_fp8_text
@@ -15,9 +17,10 @@ from polymp.diagnostics.audit_order import SORTS, ordered
 from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
 from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
-from polymp.diagnostics.equal_layers import ModuleRows, label
+from polymp.diagnostics.equal_layers import label
 from polymp.diagnostics.magnitudes import NARROW
-from polymp.diagnostics.report_text import OUTSIDE, PROGRAM, check_sort, folding
+from polymp.diagnostics.report_text import COST, OUTSIDE, PROGRAM, check_limit, check_sort, folding
+from polymp.errors import escaped
 from polymp.weights import lost_updates
 
 SECTIONS = {
@@ -27,75 +30,121 @@ SECTIONS = {
 }
 PARAMETERS = "backward: gradients of parameters"
 _FIRST, *_OTHERS = NARROW
-_HEADS = (
-    "op", "source", "largest |x|", "over", "under", "sub",
+HEADS = (
+    "op", "source", "largest |x|", "over", "under", "sub", "rounding", "drift",
     *(f"in {text_table.short(name)}" for name in _OTHERS), "here",
 )  # fmt: skip
-_RIGHT = _HEADS[2:-1]
+RIGHT = HEADS[2:-1]
+_LEGEND = (
+    f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
+    f"those that {_FIRST} made so in this run"
+)
+_ERRORS = (
+    "rounding: percent by which an op is off from the same op in float32 on the same inputs; "
+    "drift: from the same steps in float32"
+)
+_Rows = list[str | tuple[str, ...]]
 _WORST = 8  # parameters named of those that lose updates
 
 
-def audit_table(
-    audit: AuditRecord, width: int | None = None, sort: str = PROGRAM, fold: bool = True
-) -> str:
-    """Return an audit as text.
+class Listed(NamedTuple):
+    """A row of a table: its section and its module in words, and what was measured."""
 
-    Args:
-        audit: the measurements.
-        width: of a line, in characters; None for the terminal's.
-        sort: "program", "cost" or "largest"; see `Audit.table`.
-        fold: True to show equal layers as one.
+    section: str
+    module: str
+    name: str
+    measured: Measured
 
-    Returns:
-        The text.
 
-    Raises:
-        ValueError: `sort` is something else.
-    """
+def listed(
+    audit: AuditRecord, sort: str = PROGRAM, fold: bool = True, limit: int | None = None
+) -> tuple[list[Listed], list[str]]:
+    """The rows of an audit in order, and notes on what is folded and what is left out."""
     check_sort(sort, SORTS)
-    lines = [f"audit of {text_table.plural(audit.steps, 'step')}"]
-    if audit.fault is not None:
-        lines += [
-            "",
-            "first value that is not finite:",
-            *text_table.folded(str(audit.fault), width),
-        ]
-    if audit.backward:
-        lines += ["", *text_table.folded("\n".join(scales(audit)), width)]
-    if audit.lost_updates:
-        lines += ["", *text_table.folded("\n".join(lost(audit)), width)]
+    check_limit(limit)
     results, owners = by_module(audit.results, fold), by_owner(audit.gradients, fold)
-    rows: list[str | tuple[str, ...]] = []
-    for direction, name in SECTIONS.items():
-        section = [one for one in results if one.section == direction]
-        rows += _section(name, section, lambda m: m.op, width, sort)
-    rows += _section(PARAMETERS, owners, lambda m: split(m.module)[1], width, sort)
+    rows: list[Listed] = []
+    for title, modules in [
+        *((name, [m for m in results if m.section == key]) for key, name in SECTIONS.items()),
+        (PARAMETERS, owners),
+    ]:
+        for one in ordered(modules, sort, lambda one: (m.magnitudes for m in one.rows)):
+            for m in ordered(one.rows, sort, lambda m: (m.magnitudes,)):
+                name = split(m.module)[1] if title == PARAMETERS else m.op
+                rows.append(Listed(title, label(one, OUTSIDE), name, m))
+    first = ordered(rows, COST if sort == PROGRAM else sort, lambda row: (row.measured.magnitudes,))
+    kept = {id(row) for row in first[:limit]}
+    notes = [folding([*results, *owners])]
+    if hidden := len(rows) - len(kept):
+        notes.append(f"{text_table.plural(hidden, 'row')} of which float16 loses less not listed")
+    return [row for row in rows if id(row) in kept], list(filter(None, notes))
+
+
+def audit_table(
+    audit: AuditRecord,
+    width: int | None = None,
+    sort: str = PROGRAM,
+    fold: bool = True,
+    limit: int | None = None,
+) -> str:
+    """Return an audit as text; see `Audit.table`, which raises the same."""
+    width = text_table.terminal_width() if width is None else width
+    found, notes = listed(audit, sort, fold, limit)
+    rows, above = _Rows(), ""
+    for (section, module), many in groupby(found, lambda row: row[:2]):
+        rows += [module] if section == above else [text_table.heading(section, width), module]
+        rows += [cells(row.measured, f"  {row.name}") for row in many]
+        above = section
+    whole = text_table.needed(HEADS, rows)
+    rows, left_out = _fitting(rows, width)
+    if left_out:
+        notes.append(f"no room for {', '.join(left_out)}: table(width={whole}) has them")
+    lines = [*head(audit), *(["", *legend(audit), *notes, ""] if rows else [])]
+    lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
     if rows:
-        legend = (
-            f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal"
-        )
-        lines += ["", *text_table.folded(legend, width)]
-        lines += text_table.folded(folding([*results, *owners]), width)
-        lines += ["", *text_table.columns(_HEADS, rows, _RIGHT, width)]
+        lines += text_table.columns(HEADS, rows, RIGHT, width)
     if audit.fp8:
         lines += ["", *audit_fp8_text.fp8_table(audit, width, fold)]
-    return "\n".join(lines)
+    return escaped("\n".join(lines))
 
 
-def _section(
-    title: str,
-    modules: Sequence[ModuleRows[Measured]],
-    name: Callable[[Measured], str],
-    width: int | None,
-    sort: str,
-) -> Iterator[str | tuple[str, ...]]:
-    """The rows of a section, under their modules."""
-    if modules:
-        yield text_table.heading(title, width)
-    for one in ordered(modules, sort, lambda one: (m.magnitudes for m in one.rows)):
-        yield label(one, OUTSIDE)
-        found = ordered(one.rows, sort, lambda m: (m.magnitudes,))
-        yield from (_cells(m, f"  {name(m)}") for m in found)
+def head(audit: AuditRecord) -> Iterator[str]:
+    """Lines on the whole run, above the table."""
+    yield f"audit of {text_table.plural(audit.steps, 'step')}"
+    if audit.fault is not None:
+        yield from ("", "first value that is not finite:", str(audit.fault))
+    if audit.backward:
+        yield from ("", *scales(audit))
+    if (last := audit.last_forward()) is not None:
+        at = " ".join(filter(None, (last.op, last.source)))
+        error = "rounding errors: not measured, audit(..., rounding=True) does"
+        if audit.rounding:
+            error = f"the last result before the backward pass, {at}, is off by "
+            error += f"{_error(last.drift or 0.0)} % from the same step in float32"
+        yield from (*([] if audit.backward else [""]), error)
+    if audit.lost_updates:
+        yield from ("", *lost(audit))
+
+
+def legend(audit: AuditRecord) -> list[str]:
+    """How to read the columns."""
+    return [_LEGEND, *([_ERRORS] if audit.rounding else [])]
+
+
+def _fitting(rows: _Rows, width: int) -> tuple[_Rows, list[str]]:
+    """Rows that fit, without columns of `_OTHERS`, which are named; or with ops above numbers."""
+    for apart in (False, True):
+        made: _Rows = []
+        for row in rows:
+            alone = isinstance(row, str) or not apart
+            made += [row] if alone else [f"{row[0]} {row[1]}".rstrip(), ("    ", "", *row[2:])]
+        for shown in range(len(_OTHERS), -1, -1):
+            first = HEADS.index("here") - len(_OTHERS) + shown
+            gone = [""] * (len(_OTHERS) - shown)
+            cut = [r if isinstance(r, str) else (*r[:first], *gone, r[-1]) for r in made]
+            if text_table.needed(HEADS, cut) <= width:
+                return cut, list(_OTHERS[shown:])
+    return cut, _OTHERS
 
 
 def scales(audit: AuditRecord) -> list[str]:
@@ -104,11 +153,15 @@ def scales(audit: AuditRecord) -> list[str]:
     fitting = audit.fitting_scale(_FIRST)
     if fitting is None:
         return [f"loss scale: {used}; no finite gradient other than zero to fit one to"]
-    lost = [text_table.share(audit.lost_gradients(_FIRST, s)) or "none" for s in (1.0, fitting)]
+    shares = {s: audit.lost_gradients(_FIRST, s) for s in (1.0, audit.scale, fitting)}
+    lost = [
+        f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {s:g}'}"
+        for s, share in shares.items()
+    ]
     return [
         f"loss scale: {used}; the largest at which no {_FIRST} gradient overflows: "
         f"{power(fitting)}",
-        f"gradients that become zero in {_FIRST}: {lost[0]} unscaled, {lost[1]} at that scale",
+        f"gradients that become zero in {_FIRST}: {', '.join(lost)}",
     ]
 
 
@@ -124,14 +177,17 @@ def lost(audit: AuditRecord) -> list[str]:
     ]
 
 
-def _cells(measured: Measured, name: str) -> tuple[str, ...]:
+def cells(measured: Measured, name: str) -> tuple[str, ...]:
+    """The cells of a row."""
     m = measured.magnitudes
+    errors = (measured.rounding, measured.drift)
     others = (tuple(map(_percent, m.shares(dtype))) for dtype in _OTHERS)
     return (
         name,
         measured.source,
         power(m.largest),
         *map(_percent, m.shares(_FIRST)),
+        *("" if x is None else _error(x) for x in errors),
         *("/".join(part or "-" for part in parts) if any(parts) else "" for parts in others),
         ", ".join(_here(measured)),
     )
@@ -149,16 +205,22 @@ def _percent(part: float) -> str:
     return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
 
 
+def _error(part: float) -> str:
+    """A relative error in percent: "0.2", "150", ">999"."""
+    percent = 100 * part
+    return ">999" if percent > 999 else f"{percent:.0f}" if percent > 9.95 else f"{percent:.2g}"
+
+
 def _here(measured: Measured) -> Iterator[str]:
     """Words on the Inf, NaN and zeros that the values became in this run."""
     m = measured.magnitudes
     yield from (what for what, found in (("Inf", m.inf), ("NaN", m.nan)) if found)
-    run = text_table.short(measured.run)
     if m.burst:
-        yield f"{text_table.share(m.burst)} Inf because of {run}"
+        yield f"{text_table.share(m.burst)} Inf"
     if m.vanished:
-        yield f"{text_table.share(m.vanished)} zero because of {run}"
+        yield f"{text_table.share(m.vanished)} zero"
     if measured.numbers:
+        run = text_table.short(measured.run)
         yield lost_constants(measured.numbers, measured.run).replace(measured.run, run)
 
 

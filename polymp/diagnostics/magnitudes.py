@@ -66,6 +66,7 @@ class Magnitudes(NamedTuple):
         nan: True if a value was NaN.
         burst: share of values that are Inf in float16 and finite in float32, of the same inputs.
         vanished: share of values that are zero in float16 and not in float32, of the same inputs.
+        gone: the share of those and, of gradients, of zeros that earlier ones led to, about.
         wide: the largest finite magnitude in float32 where float16 made Inf; 0 if none was seen.
     """
 
@@ -77,7 +78,12 @@ class Magnitudes(NamedTuple):
     nan: bool = False
     burst: float = 0.0
     vanished: float = 0.0
+    gone: float = 0.0
     wide: float = 0.0
+
+    def __repr__(self) -> str:
+        words = "".join(f", {k}" for k in ("inf", "nan") if getattr(self, k))
+        return f"Magnitudes({self.values} values, largest {self.largest:.3g}{words})"
 
     @property
     def zeros(self) -> float:
@@ -187,5 +193,27 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
         any(m.nan for m in found),
         sum(m.burst * m.values for m in found) / max(values, 1),
         sum(m.vanished * m.values for m in found) / max(values, 1),
+        sum(m.gone * m.values for m in found) / max(values, 1),
         wide=max(m.wide for m in found),
     )
+
+
+def followed(made: Iterable[tuple[Magnitudes | float, Iterable[int]]]) -> list[float]:
+    """Return the share `gone` of results, each with the places of the gradients that it reads.
+
+    Where a share g of the values that were to come is gone, so is a share g of the values that are
+    made of one each, besides those that are zero in any case; none is gone that is not zero. A
+    result that was not measured is the share of its values that vanished.
+    """
+    found, gone = list[float](), list[float]()  # `gone`: of what would not be zero
+    for m, inputs in made:
+        came = max((gone[at] for at in inputs if at < len(gone)), default=0.0)
+        if isinstance(m, float):
+            found.append(max(m, came))
+            gone.append(found[-1])
+            continue
+        there = 1 - m.zeros
+        more = there * came / (1 - came) if came < 1 else 1.0
+        found.append(min(m.vanished + more, max(m.zeros, m.vanished)))
+        gone.append(found[-1] / (there + found[-1]) if found[-1] else 0.0)
+    return found

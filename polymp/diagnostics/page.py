@@ -52,7 +52,7 @@ class Cell(NamedTuple):
     """
 
     text: str
-    value: int | None = None
+    value: float | None = None
     about: str = ""
     breaks: str = ""
 

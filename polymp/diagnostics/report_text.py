@@ -59,8 +59,7 @@ def report_table(
     Raises:
         ValueError: `limit` is not a positive number, or `sort` neither "program" nor "cost".
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
+    check_limit(limit)
     check_sort(sort)
     modules = by_module(report.calls, fold)
     calls = sorted((call for one in modules for call in one.rows), key=cost)
@@ -77,6 +76,12 @@ def report_table(
     if hidden := len(calls) - len(listed):
         lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]
     return "\n".join(lines).rstrip()
+
+
+def check_limit(limit: int | None) -> None:
+    """Refuse a number of rows that is none."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
 
 
 def check_sort(sort: str, orders: Sequence[str] = SORTS) -> None:

@@ -10,10 +10,11 @@ again with the suggestion. Nothing here knows a framework.
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
 from polymp.diagnostics.blame import CAST, CONSTANT, lost_constants
-from polymp.diagnostics.magnitudes import joined
 from polymp.diagnostics.suggestion import Suggestion
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
@@ -67,7 +68,20 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         return _raised(found, policy, _readers(audit, burst))
     if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
         return _raised([fault], policy)
-    return _scale(audit, policy)
+    scale = _scale(audit, policy)
+    return replace(scale, reasons=(*scale.reasons, *_drifted(audit)))
+
+
+def _drifted(audit: AuditRecord) -> list[str]:
+    """A sentence on the first op whose result is mostly rounding error, if that was measured."""
+    for m in _forward(audit):
+        if m.drift is not None and m.drift > MANY:
+            own = f"{100 * (m.rounding or 0):.2g} % of it by its own rounding"
+            return [
+                f"{_at(m)}: its result is off by {100 * m.drift:.2g} % from float32's, {own}: make "
+                "what it reads in float32, casts and all. That was not tried."
+            ]
+    return []
 
 
 def _forward(audit: AuditRecord) -> list[Measured]:
@@ -261,35 +275,23 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
         told = f"{lower:g} fits" if lower == fits else f"try {lower:g}"
         return Suggestion(init_scale=lower, reasons=(f"{why}; {told}.",))
-    lost = _lost(audit, scale)
-    if lost <= MANY or not any(m.region == "float16" for m in audit.results):
+    lost = audit.lost_gradients("float16", scale)
+    if lost <= MANY:
         return Suggestion()
-    why = f"gradients: {lost:.0%} of the values that are not zero are zero in float16"
+    part = text_table.share(lost)
+    why = f"gradients: {part} of the values that are not zero are zero in float16"
+    if not any(m.region == "float16" for m in audit.results):
+        needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
+        return Suggestion(reasons=(needs,) if fits else ())
     if fits is None:
         why = f"gradients: all are zero, at a loss scale of {scale:g}; start with {FIRST:g}."
         return Suggestion(init_scale=FIRST, reasons=(why,))
     fits = min(fits, LARGEST)
-    if fits <= scale or _lost(audit, fits) > MANY:
+    if fits <= scale or audit.lost_gradients("float16", fits) > MANY:
         why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
         return Suggestion(dtype="bfloat16", reasons=(why,))
     why = f"{why} at a loss scale of {scale:g}; {fits:g} fits."
     return Suggestion(init_scale=fits, reasons=(why,))
-
-
-def _lost(audit: AuditRecord, scale: float) -> float:
-    """The share of gradient values other than zero that float16 makes zero at a scale.
-
-    1 if all gradients are zero and there was no loss scale.
-    """
-    rows = audit.backward
-    if not rows:
-        return 0.0
-    every = joined(m.magnitudes for m in rows)
-    gone = every.vanished if scale == audit.scale else 0.0
-    there = 1 - every.zeros + gone
-    if there == 0:
-        return 1.0 if scale <= 1 else 0.0
-    return (every.shares("float16", scale).underflow + gone) / there
 
 
 def _at(one: Measured | Fault) -> str:

@@ -57,7 +57,8 @@ class Suggestion:
         """Rows to be pasted into a policy's file; all else is comments there, or its head."""
         lines = [f"# {escaped(' '.join(reason.split()))}" for reason in self.reasons]
         if not self:
-            lines.append("# Nothing to change.")
+            what = "No row, dtype or loss scale" if self.reasons else "Nothing"
+            lines.append(f"# {what} to change.")
         lines += [f"{key} = {json.dumps(value)}" for key, value in self.head.items()]
         if self.dtype:
             lines.append(f"# Compute in {self.dtype}.")

@@ -39,12 +39,14 @@ class Audited:
     Args:
         fn: the function.
         fp8: name of the recipe that is tried, "" for none.
+        rounding: True to measure rounding errors.
     """
 
-    def __init__(self, fn: Callable[..., object], fp8: str = "") -> None:
+    def __init__(self, fn: Callable[..., object], fp8: str = "", rounding: bool = False) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self._fp8 = fp8
+        self._rounding = rounding
         self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._weights: dict[Hashable, list[Written]] = {}
@@ -74,7 +76,9 @@ class Audited:
         types = tuple(jax.typeof(x) if is_array(x) else _kind(x) for x in leaves)
         key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
         if key not in self._programs:
-            self._programs[key] = measured(self.fn, args, kwargs, tried=self._tried)
+            self._programs[key] = measured(
+                self.fn, args, kwargs, tried=self._tried, rounding=self._rounding
+            )
             arrays = self._programs[key].traced.arrays
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
@@ -104,6 +108,7 @@ class Audited:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
             found = read(self._measured, self._written, self._fp8)
+            found.rounding = self._rounding
             self._read = len(self._measured), found
         return self._read[1]
 
@@ -125,7 +130,7 @@ class Audited:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
 
-def audit(fn: Callable[..., object], *, fp8: str | None = None) -> Audited:
+def audit(fn: Callable[..., object], *, fp8: str | None = None, rounding: bool = False) -> Audited:
     """Wrap a function so that its numbers are measured at every call.
 
         audited = polymp.jax.audit(train_step)          # jitted or not; with its jax.grad inside
@@ -147,10 +152,15 @@ def audit(fn: Callable[..., object], *, fp8: str | None = None) -> Audited:
     With `fp8=`, the twin also measures what the products of bfloat16 regions would lose in 8 bits:
     those that the policy `fp8` would run so. Each of them is computed twice more, in float32.
 
+    With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
+    its last equation in float32 on the same inputs, and of each result, against the same call in
+    float32, by a second twin.
+
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
             jax.grad may be inside of, and not around.
         fp8: name of the recipe to try: "tensorwise", "rowwise" or "rowwise_gw_hp"; None for none.
+        rounding: True to measure rounding errors.
 
     Returns:
         The function, with the audit as its attribute `audit`.
@@ -161,7 +171,7 @@ def audit(fn: Callable[..., object], *, fp8: str | None = None) -> Audited:
     """
     if not callable(fn):
         raise TypeError(f"audit(fn) needs a function, got {reprlib.repr(fn)}.")
-    return Audited(fn, "" if fp8 is None else recipe_of(fp8, "audit()").name)
+    return Audited(fn, "" if fp8 is None else recipe_of(fp8, "audit()").name, rounding)
 
 
 class _Same(NamedTuple):

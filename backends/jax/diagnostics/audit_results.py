@@ -16,11 +16,11 @@ from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.written_weights import Sampled, lost
 from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured
+from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.fp8_loss import Measurement, losses
-from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, joined, lower_edge
+from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, followed, lower_edge
 from polymp.fp8.recipes import RECIPES
 
 
@@ -68,7 +68,7 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         for m, number in _results(program, facts, audit.scale):
             if number in masks:
                 m = m._replace(magnitudes=m.magnitudes.unmasked())
-            results.setdefault(m[:-2], []).append(m)
+            results.setdefault(m[:8], []).append(m)
             for name in handed.get(number, ()):
                 gradient = m._replace(op="gradient", spelling="", module=name, source="", row=None)
                 gradients.setdefault(name, []).append(gradient)
@@ -77,8 +77,8 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
             if found is not None:
                 event = program.twin.events[found.node]
                 audit.fault = fault(program, found, tuple(largest(program, event, peaks)), facts)
-    audit.results = [_together(many) for many in results.values()]
-    audit.gradients = [_together(many) for many in gradients.values()]
+    audit.results = [together(many) for many in results.values()]
+    audit.gradients = [together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
     samples = []
     for number, sample in weights:
@@ -89,26 +89,35 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
     return audit
 
 
-def _together(many: Sequence[Measured]) -> Measured:
-    return many[0]._replace(magnitudes=joined(m.magnitudes for m in many))
-
-
 def _results(
     program: MeasuredCall, facts: Sequence[Facts], scale: float
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
     late = derived(program)
-    for number, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
-        if event.group is None or number in late or not _ran(fact):
+    events, made = program.twin.events, list[Magnitudes | float]()
+    for event, fact in zip(events, facts, strict=True):
+        lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
+        made.append(lost if event.group is None or not _ran(fact) else _magnitudes(event, fact))
+    back = {at for at, event in enumerate(events) if event.site.scope.direction == BACKWARD}
+    gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
+    rows = zip(events, facts, made, gone, strict=True)
+    for number, (event, fact, m, share) in enumerate(rows):
+        if event.group is None or number in late or isinstance(m, float):
             continue
-        call = program.calls[event.group]
-        magnitudes = _magnitudes(event, fact)
+        call, magnitudes = program.calls[event.group], m._replace(gone=share)
         if call.direction == BACKWARD and scale not in (0.0, 1.0):
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.dtype, magnitudes,
+            call.row, event.dtype, magnitudes, (), _error(fact.rounding), _error(fact.drift),
         ), number  # fmt: skip
+
+
+def _error(pairs: jax.Array) -> float | None:
+    """The largest relative error of the rounds; None if it was not measured."""
+    off, whole = np.sqrt(np.asarray(pairs, np.float64).reshape(-1, 2).T)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(off > 0, off / whole, 0.0).max()) if pairs.size else None
 
 
 def _ran(fact: Facts) -> bool:

@@ -63,6 +63,8 @@ class Twin:
         ask: an event for which it is measured what its call was given.
         asked: the equations of that call, by (parent, id).
         samples: False leaves out the samples of results, which take as long to compile as the rest.
+        rounding: True to measure rounding errors, and hand out values.
+        wide: True to run the program in float32, and hand out values alone.
 
     Attributes:
         events: in order.
@@ -79,9 +81,13 @@ class Twin:
         ask: int | None = None,
         asked: Collection[tuple[tuple[int, ...], int]] = (),
         samples: bool = True,
+        rounding: bool = False,
+        wide: bool = False,
     ) -> None:
         self.closed = closed
-        self.samples = samples
+        self.samples = samples and not wide
+        self.rounding = rounding
+        self.wide = wide
         self.groups = groups
         self.sites = sites
         self.ask, self.asked = ask, asked
@@ -99,7 +105,10 @@ class Twin:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         self.events, self.handed, self._loops = [], set(), []
         self._came = {}
-        self._outside = outside = (*arrays, *compat.opened(self.closed)[1])
+        outside = [*arrays, *compat.opened(self.closed)[1]]
+        if self.wide:
+            outside = list(map(measures.wider, outside))
+        self._outside = tuple(outside)
         given = [Tracked(x, Origin(outside=frozenset([at]))) for at, x in enumerate(outside)]
         count = len(arrays)
         results, facts = self._program(self.closed, given[:count], (), given[count:])
@@ -125,7 +134,10 @@ class Twin:
             facts.extend(found)
             return outs
 
-        return interpreted(closed, given, equation, of_number, consts), facts
+        made = interpreted(closed, given, equation, of_number, consts)
+        if self.wide:  # numbers and constants among the results
+            made = [Tracked(measures.wider(x.value), x.origin) for x in made]
+        return made, facts
 
     def _equation(
         self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
@@ -145,7 +157,10 @@ class Twin:
 
     def _leaf(self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
         args = values_of(read)
-        outs = compat.put(eqn.primitive, args, eqn.params)
+        if self.wide:
+            outs = measures.results_in_float32(eqn, args)
+        else:
+            outs = list(compat.put(eqn.primitive, args, eqn.params))
         through = Origin.of_all([NOWHERE, *origins_of(read)])
         key = parent, id(eqn)
         given = self._of_call(eqn, args) if key in self.asked else []
@@ -158,7 +173,7 @@ class Twin:
                         parent, written)  # fmt: skip
         made = [x for x in outs if is_measured(x)]
         group = self.groups.get(key) if made else None
-        alone = eqn.primitive.name in _ALONE and outs[0].dtype == np.float16
+        alone = eqn.primitive.name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
         if site is not None and site.scope.direction == FORWARD:
             events = self.events
             back = (n for n in through.events if events[n].site.scope.direction == BACKWARD)
@@ -178,13 +193,16 @@ class Twin:
         )  # fmt: skip
         self.events.append(event)
         self._carried[number] = through.carried
+        ends = made and group is not None
         fact = Facts(
             measures.peak(*made) if made else jnp.float32(-1),
             measures.lost(eqn, args, outs) if event.dtype in LOW else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
             measures.operands(given) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
-            fp8_losses.loss_of(eqn, args) if tried else _NOTHING,
+            fp8_losses.loss_of(eqn, args) if tried and not self.wide else _NOTHING,
+            measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
+            measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING,
         )  # fmt: skip
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]

@@ -9,7 +9,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram
 from polymp.backends.jax.diagnostics.call_site import is_update, source
 from polymp.backends.jax.diagnostics.instrument import Twin
-from polymp.backends.jax.diagnostics.measures import is_measured
+from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
 from polymp.backends.jax.diagnostics.packed import Packed
 from polymp.backends.jax.diagnostics.program_calls import with_sites
 from polymp.backends.jax.diagnostics.sites import Site, equations
@@ -43,6 +43,7 @@ def measured(
     kwargs: Mapping[str, object],
     once: bool = False,
     tried: Policy | None = None,
+    rounding: bool = False,
 ) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet.
 
@@ -54,6 +55,7 @@ def measured(
             samples, and compiles with `quick_options`.
         tried: a policy with rule fp8 that does not hold: the twin measures what its products would
             lose.
+        rounding: True to measure rounding errors, by a second twin that runs in float32.
 
     Returns:
         The call.
@@ -71,8 +73,21 @@ def measured(
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
-    twin = Twin(found.closed, ends, places, samples=not once)
-    packed = Packed(twin.run, quick_options(found.arrays) if once else None)
+    twin = Twin(found.closed, ends, places, samples=not once, rounding=rounding)
+    wide = Twin(found.closed, ends, places, wide=True)
+
+    def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
+        facts, peaks = twin.run(arrays)
+        pairs = zip(facts, wide.run(arrays)[0], strict=True)
+        return [
+            one._replace(drift=difference(one.drift, other.drift)) if one.drift.size else one
+            for one, other in pairs
+        ], peaks
+
+    options = quick_options(found.arrays) if once else None
+    if rounding:  # else XLA leaves out roundings that the program has
+        options = {"xla_allow_excess_precision": False}
+    packed = Packed(compared if rounding else twin.run, options)
     return MeasuredCall(found, calls, of_event, twin, packed)
 
 

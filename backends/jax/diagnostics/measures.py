@@ -42,6 +42,9 @@ class Facts(NamedTuple):
         when: int32 [w], the round of each `while` around it in which its result was first not
             finite.
         fp8: float32 [5], what a product would lose in 8 bits; empty for others.
+        rounding: float32 [2], the sums of squares of what differs from float32, and of float32's
+            values, by the same equation on the same operands; empty where it is not measured.
+        drift: a sample of the values, float32 [n], or as `rounding`, by the program in float32.
     """
 
     peak: jax.Array
@@ -50,6 +53,8 @@ class Facts(NamedTuple):
     operands: jax.Array
     when: jax.Array
     fp8: jax.Array
+    rounding: jax.Array
+    drift: jax.Array
 
 
 def is_measured(x: Any) -> bool:
@@ -93,6 +98,48 @@ def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax
     return jnp.stack([peak(wide), burst, vanished])
 
 
+def rounding(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
+    """The error of an equation's result in a low dtype, as `Facts` has it."""
+    wide = in_float32(eqn, args) if outs[0].dtype in _LOW else None
+    return jnp.zeros(0, jnp.float32) if wide is None else difference(values(outs[0]), values(wide))
+
+
+def values(x: jax.Array) -> jax.Array:
+    """A sample of an array's values, float32."""
+    return few(jnp.asarray(x, jnp.float32))
+
+
+def difference(low: jax.Array, wide: jax.Array) -> jax.Array:
+    """The sums of squares of a difference and of float32's values, both of finite ones."""
+    both = jnp.stack([low - wide, wide], -2)
+    finite = jnp.all(jnp.isfinite(both), -2, keepdims=True)
+    most = jnp.maximum(jnp.max(jnp.where(finite, jnp.abs(both), 0), (-1, -2), keepdims=True), 1e-30)
+    return jnp.sum(jnp.where(finite, both / most, 0) ** 2, -1)  # squares may leave the range
+
+
+def results_in_float32(eqn: Equation, args: list[jax.Array]) -> list[jax.Array]:
+    """The results of an equation whose low dtypes are float32; as they are, if it has no such form.
+
+    They are float32 where they would be low.
+    """
+    wide = [wider(x) for x in args]
+    kinds = [(v.aval.shape, _wider_param(getattr(v.aval, "dtype", None))) for v in eqn.outvars]
+    try:
+        params = {key: _wider_param(value) for key, value in eqn.params.items()}
+        if params.get("update_jaxpr") is not None:
+            params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
+        made = list(compat.put(eqn.primitive, wide, params))
+        if [(x.shape, x.dtype) for x in made] == kinds:
+            return made
+    except (TypeError, ValueError, NotImplementedError):
+        pass
+    low = [
+        x.astype(v.aval.dtype) if getattr(v.aval, "dtype", None) in _LOW else x
+        for v, x in zip(eqn.invars, wide, strict=True)
+    ]
+    return list(map(wider, compat.put(eqn.primitive, low, eqn.params)))
+
+
 def operands(values: Sequence[jax.Array]) -> jax.Array:
     """Measurements of what a call was given; float32 [k, 6]."""
     return jnp.stack(list(map(_operand, values)))
@@ -113,17 +160,13 @@ def _operand(x: jax.Array) -> jax.Array:
 
 
 def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
-    """The first result of an equation whose float16 is float32; None if it has no such form."""
-    wide = [_wider(x) for x in args]
+    """The first result of an equation whose low dtypes are float32; None if it has no such form."""
+    wide = [wider(x) for x in args]
     if eqn.primitive.name == "convert_element_type":
         return jnp.asarray(wide[0]) if is_measured(wide[0]) else None
     if eqn.primitive.name not in _WIDENS:
         return None
-    params = {key: _wider_param(value) for key, value in eqn.params.items()}
-    if params.get("update_jaxpr") is not None:
-        params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
-    made: jax.Array = compat.put(eqn.primitive, wide, params)[0]
-    return made
+    return results_in_float32(eqn, args)[0]
 
 
 # In bfloat16, where no range is lost, what of these becomes 1.
@@ -132,17 +175,16 @@ _SATURATE = {"logistic", "tanh", "erf", "convert_element_type"}
 _WIDENS = FREE | {"polymp_contraction"}
 
 
-def _wider(x: jax.Array) -> jax.Array:
-    half = getattr(x, "dtype", None) in _LOW
-    return jnp.asarray(x).astype(jnp.float32) if half else x
+def wider(x: jax.Array) -> jax.Array:
+    """The array in float32 if it is in a low dtype."""
+    low = getattr(x, "dtype", None) in _LOW
+    return jnp.asarray(x).astype(jnp.float32) if low else x
 
 
 def _wider_param(value: object) -> object:
     if isinstance(value, str):
         return "float32" if value in ("float16", "bfloat16") else value
-    if isinstance(value, np.dtype) and value in _LOW:
-        return np.dtype(np.float32)
-    return value
+    return np.dtype(np.float32) if isinstance(value, np.dtype) and value in _LOW else value
 
 
 _LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
@@ -167,6 +209,8 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
         jnp.where(good[..., None], now.operands, before.operands),
         jnp.where(good, now.when.at[..., 0].set(number), before.when),
         jnp.fmax(before.fp8, now.fp8),
+        now.rounding,
+        now.drift,
     )
 
 
@@ -175,7 +219,7 @@ def absent(shape: Facts) -> Facts:
     return Facts(*(_filled(x, value) for x, value in zip(shape, _ABSENT, strict=True)))
 
 
-_ABSENT = (-1, 0, ABSENT, 0, 0, 0)
+_ABSENT = (-1, 0, ABSENT, 0, 0, 0, 0, 0)
 
 
 @functools.cache

@@ -164,4 +164,5 @@ def matched_tangent(tensor: torch.Tensor) -> torch.Tensor:
     kinds = [transform.key() for transform in functorch.get_interpreter_stack() or ()]
     if functorch.TransformType.Jvp not in kinds or not tensor.is_floating_point():
         return tensor
-    return torch.ops.aten._to_copy(tensor, dtype=tensor.dtype)
+    cast: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=tensor.dtype)
+    return cast

@@ -19,17 +19,22 @@ from polymp.backends.torch.diagnostics.fp8_losses import Fp8Tracer
 from polymp.backends.torch.diagnostics.magnitude_tracer import MagnitudeTracer, Site
 from polymp.backends.torch.diagnostics.measure import Bins
 from polymp.backends.torch.diagnostics.own_ops import Own
+from polymp.backends.torch.diagnostics.rounding_errors import RoundingErrors, largest
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured
+from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.magnitudes import Magnitudes, joined
+from polymp.diagnostics.magnitudes import Magnitudes, followed
 from polymp.fp8.recipes import recipe_of
 from polymp.weights import lost_updates
 
 
 @contextmanager
 def audit(
-    model: nn.Module | None = None, scaler: object = None, *, fp8: str | None = None
+    model: nn.Module | None = None,
+    scaler: object = None,
+    *,
+    fp8: str | None = None,
+    rounding: bool = False,
 ) -> Iterator[Audit]:
     """Measure the values of a few real steps: of every op's result, and of every gradient.
 
@@ -54,6 +59,10 @@ def audit(
     those that the policy `fp8` would run so. Each of them is computed twice more, in float32, and
     the activations are kept until the backward pass.
 
+    With `rounding=True`, the audit also measures rounding errors: of each op in a low dtype,
+    against the same op in float32 on the same inputs before casts, and of each result, against the
+    same step in float32. An op runs up to twice more, and its results are kept in float32 as well.
+
     Args:
         model: its modules and parameters are called by their names; without it modules are called
             by their paths in the outermost one that runs, and parameters have no gradients in the
@@ -61,6 +70,7 @@ def audit(
         scaler: the loss scaler in use, polymp's or torch.amp's: gradients are reported without its
             scale.
         fp8: name of the recipe to try: "tensorwise", "rowwise" or "rowwise_gw_hp"; None for none.
+        rounding: True to measure rounding errors.
 
     Yields:
         The audit, which is filled when the block ends, with an error, too.
@@ -80,6 +90,8 @@ def audit(
     if fp8 is not None:
         found.fp8 = recipe_of(fp8, "audit()").name
         tracer = Fp8Tracer(found.fp8, model, scaler)
+    found.rounding = rounding
+    tracer.rounding = RoundingErrors() if rounding else None
     try:
         with tracer:
             yield found
@@ -112,22 +124,19 @@ def _results(
     sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float], line: progress.Line
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
-    for key, site in sites.items():
+    made = [site.bins.magnitudes() for site in sites.values()]
+    gone = followed((m, site.reads) for m, site in zip(made, sites.values(), strict=True))
+    for (key, site), counts, share in zip(sites.items(), made, gone, strict=True):
         line.step()
         at, op, spelling, place, direction, region, row, run = key
-        magnitudes = _without(scales[at], site.bins.magnitudes())
+        magnitudes = _without(scales[at], counts._replace(gone=share))
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
             magnitudes, tuple(sorted(site.numbers)),
+            largest(site.bins.rounding), largest(site.bins.drift),
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)
-    return [
-        many[0]._replace(
-            magnitudes=joined(m.magnitudes for m in many),
-            numbers=tuple(sorted({x for m in many for x in m.numbers})),
-        )
-        for many in found.values()
-    ]
+    return list(map(together, found.values()))
 
 
 def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
@@ -138,11 +147,12 @@ def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
 def _gradients(
     found: dict[tuple[str, int], Bins], scales: list[float], line: progress.Line
 ) -> list[Measured]:
-    by_name: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Measured]] = {}
     for (name, at), bins in found.items():
         line.step()
-        by_name.setdefault(name, []).append(_without(scales[at], bins.magnitudes()))
-    return [
-        Measured("gradient", "", name, "", BACKWARD, "", None, "float32", joined(many))
-        for name, many in by_name.items()
-    ]
+        magnitudes, drift = _without(scales[at], bins.magnitudes()), largest(bins.drift)
+        measured = Measured(
+            "gradient", "", name, "", BACKWARD, "", None, "float32", magnitudes, drift=drift
+        )
+        by_name.setdefault(name, []).append(measured)
+    return list(map(together, by_name.values()))

@@ -14,8 +14,9 @@ from polymp.backends.torch.compat import autograd
 from polymp.backends.torch.diagnostics.fault import Event
 from polymp.backends.torch.diagnostics.measure import Bins, BinTable, Range, measurable, range_of
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_kinds import facts_of
+from polymp.backends.torch.diagnostics.op_kinds import facts_of, float_tensors
 from polymp.backends.torch.diagnostics.own_ops import Own
+from polymp.backends.torch.diagnostics.rounding_errors import RoundingErrors
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.blame import DIVIDING
@@ -31,10 +32,14 @@ class Site(NamedTuple):
     Attributes:
         bins: counts of their magnitudes.
         numbers: numbers in the program that the dtype made zero.
+        number: of the site.
+        reads: of gradients, the numbers of the sites whose results they were made of.
     """
 
     bins: Bins
     numbers: set[float]
+    number: int
+    reads: set[int]
 
 
 class MagnitudeTracer(ValueTracer):
@@ -49,6 +54,7 @@ class MagnitudeTracer(ValueTracer):
         sites: by call site and backward pass, the magnitudes of results.
         gradients: by parameter and backward pass, the magnitudes of gradients.
         scales: of each backward pass; the first is 1, for what runs outside of them.
+        rounding: measures rounding errors, too, unless it is None.
         passes: by number of the backward pass, its place in `scales`.
         samples: of each step that updated low weights, a sample, and how many updates were lost.
     """
@@ -63,7 +69,10 @@ class MagnitudeTracer(ValueTracer):
         self._call: OpCall | None = None
         self._part = 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
+        self.rounding: RoundingErrors | None = None
+        self._bins_at: Bins | None = None  # of the site of the last event
         self.sites: dict[tuple[Any, ...], Site] = {}
+        self._made_at: dict[int, int] = {}  # by number of an event, that of a site
         self.gradients: dict[tuple[str, int], Bins] = {}
         self.scales: list[Any] = [1.0]  # of each backward pass
         self.passes: dict[int, int] = {}
@@ -85,11 +94,31 @@ class MagnitudeTracer(ValueTracer):
 
     def before(self, ran: Ran) -> Any:
         self._pass()
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                self.rounding.before(ran)
         return super().before(ran)
+
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
+        self._bins_at = None
+        super().after(ran, result, made, kept)
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                self.rounding.after(ran, made, self._bins_at)
 
     def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
         super().after_cast(op_call, source, result)
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                self.rounding.cast(source, result)
+
+    def unwatched(self, result: object) -> None:
+        super().unwatched(result)
+        if self.rounding is not None:
+            with Own(self.off), torch.no_grad():
+                for t in filter(measurable, float_tensors(result)):
+                    self.rounding.filled(t)
 
     def noted(
         self,
@@ -99,23 +128,31 @@ class MagnitudeTracer(ValueTracer):
         inputs: list[torch.Tensor],
     ) -> Event:
         op_call = event.op_call
-        if op_call.place.updating or not results:
+        back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
+        if event.cast and back and event.run == "float16":  # where gradients vanish
+            op, spelling = "to", "aten:_to_copy"
+        elif op_call.place.updating or not results or event.cast:
+            if event.cast and event.inputs and event.inputs[0] in self._made_at:
+                self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
             return event
-        if facts_of(event.func).copies_as not in ("", op_call.op):  # on the way into a product
-            return event
-        at = self._scales_at if op_call.direction == BACKWARD else 0
+        if not event.cast and facts_of(event.func).copies_as not in ("", op_call.op):
+            return event  # on the way into a product
         key = (
-            at, op_call.op, op_call.spelling, op_call.place, op_call.direction, op_call.region,
-            op_call.row, event.run,
+            self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
+            op_call.region, op_call.row, event.run,
         )  # fmt: skip
         found = self.sites.get(key)
         if found is None:
-            found = self.sites[key] = Site(self._bins(results[0]), set())
+            found = self.sites[key] = Site(self._bins(results[0]), set(), len(self.sites), set())
+        self._bins_at = found.bins
         for t, number in zip(results, event.ranges, strict=True):
             found.bins.add(t, number)
         if event.lost is not None:
             found.bins.lost.append(event.lost)
         found.numbers.update(event.numbers)
+        if back:
+            self._made_at[len(self.events)] = found.number
+            found.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
         return event
 
     def _bins(self, t: torch.Tensor) -> Bins:
@@ -151,6 +188,8 @@ class MagnitudeTracer(ValueTracer):
                 if key not in self.gradients:
                     self.gradients[key] = self._bins(p.grad)
                 self.gradients[key].add(p.grad, self.ranges.add(range_of(p.grad)))
+                if self.rounding is not None:
+                    self.rounding.gradient(p.grad, self.gradients[key])
         finally:
             self.go_on()
 
@@ -173,3 +212,5 @@ class MagnitudeTracer(ValueTracer):
     def updated(self) -> None:
         with Own(self.off), torch.no_grad():
             self.samples.append((self._sample, self._sample.counts()))
+        if self.rounding is not None:
+            self.rounding.clear()

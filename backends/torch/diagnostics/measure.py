@@ -222,6 +222,8 @@ class Bins:
         counted: how many of them are in the bins.
         ranges: of the tensors, by number.
         lost: of those that were compared with float32.
+        rounding: errors of the ops that made them; see `rounding_errors`.
+        drift: errors of all ops up to them.
     """
 
     def __init__(self, table: BinTable, ranges: RangeTable) -> None:
@@ -229,6 +231,8 @@ class Bins:
         self.counted: int = 0
         self.ranges: list[int] = []
         self.lost: list[Lost] = []
+        self.rounding: list[torch.Tensor] = []
+        self.drift: list[torch.Tensor] = []
         self._table = table
         self._ranges = ranges
         self._row = table.new_row()

@@ -83,7 +83,7 @@ class ValueTracer(OpTracer):
     ) -> Event:
         """Measure more of an op that has run; return the event with it.
 
-        A cast has no results, but a range; `inputs` are those that the method `inputs` returned.
+        `inputs` are those that the method `inputs` returned.
         """
         raise NotImplementedError
 
@@ -146,7 +146,7 @@ class ValueTracer(OpTracer):
             event = Event(op_call, origins, kept, run, None, (), False, reads, (), True)
             if fits and run == "float16" and self.compares(event, [result], ranges):
                 event = event._replace(lost=Lost.of(source, result))
-            self.events.append(self.noted(event, [], ranges, [source]))
+            self.events.append(self.noted(event, [result] if fits else [], ranges, [source]))
         self._provenance.made(result, len(self.events) - 1)
 
     def viewed(

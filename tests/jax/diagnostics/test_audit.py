@@ -258,6 +258,31 @@ def test_inside_vmap_remat_and_shard_map() -> None:
     assert rows(audited)["mul"].largest == pytest.approx(2 * math.exp(3), rel=1e-6)
 
 
+def test_rounding_errors_inside_of_loops_branches_and_others() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    spec = PartitionSpec("i")
+    sharded = jax.shard_map(lambda x: x * 3, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    @autocast(dtype=jnp.bfloat16)
+    def f(w: Any, x: Any) -> Any:
+        h = x @ w
+        h, _ = lax.scan(lambda c, n: (c @ w[:, :4].T @ w * n, None), h, jnp.arange(1.0, 4.0))
+        h = lax.fori_loop(0, 3, lambda _, c: c * jnp.bfloat16(0.3), h.astype(jnp.bfloat16))
+        h = lax.cond(h.sum() > 1e9, lambda h: h, lambda h: h * jnp.bfloat16(1.1), h)
+        h = sharded(h) + jax.random.uniform(jax.random.key(0), h.shape, jnp.bfloat16)
+        h = lax.bitcast_convert_type(lax.bitcast_convert_type(h, jnp.uint16) | 1, jnp.bfloat16)
+        return jax.checkpoint(lambda h: jnp.sum(jnp.tanh(h @ w.T) ** 2))(h / 64)
+
+    step = jax.value_and_grad(f)
+    audited = audit(step, rounding=True)
+    assert same(audited(W, X), step(W, X))
+    found = audited.audit
+    drifts = {m.op: m.drift for m in found.results}
+    assert all(x is not None and 0 <= x < 0.2 for x in drifts.values()), drifts
+    assert 1e-3 < drifts["linear"] < 0.1
+    assert all(m.rounding < 0.01 for m in found.results if m.rounding is not None)
+
+
 def test_derivatives_by_hand_are_the_ones_that_run() -> None:
     @jax.custom_vjp
     def f(x: Any) -> Any:

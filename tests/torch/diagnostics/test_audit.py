@@ -28,13 +28,13 @@ audit = polymp.torch.audit
 FACTORS = (1.0, 1.0, 1e6, 1.0)  # the third overflows in float16
 
 
-def trained(audited: bool, *what: Any) -> tuple[list[torch.Tensor], Any]:
+def trained(audited: bool, *what: Any, rounding: bool = False) -> tuple[list[torch.Tensor], Any]:
     """Train, and return the losses and the final state, and the audit."""
     training, found = Training(*what), None
     if not audited:
         losses = [training.step(factor) for factor in FACTORS]
     else:
-        with audit(training.model, training.scaler) as found:
+        with audit(training.model, training.scaler, rounding=rounding) as found:
             losses = [training.step(factor) for factor in FACTORS]
     return [*losses, *training.state()], found
 
@@ -61,6 +61,51 @@ def test_a_training_under_audit_is_the_same_to_the_last_bit(what: tuple[Any, ...
     if what[1].startswith("fp16"):
         assert found.fault is not None, "the third step overflows"
         assert found.fault.kind == "overflow"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("convolution", "bf16", "fused", 1),
+        ("transformer", "bf16", "foreach", 2),
+        ("checkpointed", "fp16", "plain", 1),
+    ],
+    ids=lambda what: what[0],
+)
+def test_rounding_errors_are_measured_without_a_bit_of_change(what: tuple[Any, ...]) -> None:
+    plain, _ = trained(False, *what)
+    watched, found = trained(True, *what, rounding=True)
+    assert same(plain, watched)
+    low = {"bf16": "bfloat16", "fp16": "float16"}[what[1]]
+    own = [m.rounding for m in found.results if m.run == low and m.rounding is not None]
+    assert len(own) > 5
+    assert max(own) < {"bfloat16": 0.02, "float16": 0.2}[low]
+    drifts = {m.module: m.drift for m in found.gradients}
+    if what[0] == "convolution":  # of a bias before a norm, the gradient is rounding alone
+        assert drifts.pop("0.bias") > 1
+    assert all(x is not None and x < 0.5 for x in drifts.values()), drifts
+    assert found.last_forward().drift < 0.02
+
+
+def test_twins_follow_views_and_writes() -> None:
+    x, w = torch.randn(8, 16), torch.randn(16, 16)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = x @ w
+        h.t()[1:3].mul_(3.0)
+        h[:, ::2] += h[:, 1::2]
+        h[0].zero_()
+        h.view(-1)[20:40].copy_(h.flatten()[40:60])
+        torch._foreach_add_([h.narrow(1, 0, 4)], 1e-3)
+        return torch.cat([h.unfold(1, 4, 4).sum(-1), h.relu_()[:, :3]], 1).cumsum(0)
+
+    with torch.no_grad(), audit(rounding=True) as found:
+        low = run(x.bfloat16(), w.bfloat16())
+    true = run(x.double(), w.double())
+    error = ((low.double() - true).norm() / true.norm()).item()
+    (last,) = [m for m in found.results if m.op == "cumsum"]
+    assert last.drift == pytest.approx(error, rel=0.05)
+    assert 0 < last.rounding < last.drift
 
 
 def test_the_cases_cover_all_dtypes_and_optimizers() -> None:

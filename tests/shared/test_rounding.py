@@ -1,0 +1,195 @@
+"""What rounding did to a run, as `audit` says: in both frameworks the same, on the same numbers."""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from polymp import text_table
+from polymp.diagnostics.audit import Audit
+from tests.conftest import need
+
+WEIGHTS = ((32, 64), (64, 64), (64, 4))
+
+
+class Audited(NamedTuple):
+    """An audit, and by its own gradients the share of zeros in those of the weights."""
+
+    audit: Audit
+    zeros: float
+
+
+@functools.cache
+def trained(framework: str, dtype: str, factor: float) -> Audited:
+    """A step of three layers in which the loss is multiplied by a factor before the backward."""
+    need(framework)
+    random = np.random.default_rng(0)
+    weights = [random.standard_normal(s).astype(np.float32) / s[0] ** 0.5 for s in WEIGHTS]
+    x = random.standard_normal((16, 32)).astype(np.float32)
+    if framework == "torch":
+        import torch
+
+        import polymp.torch
+
+        ws = [torch.tensor(w, requires_grad=True) for w in weights]
+        with polymp.torch.audit() as audit:
+            with polymp.torch.autocast("cpu", getattr(torch, dtype)):
+                a, b, c = ws
+                y = (torch.tensor(x) @ a).tanh() @ b @ c
+                loss = torch.nn.functional.cross_entropy(y, torch.arange(16) % 4)
+            (loss * factor).backward()
+        gradients = [w.grad.numpy() for w in ws if w.grad is not None]
+    else:
+        import jax
+        import optax
+
+        import polymp.jax
+
+        @functools.partial(polymp.jax.autocast, dtype=dtype)
+        def loss(ws: Any, x: Any) -> Any:
+            a, b, c = ws
+            y = jax.numpy.tanh(x @ a) @ b @ c
+            return optax.losses.softmax_cross_entropy_with_integer_labels(
+                y, np.arange(16) % 4
+            ).mean()
+
+        audited = polymp.jax.audit(jax.grad(lambda ws, x: loss(ws, x) * factor))
+        gradients, audit = list(map(np.asarray, audited(weights, x))), audited.audit
+    return Audited(audit, float(np.mean([(g == 0).mean() for g in gradients])))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("factor", [1e-6, 3e-8, 1e-10])
+def test_gradients_that_float16_made_zero_are_no_healthy_ones(
+    framework: str, factor: float
+) -> None:
+    low = trained(framework, "float16", factor)
+    assert low.zeros > 0.3, "nothing vanished"
+    lost = low.audit.lost_gradients()
+    assert lost > 0.5
+    said = text_table.share(lost)
+    assert f"gradients that become zero in float16: {said} unscaled" in str(low.audit)
+    suggestion = low.audit.suggest()
+    assert suggestion.reasons[0].startswith(f"gradients: {said} of the values")
+    assert suggestion.init_scale is not None, suggestion
+    tried = trained(framework, "float16", factor * suggestion.init_scale)
+    assert tried.zeros < 0.01
+    assert tried.audit.fault is None
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_would_vanish_in_float16_is_said_where_it_did_not_run(framework: str) -> None:
+    audit = trained(framework, "bfloat16", 1e-6).audit
+    suggestion = audit.suggest()
+    assert not suggestion, "a run in bfloat16 needs nothing"
+    said = text_table.share(audit.lost_gradients())
+    assert suggestion.reasons[0].startswith(f"gradients: {said} of the values")
+    assert f"{audit.fitting_scale():g}" in suggestion.reasons[0]
+    assert not trained(framework, "bfloat16", 1.0).audit.suggest().reasons
+
+
+class Errors(NamedTuple):
+    """An audit with rounding errors, and what the program itself returned, in float32.
+
+    Attributes:
+        audit: of the call.
+        product: of a matrix product in the region.
+        loss: the mean of its tanh times a cosine of positions.
+    """
+
+    audit: Audit
+    product: Any
+    loss: float
+
+
+X, W = (np.random.default_rng(1).standard_normal(s).astype(np.float32) for s in ((16, 32), (32, 8)))
+FREQUENCIES = (100.0 ** -np.linspace(0, 1, 8)).astype(np.float32)
+
+
+@functools.cache
+def measured(framework: str, dtype: str, start: int, rounding: bool = True) -> Errors:
+    """A product in a region, and positions that begin at a number and are in the region's dtype."""
+    need(framework)
+    if framework == "torch":
+        import torch
+
+        import polymp.torch
+
+        low, w = getattr(torch, dtype), torch.tensor(W, requires_grad=True)
+        with polymp.torch.audit(rounding=rounding) as audit:
+            with polymp.torch.autocast("cpu", low):
+                at = (torch.arange(16) + start).to(low)[:, None] * torch.tensor(FREQUENCIES).to(low)
+                product = torch.tensor(X) @ w
+                loss = (product.tanh_() * at.cos()).float().square().mean()
+            loss.backward()
+        return Errors(audit, product.detach().float().numpy(), float(loss.detach()))
+    import jax
+    import jax.numpy as jnp
+
+    import polymp.jax
+
+    @functools.partial(polymp.jax.autocast, dtype=dtype)
+    def loss(w: Any, x: Any) -> Any:
+        at = (jnp.arange(16) + start).astype(dtype)[:, None] * jnp.asarray(FREQUENCIES).astype(
+            dtype
+        )
+        product = x @ w
+        wave = jnp.tanh(product) * jnp.cos(at)
+        return jnp.mean(wave.astype(jnp.float32) ** 2), product
+
+    audited = polymp.jax.audit(jax.value_and_grad(loss, has_aux=True), rounding=rounding)
+    (value, product), _ = audited(W, X)
+    return Errors(audited.audit, np.asarray(product, np.float32), float(value))
+
+
+def row(audit: Audit, *ops: str) -> Any:
+    """The forward row of an op, by one of its names in the two frameworks."""
+    return next(m for m in audit.results if m.op in ops and m.direction == "forward")
+
+
+def off(low: Any, wide: Any) -> float:
+    return float(np.linalg.norm(low - wide) / np.linalg.norm(wide))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_op_has_its_own_error_and_that_of_all_before_it(framework: str, dtype: str) -> None:
+    found = measured(framework, dtype, 0)
+    product = row(found.audit, "matmul", "linear")
+    wide = X @ W
+    if framework == "jax":  # in torch it is written over
+        assert product.rounding == pytest.approx(off(found.product, wide), rel=1e-2)
+    assert product.rounding == product.drift
+    eps = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    assert eps / 8 < product.rounding < eps
+    wave = np.tanh(wide) * np.cos(np.arange(16)[:, None] * FREQUENCIES)
+    last = found.audit.last_forward()
+    assert last.drift == pytest.approx(abs(found.loss / float((wave**2).mean()) - 1), rel=1e-2)
+    cosine = row(found.audit, "cos")
+    assert cosine.rounding < eps < 4 * cosine.drift, "its input was rounded, too"
+    assert found.audit.to_dict()["results"][0].keys() >= {"rounding", "drift"}
+    assert "rounding: percent by which an op is off" in str(found.audit)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_positions_that_collapse_are_seen(framework: str) -> None:
+    near, far = (measured(framework, "bfloat16", start).audit for start in (0, 65536))
+    assert not near.suggest().reasons
+    cosine = row(far, "cos")
+    assert cosine.rounding < 0.01
+    assert cosine.drift > 1
+    assert far.last_forward().drift > 0.05
+    suggestion = far.suggest()
+    (reason,) = suggestion.reasons
+    assert reason.startswith("cos ")
+    assert "Nothing to change" not in str(suggestion)
+    assert "not tried" in reason
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_was_not_measured_is_said(framework: str) -> None:
+    audit = measured(framework, "bfloat16", 0, rounding=False).audit
+    assert all(m.rounding is m.drift is None for m in (*audit.results, *audit.gradients))
+    assert "rounding errors: not measured, audit(..., rounding=True) does" in str(audit)
+    assert measured(framework, "bfloat16", 0).loss == measured(framework, "bfloat16", 0, False).loss

@@ -125,7 +125,7 @@ def _decide(closed: ClosedProgram, out: int) -> set[int]:
         if eqn.primitive.name in CALLS | RULED | {"cond"}:
             parts = inside(eqn)
             read = [part.of(read)[i] for part in parts for i in _decide(part.closed, at)]
-        elif not _is_inexact(atom) and getattr(atom.aval, "dtype", bool) != bool:
+        elif jax.numpy.issubdtype(getattr(atom.aval, "dtype", bool), jax.numpy.integer):
             read = [v for v in read if not _is_inexact(v)]
         todo.extend(read)
     return {places[atom] for atom in seen if atom in places}

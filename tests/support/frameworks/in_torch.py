@@ -71,8 +71,9 @@ def run(
 
 
 def product(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as the result of a matrix product."""
-    return (x.reshape(-1, 1) @ x.new_ones(1, 1)).reshape(x.shape)
+    """The same numbers as the result of a matrix product, which adds something up: x and 0 x."""
+    twice = x.reshape(-1, 1).expand(-1, 2)
+    return (twice @ x.new_tensor([[1.0], [0.0]])).reshape(x.shape)
 
 
 def dtype_of(*args: Any, **kwargs: Any) -> str:

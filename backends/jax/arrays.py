@@ -97,6 +97,7 @@ def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
     Found by the bits of the magnitudes, which as integers have the order of the numbers and NaN at
     the top: XLA on CPUs loses a NaN in the maximum of a large float32 array (openxla/xla #21461).
+    XLA leaves out the `abs` of what is never negative, such as exp, and NaN may have a sign.
 
     Args:
         x: float32 or float64.
@@ -105,5 +106,6 @@ def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     Returns:
         An array of x's dtype.
     """
-    size = lax.bitcast_convert_type(lax.abs(x), np.dtype(f"int{8 * x.dtype.itemsize}"))
+    bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
+    size = lax.bitwise_and(bits, bits.dtype.type(np.iinfo(bits.dtype).max))
     return lax.bitcast_convert_type(lax.reduce_max(size, tuple(axes)), x.dtype)

@@ -74,6 +74,7 @@ class Node(NamedTuple):
         late: True if only the backward pass reads its result.
         ones: True if its largest result is 1 in its dtype, and below in float32.
         single: True if its result is one number, as a loss is.
+        call: of the op that it is part of; nodes of one call share what that was given.
     """
 
     inputs: tuple[int, ...]
@@ -94,6 +95,7 @@ class Node(NamedTuple):
     late: bool = False
     ones: bool = False
     single: bool = False
+    call: Hashable = None
 
 
 class Blame(NamedTuple):
@@ -117,6 +119,7 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
 
     Infinities that the program has as constants are no fault, until an op makes NaN of them.
     """
+    nodes = _with_calls(nodes)
     reaches, hidden = _bad_ones(nodes)
     order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)
     for at in order:
@@ -138,6 +141,17 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
             why = "its result is NaN, from infinities that the program has as constants"
         return Blame(source, source, "operation", why)
     return None
+
+
+def _with_calls(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes, with what their calls read that is not finite: a part may have taken it up."""
+    whole: list[Node] = []
+    for at, node in enumerate(nodes):
+        own = [whole[i] for i in node.inputs if i < at and nodes[i].call == node.call is not None]
+        more = {i for part in own for i in part.inputs if nodes[i].bad} - {*node.inputs}
+        spoiled = next(filter(None, [node.spoiled, *(part.spoiled for part in own)]), "")
+        whole.append(node._replace(inputs=(*node.inputs, *sorted(more)), spoiled=spoiled))
+    return whole
 
 
 def meant(nodes: Sequence[Node]) -> set[int]:

@@ -162,6 +162,7 @@ def nodes_of(
                 "" if call is None else call.op,
                 at in late,
                 ones,
+                call=program.of_event.get((event.site.parent, id(event.site.eqn))),
             )
         )
     return nodes

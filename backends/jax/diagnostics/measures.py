@@ -65,8 +65,8 @@ def is_measured(x: Any) -> bool:
 
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
-    sizes = [lax.abs(x) for x in arrays]
-    sizes = [x if x.dtype == np.float64 else lax.convert_element_type(x, np.float32) for x in sizes]
+    wide = [np.float64 if x.dtype == np.float64 else np.float32 for x in arrays]
+    sizes = [lax.convert_element_type(*both) for both in zip(arrays, wide, strict=True)]
     peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
     return functools.reduce(jnp.maximum, peaks)
 

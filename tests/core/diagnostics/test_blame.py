@@ -61,6 +61,24 @@ def test_a_mask_is_not_to_blame_for_what_an_op_makes_of_a_whole_row_of_it() -> N
     assert who(node(bad="NaN", given=True)) == (0, "operation"), "NaN is not"
 
 
+def test_what_a_call_was_given_is_the_cause_and_not_a_part_of_it() -> None:
+    """An Inf that exp, the first part of a softmax, takes up, and 0 / 0, the last."""
+    for own in (1, 2, 3):
+        for call in ("softmax", None):
+            parts = [node(at, call=call) for at in range(1, own)]
+            last = node(own, bad="NaN", call=call)
+            seen = bool(call) or own == 1
+            made = [node(), node(0, bad="Inf"), *parts, last]
+            assert who(*made) == (1 if seen else own + 1, "operation")
+            mask = [node(), node(0, bad="Inf", given=True), *parts, last]
+            found = blame(mask)
+            assert found is not None
+            assert found.node == own + 1
+            assert ("inputs are finite" in found.why) == (not seen)
+            argument = [node(), node(0, spoiled="x", call=call), *parts, last]
+            assert who(*argument) == (own + 1, "input" if call else "operation")
+
+
 def test_an_infinity_that_is_taken_up_is_no_fault_if_float32_makes_it_too() -> None:
     assert who(node(), node(0, bad="Inf"), node(1)) is None
 

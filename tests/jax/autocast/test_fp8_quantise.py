@@ -98,6 +98,20 @@ def test_one_bad_number_in_a_large_array_spoils_its_scale(dtype, bad):
     assert np.isnan(jax.jit(peak)(x)) if np.isnan(bad) else np.isinf(jax.jit(peak)(x))
 
 
+@pytest.mark.parametrize("op", [jnp.exp, jnp.sqrt, jnp.square, jnp.abs])
+def test_a_nan_with_a_sign_spoils_a_scale(op):
+    """On CPUs Inf - Inf is such a NaN, and XLA leaves out the abs of what is never negative."""
+
+    @jax.jit
+    def scale_and_peak(x):
+        y = op(x - jnp.max(x, -1, keepdims=True))
+        return quantised(y, RECIPES["tensorwise"], "activation", (0, 1)).scale, peak(y)
+
+    scale, most = scale_and_peak(jnp.full((8, 8), jnp.inf).at[:, ::2].multiply(-1))
+    assert np.isnan(scale).all()
+    assert np.isnan(most)
+
+
 def test_the_axes_of_a_scale():
     tensor, row, high = RECIPES["tensorwise"], RECIPES["rowwise"], RECIPES["rowwise_gw_hp"]
     result, backward = ("activation", "weight"), ("weight", "gradient")

@@ -227,6 +227,21 @@ def test_a_branch_that_is_taken() -> None:
         assert fault.op == op
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("op", [jax.nn.softmax, jax.nn.log_softmax, jax.nn.standardize])
+def test_what_overflows_is_the_cause_and_not_the_op_that_reads_it(op: Any, gradients: bool) -> None:
+    """On CPUs Inf - Inf is a NaN with a sign; those that exp makes of it have one, too."""
+
+    def f(x: Any) -> Any:
+        return op(x @ x.T).sum()
+
+    x = jnp.full((8, 8), 1e20).at[::2].multiply(-1)
+    fault = locate(jax.value_and_grad(f) if gradients else f, x)
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.found) == ("linear", "operation", "Inf")
+    assert not any(x.inf or x.nan for x in fault.inputs)
+
+
 def test_nan_of_a_mask_is_told() -> None:
     def f(x: Any) -> Any:
         masked = jnp.where(x > 0, x, -jnp.inf)

@@ -8,11 +8,13 @@ The backends' `perturb` runs the functions and returns numpy arrays; `rounding` 
 and `align` finds the calls that belong together.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from polymp import backends
+from polymp.diagnostics import trees
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.dtypes import FORMATS
@@ -92,6 +94,9 @@ def assert_parity(
     Returns:
         The arrays that were compared, with errors and tolerances.
 
+    Warns:
+        UserWarning: there are no gradients to compare, because no input has floats.
+
     Raises:
         ParityError: they differ; its text has the first op that differs, and in which dtype.
         TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array;
@@ -124,7 +129,16 @@ def assert_parity(
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
         raise ParityError(*_said(error, low or "float32", start)) from None
+    if grads and all(x.dtype.kind in "iub" for x in trees.arrays((args, kwargs)).values()):
+        warnings.warn(_NO_GRADIENTS, stacklevel=2)
     return found._replace(float32=first)
+
+
+_NO_GRADIENTS = (
+    "assert_parity compared no gradients: no input has floats. Give the "
+    "parameters as an input, a dict of arrays by name, as for torch.func.functional_call(model, "
+    "params, ids); or write grads=False."
+)
 
 
 def _said(

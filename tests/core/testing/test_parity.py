@@ -192,6 +192,29 @@ def test_a_gap() -> None:
     assert rounding.gap("result", infinite, -infinite, spread).part
 
 
+@pytest.mark.usefixtures("both")
+def test_a_model_of_integers_compares_gradients_if_its_parameters_are_an_input() -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 5))
+    params = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    ids = np.array([[1, 2, 2], [0, 8, 3]])
+
+    def theirs(params: Any, ids: Any) -> Any:
+        return params["0.weight"][ids] @ params["1.weight"].T + params["1.bias"]
+
+    def ours(params: Any, ids: Any) -> Any:
+        return torch.func.functional_call(model, params, (ids,))
+
+    with pytest.warns(UserWarning, match="compared no gradients.*parameters as an input"):
+        assert_parity(lambda x: x + 1, lambda x: x + 1, [ids], probes=2)
+    parity = assert_parity(ours, theirs, [params, ids], probes=2)  # what it says
+    found = [gap.what for gap in parity.gaps if gap.what.startswith("gradient")]
+    assert sorted(found) == sorted(f"gradient of input[0]['{name}']" for name in params)
+    assert_parity(lambda x: x + 1, lambda x: x + 1, [ids], grads=False, probes=2)
+
+
 # --- structure, dtypes and bad input -------------------------------------------------------------
 
 

@@ -143,6 +143,19 @@ def current() -> Recorder | None:
     return _current.get()
 
 
+@contextmanager
+def repeated() -> Iterator[None]:
+    """Keep no entries of a block, in which is decided again what was recorded before."""
+    recorders, it = list[Recorder](), current()
+    while it is not None:
+        recorders.append(it)
+        it = it.outer
+    counts = [len(one.record) for one in recorders]
+    yield
+    for one, count in zip(recorders, counts, strict=True):
+        del one.record.entries[count:]
+
+
 def recorded_by(stack: ExitStack, recorder: Recorder, passes_on: bool = True) -> None:
     """Send the decisions made until a stack is closed to a recorder.
 

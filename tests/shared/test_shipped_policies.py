@@ -128,10 +128,7 @@ def call(framework: str, op: str, region: Any, case: cases.Case, report: Any) ->
 
 def parts(entries: Any) -> Any:
     ops = vocabulary().ops
-    for at, entry in enumerate(entries):
-        again = [each for each in entries[at + 1 : at + 2] if each.spelling == entry.spelling]
-        if again and again[0].row == entry.row and entry.backend == "jax":
-            continue  # a jitted function is planned again for how its results are read
+    for entry in entries:
         if entry.op and ops[entry.op].kind in NEUTRAL:
             continue
         floats = [f for f in entry.dtypes if f in FORMATS]  # none in arithmetic on indices

@@ -42,7 +42,9 @@ SOURCES = {
 }
 LAYOUT = (
     "- In JAX on a CPU, casts by hand take as long as float32, because XLA computes most bfloat16 "
-    "products in float32. polymp lays out the operands so that XLA uses its bfloat16 kernel."
+    "products in float32. polymp lays out the operands so that XLA uses its bfloat16 kernel. That "
+    "kernel needs a processor with AVX512-BF16, as here; without it, bfloat16 saves memory and no "
+    "time."
 )
 HOLDING = (
     "- `hold_casts` is for CPUs and few rows; with many rows, casts are a small part of the time. "

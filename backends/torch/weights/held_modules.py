@@ -135,6 +135,7 @@ def _eager(layer: Layer, weight: torch.Tensor, bias: torch.Tensor | None) -> Low
         not is_autocast_enabled(device)
         or decision_log.current() is not None
         or are_functions_watched()
+        or modes.is_transformed()
         or not (len(policies) == 1 or _lowers(layer.op, device))
     ):
         return None

@@ -111,10 +111,10 @@ def recording() -> Iterator[Decisions]:
     """
     recorder = decision_log.Recorder()
     kernels = sys.modules.get("polymp.backends.torch.autocast.lent_kernels")
-    with ExitStack() as stack:
+    with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
         if kernels is not None:  # torch's compiled kernels record nothing: ours take their place
-            stack.enter_context(kernels.recorded())
-        stack.enter_context(decision_log.recorded_by(recorder, passes_on=False))
+            kernels.recorded(stack)
+        decision_log.recorded_by(stack, recorder, passes_on=False)
         yield recorder.record
 
 

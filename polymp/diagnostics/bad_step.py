@@ -32,6 +32,8 @@ class BadStep(NamedTuple):
         undone: the number of steps that were taken back, this one included; 0 if they could not be
             repeated.
         note: a sentence on what a replay could not show; "" if there is nothing to say.
+        eps: the optimizer whose eps is zero in its weights' dtype, if a larger one was tried and
+            helps, in a sentence; "" if that is not the cause.
     """
 
     step: int
@@ -40,11 +42,14 @@ class BadStep(NamedTuple):
     losses: tuple[float, ...] = ()
     undone: int = 1
     note: str = ""
+    eps: str = ""
 
     @property
     def remedy(self) -> str:
         """The change that helps, in a sentence; "" if the steps could not be repeated."""
         fault = self.fault
+        if self.eps:
+            return self.eps
         if fault is not None and fault.kind == "input" and ".grad" in fault.why:
             return "Call zero_grad() before the backward pass, which adds to what is there."
         if fault is not None and fault.kind == "input":

@@ -8,7 +8,7 @@ The backends add to the record of the context they run in. Nothing here knows a 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -143,24 +143,19 @@ def current() -> Recorder | None:
     return _current.get()
 
 
-@contextmanager
-def recorded_by(recorder: Recorder, passes_on: bool = True) -> Iterator[None]:
-    """Send the decisions made inside to a recorder.
+def recorded_by(stack: ExitStack, recorder: Recorder, passes_on: bool = True) -> None:
+    """Send the decisions made until a stack is closed to a recorder.
 
     Args:
+        stack: that ends it.
         recorder: that gets them.
         passes_on: True to send them to the recorder around this one, too: `explain` and `audit`
             inside a `recording` take nothing away from it.
-
-    Yields:
-        Nothing.
     """
-    recorder.outer = _current.get() if passes_on else None
-    token = _current.set(recorder)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    before = _current.get()
+    recorder.outer = before if passes_on else None
+    stack.callback(_current.set, before)
+    _current.set(recorder)
 
 
 @contextmanager

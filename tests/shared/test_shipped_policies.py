@@ -128,7 +128,10 @@ def call(framework: str, op: str, region: Any, case: cases.Case, report: Any) ->
 
 def parts(entries: Any) -> Any:
     ops = vocabulary().ops
-    for entry in entries:
+    for at, entry in enumerate(entries):
+        again = [each for each in entries[at + 1 : at + 2] if each.spelling == entry.spelling]
+        if again and again[0].row == entry.row and entry.backend == "jax":
+            continue  # a jitted function is planned again for how its results are read
         if entry.op and ops[entry.op].kind in NEUTRAL:
             continue
         floats = [f for f in entry.dtypes if f in FORMATS]  # none in arithmetic on indices
@@ -304,8 +307,8 @@ def test_the_count() -> None:
 
 def test_a_wrong_policy_and_a_wrong_dtype_are_noticed() -> None:
     """Judged by another policy than it ran under, or by the other half's rows."""
-    other = {"amp": "torch-cpu", "fp8": "matmul", "lean": "amp", "matmul": "lean",
-             "torch-cpu": "matmul", "torch-cuda": "matmul", "torch-mps": "torch-cpu",
+    other = {"amp": "matmul", "fp8": "matmul", "lean": "amp", "matmul": "lean",
+             "torch-cpu": "matmul", "torch-cuda": "matmul", "torch-mps": "matmul",
              "torch-xpu": "lean"}  # fmt: skip
     for side in FRAMEWORKS:
         for policy in POLICIES:

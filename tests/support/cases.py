@@ -153,6 +153,7 @@ WINDOW = "in JAX a sum over a window, which float16 may not hold, and a quotient
 NEEDED = "the next op needs what a low dtype does not hold of its result, and amp has a row for it"
 NO_KERNEL = "torch has no low kernel of it"
 LINALG = "torch has no row and no low kernel; JAX runs linear algebra as written"
+LINALG_ROW = "torch-cpu has a row of it; JAX runs linear algebra as written"
 CASTS_BACK = "jax.numpy casts back to the dtype it was given: an explicit cast counts"
 PROMOTES = "jax.numpy promotes what is declared, 0-d arrays too, before autocast sees it"
 AS_WRITTEN = "a region that is off runs what is written, and float32 is: torch keeps what it finds"
@@ -167,6 +168,15 @@ NO_CELL = "JAX has no kernel for the cell: a state in float32 meets low gates an
 Back = partial(Op, given=KEEP, why_given=CASTS_BACK)
 X, V = grid(3, 4), grid(4)
 PAIR = (X, grid(3, 4))
+
+# Without a low kernel, they run in float32 on a CPU, by the rows of torch-cpu; on CUDA they raise.
+CPU_ROWS: dict[str, Any] = {
+    "inv": (regular(3),),
+    "eigvalsh": (regular(3),),
+    "cond": (regular(3),),
+    "solve": (regular(3), grid(3, 2)),
+    "cholesky_solve": (grid(3, 2), regular(3)),
+}
 
 OPS: tuple[Op, ...] = (
     # Matrix products
@@ -331,17 +341,17 @@ OPS: tuple[Op, ...] = (
     *(
         Op(name, args, NO_LOW, WRITTEN, LINALG, given=RAISES, only=NO_MIX)
         for name, args in (
-            ("inv", (regular(3),)),
             ("slogdet", (regular(3),)),
-            ("eigvalsh", (regular(3),)),
-            ("cond", (regular(3),)),
             ("matrix_exp", (unit(3, 3),)),
-            ("solve", (regular(3), grid(3, 2))),
             ("lu_solve", (regular(3), grid(3, 2))),
         )
     ),
+    *(
+        Op(name, args, FP32, WRITTEN, LINALG_ROW, given=given, only=ALIKE)
+        for name, args in CPU_ROWS.items()
+        for given in ["" if name == "cholesky_solve" else RAISES]
+    ),
     Op("solve_triangular", (regular(3), grid(3, 2)), NO_LOW, WRITTEN, LINALG, only=ALIKE),
-    Op("cholesky_solve", (grid(3, 2), regular(3)), NO_LOW, WRITTEN, LINALG, only=ALIKE),
     Op("det", (regular(3),), NO_LOW, WRITTEN, LINALG),
     Op("pinv", (regular(3),), LOWER, WRITTEN,
        "made of products in torch, which run low; JAX runs linear algebra as written",

@@ -17,8 +17,7 @@ TAKEN_APART = frozenset({"attention"})
 # By reason, the shared ops of `cases` whose frameworks differ for it.
 REASONS: dict[str, frozenset[str]] = {
     "torch has no low kernel of it": frozenset(
-        {"cholesky_solve", "cond", "det", "eigvalsh", "inv", "lu_solve", "pdist",
-         "slogdet", "solve", "solve_triangular", "zeta"}
+        {"det", "lu_solve", "pdist", "slogdet", "solve_triangular", "zeta"}
     ),
     "JAX has no kernel for the cell: a state in float32 meets low gates and stays float32":
         frozenset({"gru_cell", "lstm_cell"}),

@@ -7,6 +7,7 @@ and rematerialisation.
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +157,8 @@ def traced(
 
     with progress.line("tracing", unit="op") as line, regions.EXPLAINED(next(_numbers)):
         record = Record(line, tried)
-        with decision_log.recorded_by(record):
+        with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
+            decision_log.recorded_by(stack, record)
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 

@@ -34,13 +34,13 @@ class Loan:
     Attributes:
         library: of the kernels.
         ops: the ops that have them.
-        blocks: the number of open blocks.
+        blocks: the open blocks.
         wanted: the ops whose kernels a policy needs, too, and that keep them.
     """
 
     library: torch.library.Library
     ops: set[str]
-    blocks: int = 0
+    blocks: set[object] = field(default_factory=set)
     wanted: set[str] = field(default_factory=set)
 
 

@@ -6,8 +6,8 @@ records of decisions, because compiled kernels record nothing.
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import cache
 
 import torch
@@ -27,8 +27,8 @@ from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 
-def lend(devices: Iterable[str]) -> None:
-    """Put our kernels on every op that lowers on the devices, until `take_back`."""
+def lend(devices: Iterable[str], block: object) -> None:
+    """Put our kernels on every op that lowers on the devices, until `take_back` of the block."""
     with kernel_registry.now.lock:
         for device in devices:
             region_casts.watch(device)
@@ -40,24 +40,27 @@ def lend(devices: Iterable[str]) -> None:
                     for name in lowered(device)
                     if (device, name) not in kernel_registry.now.ops
                 }
-                loans[device] = loan = Loan(torch.library.Library("aten", "IMPL"), ops)
-                kernel_registry.put_in(loan.library, device, sorted(ops) if key else ())
-            loans[device].blocks += 1
+                loans[device] = Loan(torch.library.Library("aten", "IMPL"), ops if key else set())
+            loans[device].blocks.add(block)
+            kernel_registry.put_in(loans[device].library, device, sorted(loans[device].ops))
 
 
-def take_back(devices: Iterable[str]) -> None:
-    """Undo one `lend`. Kernels go when no block is open and no other thread can be in a kernel."""
+def take_back(block: object) -> None:
+    """Undo a block's `lend`; again after an interrupt, which may come at any line.
+
+    Kernels go when no block is open and no other thread can be in a kernel.
+    """
     with kernel_registry.now.lock:
-        for device in devices:
-            kernel_registry.now.loans[device].blocks -= 1
+        for loan in kernel_registry.now.loans.values():
+            loan.blocks.discard(block)
         if not _alone():  # the next call will try again
             return
         for device, loan in list(kernel_registry.now.loans.items()):
             if not loan.blocks:
-                del kernel_registry.now.loans[device]
                 dispatcher.destroy(loan.library)
                 kernel_registry.now.ops.difference_update((device, name) for name in loan.ops)
                 kernel_registry.put(device, sorted(loan.wanted))
+                del kernel_registry.now.loans[device]
 
 
 # Modules in whose functions a thread waits, and calls nothing of torch's.
@@ -86,58 +89,51 @@ def lowered(device: str) -> frozenset[str]:
     )
 
 
-@contextmanager
-def _for_a_while(device: str, ops: Sequence[str]) -> Iterator[None]:
-    """Put our kernels on the device's autocast key for ops, and take them away at the end."""
-    key = dispatcher.autocast_key(device)
-    with dispatcher.temporary_library("aten") as library:
-        for name in ops if key else ():
-            kernel = autocast_kernel.make(name, device, str(key))
-            if kernel is not None and "::" not in name:
-                front_kernel.put(name)
-                dispatcher.put(library, name, kernel, str(key))
-        yield
-
-
 class _Recording:
     """Kernels of ours on every op, for as long as a record is made.
 
     They are put on a device's key when the first region is made for it, for that takes a while.
     """
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack = stack
-        self.devices: set[str] = set()
+    def __init__(self) -> None:
+        self.libraries: dict[str, torch.library.Library] = {}  # by device
 
     def cover(self, device: str) -> None:
         """Put kernels on a device's key, once."""
-        if device in self.devices or device not in torch_table.DEVICES:
+        if device in self.libraries or device not in torch_table.DEVICES:
             return
-        self.devices.add(device)
-        lend((device,))  # so that no block takes its kernels back meanwhile
-        self.stack.callback(take_back, (device,))
+        library = self.libraries[device] = torch.library.Library("aten", "IMPL")
+        lend((device,), self)  # so that no block takes its kernels back meanwhile
+        key = dispatcher.autocast_key(device)
         named = {overload for op in vocabulary().ops.values() for overload in op.aten}
         missing = sorted(n for n in named if (device, n) not in kernel_registry.now.ops)
-        self.stack.enter_context(_for_a_while(device, missing))
+        for name in missing if key else ():
+            kernel = autocast_kernel.make(name, device, str(key))
+            if kernel is not None and "::" not in name:
+                front_kernel.put(name)
+                dispatcher.put(library, name, kernel, str(key))
+
+    def end(self) -> None:
+        """Take the kernels away; again after an interrupt, which may come at any line."""
+        told = kernel_registry.now.told
+        told[:] = [tell for tell in told if tell != self.cover]
+        for library in self.libraries.values():
+            dispatcher.destroy(library)
+        take_back(self)
 
 
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Put kernels of ours on every op, for the length of a record.
+def recorded(stack: ExitStack) -> None:
+    """Put kernels of ours on every op, until a stack is closed.
 
     At once on devices that are present or have a region, on others when they get one.
-
-    Yields:
-        Nothing.
     """
-    with ExitStack() as stack:
-        made = _Recording(stack)
-        with kernel_registry.now.lock:
-            fakes = modes.innermost_mode() is not None
-            known = {region.device for region in list(regions.prepared.tickets)}
-            for device in torch_table.DEVICES:
-                if fakes or device in known or accelerators.is_here(device):
-                    made.cover(device)
-            kernel_registry.now.told.append(made.cover)
-        stack.callback(kernel_registry.now.told.remove, made.cover)
-        yield
+    made = _Recording()
+    stack.callback(made.end)
+    stack.callback(made.end)  # an interrupt may end one of the two
+    with kernel_registry.now.lock:
+        fakes = modes.innermost_mode() is not None
+        known = {region.device for region in list(regions.prepared.tickets)}
+        for device in torch_table.DEVICES:
+            if fakes or device in known or accelerators.is_here(device):
+                made.cover(device)
+        kernel_registry.now.told.append(made.cover)

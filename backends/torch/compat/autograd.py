@@ -65,20 +65,17 @@ def backward_task() -> int | None:
     return None if number < 0 else number
 
 
-@contextmanager
-def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call a function with every tensor that is saved for backward in this thread.
+def saved_tensors_shown(stack: ExitStack, see: Callable[[torch.Tensor], None]) -> None:
+    """Call a function with every tensor saved for backward in this thread until a stack is closed.
 
     torch.func's transforms refuse to run under hooks on saved tensors, which they find out by the
     documented `torch.autograd.graph.disable_saved_tensors_hooks`. That function is replaced for the
-    length of the block by one that first takes these hooks off, so that transforms run as without
+    time by one that first takes these hooks off, so that transforms run as without
     them. `_top_saved_tensors_default_hooks` since torch 2.3.
 
     Args:
+        stack: that ends it.
         see: called with each tensor.
-
-    Yields:
-        Nothing.
     """
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -87,17 +84,19 @@ def saved_tensors_shown(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     graph: Any = torch.autograd.graph
+
+    def end() -> None:
+        with showing.lock:
+            showing.hooks.pop(pack, None)
+            if not showing.hooks:
+                graph.disable_saved_tensors_hooks = _DISABLE
+
+    stack.callback(end)
+    stack.callback(end)  # an interrupt may end one of the two
     with showing.lock:
         showing.hooks[pack] = hooks
         graph.disable_saved_tensors_hooks = _disable_hooks
-    try:
-        with hooks:
-            yield
-    finally:
-        with showing.lock:
-            del showing.hooks[pack]
-            if not showing.hooks:
-                graph.disable_saved_tensors_hooks = _DISABLE
+    stack.enter_context(hooks)
 
 
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
@@ -113,7 +112,7 @@ class Showing:
 
     def __init__(self) -> None:
         self.hooks: dict[Any, Any] = {}
-        self.lock: threading.Lock = threading.Lock()
+        self.lock: threading.RLock = threading.RLock()
 
 
 showing: Showing = Showing()

@@ -3,7 +3,6 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,16 +141,6 @@ def library_of(name: str) -> torch.library.Library:
 @functools.cache
 def _library(namespace: str) -> torch.library.Library:
     return torch.library.Library(namespace, "IMPL")
-
-
-@contextmanager
-def temporary_library(namespace: str) -> Iterator[torch.library.Library]:
-    """Yield a library; when the block ends its kernels go, and those that they replaced return."""
-    library = torch.library.Library(namespace, "IMPL")
-    try:
-        yield library
-    finally:
-        destroy(library)
 
 
 def destroy(library: torch.library.Library) -> None:

@@ -269,12 +269,33 @@ class Catch(CaughtStep, Generic[P, R]):
             note = "" if call.versions == versions_of(call[:2]) else _WRITTEN
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
-            return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note)
+            eps = ""
+            stepped = fault is None and found.startswith("the weight")
+            lost = step_checks.lost_eps(objects.optimizers) if stepped else {}
+            if step_checks.any_rank(bool(lost)):
+                eps = self._with_eps(call, objects, lost)
+                before.put_back()
+            return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note, eps)
         repeated = TrainingState(objects)
         broken.put_back()
         fault = _located(self._fn, calls[-1], objects)
         repeated.put_back()
         return BadStep(self.step - 1, _SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
+
+    def _with_eps(
+        self, call: Call, objects: TrainingObjects, lost: Mapping[str, list[dict[str, Any]]]
+    ) -> str:
+        """Try a step with a larger eps in some groups of optimizers; say if that helps."""
+        groups = [(group, group["eps"]) for many in lost.values() for group in many]
+        try:
+            for group, _ in groups:
+                group["eps"] = _EPS
+            self._fn(*call.args, **call.kwargs)
+            helps = not step_checks.not_finite(weights(objects))
+        finally:
+            for group, eps in groups:
+                group["eps"] = eps
+        return _LOST_EPS.format(whose=next(iter(lost)), eps=_EPS) if lost and helps else ""
 
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
@@ -293,6 +314,12 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # After so many calls in a row that found the training written by other code, say so.
 _OFTEN = 3
 
+# An eps that float16 holds, with digits to spare.
+_EPS = 1e-4
+_LOST_EPS = (
+    "{whose}, so that it divides by zero. Give it eps={eps:g}, with which this step was tried and "
+    "is finite, or keep the weights in float32 and lower the ops, as polymp.torch.autocast does."
+)
 _ELSEWHERE = "another rank found a value that is not finite"
 _SOMETHING = "a value is not finite"
 _WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."

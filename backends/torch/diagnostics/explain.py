@@ -43,10 +43,9 @@ class _Calls(OpTracer):
             if t.is_leaf and t.requires_grad:
                 self._leaves.add(storage.storage_key(t))
 
-    def __enter__(self) -> "_Calls":
-        super().__enter__()
-        self._stack.enter_context(autograd.saved_tensors_shown(self._save))
-        return self
+    def begin(self) -> None:
+        super().begin()
+        autograd.saved_tensors_shown(self, self._save)
 
     def _save(self, t: torch.Tensor) -> None:
         base = t if t._base is None else t._base
@@ -106,6 +105,7 @@ def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Repo
         with tracer:
             yield report
     finally:
+        tracer.close()  # an interrupt may have come before
         report.fill(tracer.finished(), *tracer.region)
 
 
@@ -189,33 +189,33 @@ def explain(
         )
     model = fn if isinstance(fn, nn.Module) else None
     title = type(fn).__name__ if model is not None else getattr(fn, "__name__", str(fn))
-    with ExitStack() as stack:
-        if device is not None:
-            fn, args, kwargs = _on_fakes(device, (fn, args, kwargs), stack)
-            model = fn if isinstance(fn, nn.Module) else None
-        if dtype is not None or policy is not None:
-            kind = device or _device(fn, (args, kwargs))
-            if policy is not None:
-                policy = _asked_for(policy, _models((fn, args, kwargs)), stack)
-            stack.enter_context(_region(kind, dtype, policy))
-        report: Report = stack.enter_context(explaining(model, title))
-        try:
+    try:
+        with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
+            if device is not None:
+                fn, args, kwargs = _on_fakes(device, (fn, args, kwargs), stack)
+                model = fn if isinstance(fn, nn.Module) else None
+            if dtype is not None or policy is not None:
+                kind = device or _device(fn, (args, kwargs))
+                if policy is not None:
+                    policy = _asked_for(policy, _models((fn, args, kwargs)), stack)
+                stack.enter_context(_region(kind, dtype, policy))
+            report: Report = stack.enter_context(explaining(model, title))
             fn(*args, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            if device is not None and any(words in str(error) for words in _NOT_THERE):
-                raise ValueError(
-                    f"explain({title}, device={device!r}): this torch is built without the device, "
-                    "and something in the call needs more of it than fake tensors, such as a "
-                    f"backward pass. policy='torch-{device}' applies the device's table to tensors "
-                    "on the CPU, backward included."
-                ) from error
-            if device is None or "convert all Tensors to FakeTensors" not in str(error):
-                raise
+    except (AssertionError, RuntimeError) as error:
+        if device is not None and any(words in str(error) for words in _NOT_THERE):
             raise ValueError(
-                f"explain({title}, device={device!r}): the call reads tensors that are not among "
-                "its arguments, and they are not on fake tensors. Give the module, or a function "
-                "with its modules and tensors as arguments."
+                f"explain({title}, device={device!r}): this torch is built without the device, "
+                "and something in the call needs more of it than fake tensors, such as a "
+                f"backward pass. policy='torch-{device}' applies the device's table to tensors "
+                "on the CPU, backward included."
             ) from error
+        if device is None or "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise ValueError(
+            f"explain({title}, device={device!r}): the call reads tensors that are not among "
+            "its arguments, and they are not on fake tensors. Give the module, or a function "
+            "with its modules and tensors as arguments."
+        ) from error
     return report
 
 

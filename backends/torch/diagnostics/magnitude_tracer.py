@@ -193,15 +193,14 @@ class MagnitudeTracer(ValueTracer):
         finally:
             self.go_on()
 
-    def __enter__(self) -> "MagnitudeTracer":
-        super().__enter__()
+    def begin(self) -> None:
+        super().begin()
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(
                     lambda p, name=name: self._gradient(name, p)
                 )
-                self._stack.callback(hook.remove)
-        return self
+                self.callback(hook.remove)
 
     # Updates
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
@@ -41,7 +41,7 @@ from polymp.rules.vocabulary import vocabulary
 _SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
-class OpTracer(decision_log.Recorder):
+class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of ours
     """Follows the ops that run in a thread, and in the backward passes that it starts.
 
     Args:
@@ -60,11 +60,11 @@ class OpTracer(decision_log.Recorder):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
+        ExitStack.__init__(self)
         self.calls: list[OpCall] = []
         self._origins = CallOrigins(model)
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
-        self._stack = ExitStack()
         self.looks_away: bool = False  # while it runs ops of its own
         self._mode = _Mode(self)
         self._paused = False
@@ -203,24 +203,30 @@ class OpTracer(decision_log.Recorder):
 
     # Entering and leaving
 
-    def __enter__(self) -> "OpTracer":
-        self._origins.begin()
-        with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                # In it, a mode is given ops such as `linear` whole, with autocast off inside.
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            stack.enter_context(lent_kernels.recorded())
-            stack.enter_context(decision_log.recorded_by(self))
-            stack.enter_context(self._mode)
-            self.progress = stack.enter_context(progress.line(self.title, unit="op"))
-            self._stack = stack.pop_all()
-        return self
+    def __enter__(self) -> Self:
+        try:
+            self.begin()
+            return self
+        except BaseException:  # an interrupt may come at any line
+            self.close()
+            raise
 
-    def __exit__(self, *error: Any) -> None:
+    def begin(self) -> None:
+        """Enter all that has to be left at the end."""
+        self._origins.begin()
+        if torch.is_inference_mode_enabled():
+            # In it, a mode is given ops such as `linear` whole, with autocast off inside.
+            self.enter_context(torch.inference_mode(False))
+            self.enter_context(torch.no_grad())
+        lent_kernels.recorded(self)
+        decision_log.recorded_by(self, self)
+        self.enter_context(self._mode)
+        self.callback(self._end_pauses)
+        self.progress = self.enter_context(progress.line(self.title, unit="op"))
+
+    def _end_pauses(self) -> None:
         self._pauses = 0
         self.go_on()
-        self._stack.__exit__(*error)
 
     def pause(self) -> None:
         """Follow nothing until `go_on`; free of cost if no other mode is inside of this one.

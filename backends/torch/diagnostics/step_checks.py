@@ -130,6 +130,19 @@ def with_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in groups for p in group["params"] if p.grad is not None]
 
 
+def lost_eps(optimizers: Iterable[Optimizer]) -> dict[str, list[dict[str, Any]]]:
+    """Return the groups of parameters whose eps is zero in their dtype, by a clause on it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            for dtype in {p.dtype for p in group["params"]} if isinstance(eps, float) else ():
+                if eps and not float(torch.tensor(eps, dtype=dtype)):
+                    said = f"{type(optimizer).__name__}'s eps={eps:g} is zero in {dtype}"
+                    found.setdefault(said, []).append(group)
+    return found
+
+
 def differing(recorded: Sequence[torch.Tensor], result: object) -> str:
     """Say which finite loss of a step was another when it was repeated; "" if none.
 

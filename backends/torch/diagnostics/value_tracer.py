@@ -199,15 +199,14 @@ class ValueTracer(OpTracer):
 
     # Updates
 
-    def __enter__(self) -> "ValueTracer":
-        super().__enter__()
+    def begin(self) -> None:
+        super().begin()
         self._look_at_parameters()
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
             register_optimizer_step_post_hook(self._stepped),
         ):
-            self._stack.callback(hook.remove)
-        return self
+            self.callback(hook.remove)
 
     _stepper: int | None = None  # the thread in which an optimizer steps
 

@@ -86,7 +86,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         self._entered = 0
         self._held: list[held_casts.Weight] = []
         self._layers: list[nn.Module] = []
-        self._lent: frozenset[str] = frozenset()  # devices
+        self._lent: object = None  # to whom kernels are lent
         self._hooks: list[Any] = []
         self._counted = [0, 0]  # casts made and served, without those that the weights count now
 
@@ -145,7 +145,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
                 for name, tensor in tensors:
                     if tensor.is_floating_point() and id(tensor) not in unseen:
                         named.setdefault(id(tensor), (name, tensor))
-        self._lent = frozenset()
+        self._lent = None
         for device in {tensor.device.type for _, tensor in named.values()}:
             region_casts.watch(device)
         self._held = held_casts.hold(named.values(), self.check)
@@ -159,8 +159,8 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
     def _lend(self) -> None:
         """Put kernels of ours on the ops, for casts that no layer hands over."""
         devices = frozenset(weight.tensor.device.type for weight in self._held)
-        lent_kernels.lend(devices)
-        self._lent = devices
+        self._lent = object()
+        lent_kernels.lend(devices, self._lent)
 
     def _lend_if_trained(self) -> None:
         """Do so if a cast that is held is differentiated: each region needs a node of its own."""
@@ -181,7 +181,7 @@ class hold_casts(ContextDecorator):  # a context manager, named as torch's are
         held_casts.release(self._held, self.check)
         held_modules.let_go(self._layers)
         lent_kernels.take_back(self._lent)
-        self._held, self._layers, self._lent = [], [], frozenset()
+        self._held, self._layers, self._lent = [], [], None
 
     @property
     def bytes(self) -> int:

@@ -76,9 +76,9 @@ def run(
 
 
 def product(x: Any) -> Any:
-    """The same numbers as the result of a matrix product, which adds something up: x and 0 x."""
+    """The same numbers as the result of a matrix product, which adds something up: two halves."""
     twice = jnp.broadcast_to(x.reshape(-1, 1), (x.size, 2))
-    return (twice @ jnp.array([[1.0], [0.0]])).reshape(x.shape)
+    return (twice @ jnp.full((2, 1), 0.5)).reshape(x.shape)
 
 
 # Both shorten compiling: what is asked is which dtype and which numbers, not how fast.

@@ -4,6 +4,7 @@ import importlib
 import math
 import sys
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -221,7 +222,7 @@ def test_a_number_may_stand_for_a_tensor():
     assert dispatcher.calling(torch.ops.aten.relu.default)(-x).tolist() == [0.0, 0.0]
 
 
-def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
+def test_kernels_of_a_library_go_and_the_old_ones_come_back():
     seen = []
 
     def kernel(keys, x):
@@ -232,9 +233,11 @@ def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
     x = torch.zeros(3, dtype=torch.bfloat16)
     with torch.autocast("cpu"):
         before = torch.erfinv(x).dtype
-        with dispatcher.temporary_library("aten") as library:
-            dispatcher.put(library, "erfinv", kernel, "AutocastCPU")
-            torch.erfinv(x)
+        library = torch.library.Library("aten", "IMPL")
+        dispatcher.put(library, "erfinv", kernel, "AutocastCPU")
+        torch.erfinv(x)
+        dispatcher.destroy(library)
+        dispatcher.destroy(library)  # again: it is gone
         assert seen == [(3,)]
         assert torch.erfinv(x).dtype is before
         assert seen == [(3,)]
@@ -243,12 +246,11 @@ def test_kernels_of_a_temporary_library_go_and_the_old_ones_come_back():
 def test_a_kernel_goes_over_one_of_another_library():
     """torch up to 2.12 refuses it unless it is asked not to."""
     x = torch.ones(2)
-    with (
-        dispatcher.temporary_library("aten") as below,
-        dispatcher.temporary_library("aten") as above,
-    ):
-        dispatcher.put(below, "erfinv", lambda keys, x: x + 1, "AutocastCPU")
-        dispatcher.put(above, "erfinv", lambda keys, x: x + 2, "AutocastCPU")
+    with ExitStack() as stack:
+        for number in (1, 2):
+            library = torch.library.Library("aten", "IMPL")
+            stack.callback(dispatcher.destroy, library)
+            dispatcher.put(library, "erfinv", lambda keys, x, n=number: x + n, "AutocastCPU")
         with torch.autocast("cpu"):
             assert torch.equal(torch.erfinv(x), x + 2)
 
@@ -737,7 +739,9 @@ def test_flops_of_convolutions_and_their_gradients(transposed: bool, groups: int
 def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
     seen: list[torch.Tensor] = []
     x = torch.ones(2, requires_grad=True)
-    with autograd.saved_tensors_shown(seen.append), autograd.saved_tensors_shown(seen.append):
+    with ExitStack() as stack:
+        for _ in range(2):
+            autograd.saved_tensors_shown(stack, seen.append)
         refuses = torch.autograd.graph.disable_saved_tensors_hooks("refuses")
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             with pytest.raises(RuntimeError, match="refuses"):

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polymp
+from polymp.backends.torch.autocast import kernel_registry, lent_kernels
+from polymp.backends.torch.compat import autograd, modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
 from polymp.errors import PolicyError
+from polymp.rules import decision_log
 from polymp.rules.row import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, explain, scoped
 from tests.support import examples
 from tests.support import random_policies as programs
 from tests.support.torch.each_op import EachOp
+from tests.support.torch.interrupts import at_every_line, interrupted
 from tests.support.torch.models import MODELS, seen
 from tests.support.torch.onednn import need_lstm
 from tests.support.torch.run_random_policies import MINE, Place, arguments, mine, ran
+from tests.torch.conftest import state
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -490,3 +497,60 @@ def test_inference_mode_counts_as_no_grad_does(title: str) -> None:
         counted.append((report.casts, report.cast_bytes, report.saved, sorted(rows, key=str)))
     assert counted[0] == counted[1]
     assert counted[0][3], "nothing is seen"
+
+
+def all_that_a_record_changes() -> tuple[Any, ...]:
+    graph, now = torch.autograd.graph, kernel_registry.now
+    return (
+        {device: set(loan.blocks) for device, loan in now.loans.items()},
+        set(now.ops),
+        list(now.told),
+        set(torch.library._impls),
+        decision_log.current(),
+        modes.innermost_mode(),
+        dict(autograd.showing.hooks),
+        graph.disable_saved_tensors_hooks,
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        *state(),
+    )
+
+
+def in_a_block(x: torch.Tensor) -> None:
+    with explain():
+        x.exp()
+
+
+def of_a_call(x: torch.Tensor) -> None:
+    explain(torch.exp, x, dtype="bfloat16", policy="amp")
+
+
+def under_inference_mode(x: torch.Tensor) -> None:
+    with torch.inference_mode(), explain():
+        x.exp()
+
+
+def recorded(x: torch.Tensor) -> None:
+    with polymp.recording():
+        x.exp()
+
+
+@pytest.mark.parametrize("program", [in_a_block, of_a_call, under_inference_mode, recorded])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(
+    program: Callable[[torch.Tensor], None], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {name: vocabulary().ops[name] for name in ("exp", "linear")}
+    monkeypatch.setattr(lent_kernels, "vocabulary", lambda: SimpleNamespace(ops=few))
+    monkeypatch.setattr(lent_kernels, "lowered", lambda device: frozenset({"mm", "addmm"}))
+    program(x)  # what stays for good is registered
+
+    def run(at: int) -> None:
+        with autocast("cpu", enabled=False):  # it restores regions that were left inside
+            interrupted(lambda: program(x), at)
+
+    found, lines = all_that_a_record_changes(), set()
+    for line in at_every_line(run):
+        lines.add(line)
+        assert all_that_a_record_changes() == found, line
+    assert len(lines) > 60

@@ -93,18 +93,11 @@ def apart(
 
 
 def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """The largest magnitude along some axes; NaN if there is a NaN.
+    """The largest magnitude along some axes of float32 or float64; NaN if there is a NaN.
 
     Found by the bits of the magnitudes, which as integers have the order of the numbers and NaN at
     the top: XLA on CPUs loses a NaN in the maximum of a large float32 array (openxla/xla #21461).
     XLA leaves out the `abs` of what is never negative, such as exp, and NaN may have a sign.
-
-    Args:
-        x: float32 or float64.
-        axes: to go along; these are left out of the result.
-
-    Returns:
-        An array of x's dtype.
     """
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
     size = lax.bitwise_and(bits, bits.dtype.type(np.iinfo(bits.dtype).max))

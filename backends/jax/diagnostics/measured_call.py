@@ -97,12 +97,6 @@ def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
     A twin has several times the ops of its program, and nearly all of the first call is compiling.
     With these its loops over elements are not optimised, and take two to three times as long.
     Products are calls of kernels that are compiled already. The options are of XLA on CPUs alone.
-
-    Args:
-        arrays: that it will run on.
-
-    Returns:
-        The options for `jax.jit`; None for those of XLA.
     """
     devices = (device for x in arrays if isinstance(x, jax.Array) for device in x.devices())
     platforms = {device.platform for device in devices} or {jax.default_backend()}

@@ -33,6 +33,7 @@ class Event(NamedTuple):
         cast: True for a cast.
         func: the kernel; None of a cast.
         single: True if its result is one number.
+        beside: ranges of what it makes beside its first result, such as the maxima of aminmax.
     """
 
     op_call: OpCall
@@ -47,6 +48,7 @@ class Event(NamedTuple):
     cast: bool = False
     func: torch._ops.OpOverload | None = None
     single: bool = False
+    beside: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ class Event(NamedTuple):
 
 def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance) -> Fault | None:
     """Return the fault of a run: where the first value that is not finite came from."""
-    bad = [_bad(ranges.read(event.ranges)) for event in events]
+    bad = [_bad(ranges.read((*event.ranges, *event.beside))) for event in events]
     if not any(bad):
         return None
     given = provenance.given_ranges()

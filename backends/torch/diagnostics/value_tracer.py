@@ -103,8 +103,11 @@ class ValueTracer(OpTracer):
             return
         (origins, inputs), op_call = kept, ran.op_call
         results = [t for t in made if measurable(t)]
-        if op_call.direction != BACKWARD:
-            del results[1:]  # statistics, such as the mean beside a norm
+        beside: list[torch.Tensor] = []
+        if op_call.direction != BACKWARD and not isinstance(result, list):
+            # Those of other shapes are statistics, such as the mean beside a norm.
+            beside = [t for t in results[1:] if t.shape == results[0].shape]
+            del results[1:]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(ran.reads)]
         given = not all(map(math.isfinite, floats))
@@ -116,10 +119,11 @@ class ValueTracer(OpTracer):
                 self._provenance.constant(results[0], floats)
                 return
         with Own(self.off):
-            ranges = [range_of(t) for t in results]
+            ranges = [range_of(t) for t in (*results, *beside)]
+            kept, others = self._kept(ranges[: len(results)]), self._kept(ranges[len(results) :])
             event = Event(
-                op_call, origins, self._kept(ranges), run, None, (), given, self._seen(reads),
-                func=ran.func, single=single,
+                op_call, origins, kept, run, None, (), given, self._seen(reads),
+                func=ran.func, single=single, beside=others,
             )  # fmt: skip
             if not op_call.place.updating:
                 lost = (x for x in floats if rounded(x, run) in facts.keeps)

@@ -309,3 +309,36 @@ def test_numbers_that_another_rank_spoiled_are_said_to_be_received(ranks: list[A
 
 def test_what_does_not_talk_is_replayed_by_one_rank(ranks: list[Any]) -> None:
     assert ranks[0]["silent"] is not None
+
+
+MANY = {
+    "_linalg_slogdet": (torch.linalg.slogdet, 0.0),
+    "_foreach_mul": (lambda x: torch._foreach_mul([x[0], x + 1e30], 1e30), 0.0),
+    "exp": (lambda x: x.exp().aminmax(), 1e3),
+}
+
+
+@pytest.mark.parametrize("tool", ["locate", "audit"])
+@pytest.mark.parametrize("op", MANY)
+def test_any_result_of_an_op_may_be_the_one_that_is_not_finite(op: str, tool: str) -> None:
+    fn, value = MANY[op]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        _, second = fn(x)
+        return (second * 0).sum()
+
+    x = torch.full((2, 2), value).requires_grad_()
+    if tool == "locate":
+        fault: Any = locate(step, x)
+    else:
+        with polymp.torch.audit() as report:
+            step(x)
+        fault = report.fault
+    assert (fault.op, fault.kind, fault.found) == (op, "operation", "Inf")
+    assert not any(x.inf or x.nan for x in fault.inputs)
+
+
+def test_lists_of_float16_tensors_are_compared_with_float32() -> None:
+    x = torch.full((2,), 300.0, dtype=torch.float16)
+    fault: Any = locate(lambda x: torch._foreach_mul([x * 0, x], [x[:1], x])[1], x)
+    assert (fault.op, fault.kind) == ("_foreach_mul", "overflow")

@@ -73,6 +73,7 @@ RATES = 10000 ** -(np.arange(0, 64, 2) / 64)
 MULTIPLIES = {  # as torch and jax.numpy spell it, of positions and rates
     "einsum": lambda xp, p, r: xp.einsum("n,d->nd", p, r),
     "einsum of one term": lambda xp, p, r: xp.einsum("i , j", p, r),
+    "einsum of any number of dimensions": lambda xp, p, r: xp.einsum("..., f -> ... f", p, r),
     "einsum without a sum": lambda xp, p, r: xp.einsum("nd,d->nd", xp.stack([p] * 32, 1), r),
     "@": lambda xp, p, r: p[:, None] @ r[None],
     "matmul in a batch": lambda xp, p, r: xp.matmul(p[None, :, None], r[None, None])[0],
@@ -96,6 +97,35 @@ def test_a_product_that_sums_over_nothing_is_not_lowered(framework: str, policy:
         np.testing.assert_allclose(fw.numbers(angles), exact, rtol=1e-6, err_msg=name)
     summed = in_region(framework, lambda p, r: xp.einsum("nd,nd->n", p, r), policy)
     assert fw.dtype(summed(*(fw.array(np.ones((2, 2)), "float32"),) * 2)) == "bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_products_that_are_like_no_other_run_as_without_a_region() -> None:
+    """Of numbers, of a dimension that is repeated, and wrong ones, with torch's own errors."""
+    need("torch")
+    import torch
+
+    number, x, y = torch.tensor(2.0), torch.rand(2, 3), torch.rand(1, 4)
+    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)])
+    calls = {
+        "inner of a number": (lambda: torch.inner(number, x), "float32"),
+        "inner with a number": (lambda: torch.inner(x, number), "float32"),
+        "a dimension of 1 that is repeated": (lambda: torch.einsum("ij,jk", x, y), "bfloat16"),
+        "dots that are summed": (lambda: torch.einsum("...,b...->b", x[0], x), "bfloat16"),
+        "dots that stay": (lambda: torch.einsum("i...,i...->...", x[:1], y[:, :3]), "float32"),
+        "matmul of a number": (lambda: torch.matmul(number, x), "at least 1D"),
+        "too few": (lambda: torch.einsum("ij,jk->ik", x), "fewer operands"),
+        "too many": (lambda: torch.einsum("ij->ji", x, x), "more operands"),
+        "nested": (lambda: torch.matmul(nested, x), "Expected both to be nested"),
+    }
+    for name, (fn, expected) in calls.items():
+        call = in_region("torch", fn, "amp")
+        if "float" in expected:
+            assert str(call().dtype) == f"torch.{expected}", name
+            torch.testing.assert_close(call().float(), fn(), atol=0.02, rtol=0.02)
+        else:
+            with pytest.raises(RuntimeError, match=expected):
+                call()
 
 
 def test_torchs_own_tables_lower_what_torch_lowers() -> None:

@@ -121,10 +121,17 @@ def adds_up(name: str, args: Sequence[Any]) -> bool:
     """Return False for one of `PRODUCTS` whose contracted dimensions, if any, have size 1."""
     if name == "einsum":
         terms, arrow, kept = args[0].replace(" ", "").partition("->")
-        named = zip(terms.split(","), args[1], strict=True)
-        sizes = {c: n for letters, t in named for c, n in zip(letters, t.shape, strict=False)}
-        kept = kept if arrow else [c for c in sizes if terms.count(c) == 1]
-        return "." in terms or any(n > 1 for c, n in sizes.items() if c not in kept)
+        kept = kept if arrow else ["...", *(c for c in terms if terms.count(c) == 1)]
+        for term, t in zip(terms.split(","), args[1], strict=False):
+            first, _, last = term.partition("...")
+            ends = (first, t.shape), (last[::-1], t.shape[::-1])
+            if any(n > 1 for end in ends for c, n in zip(*end, strict=False) if c not in kept):
+                return True
+        return "..." in terms and "..." not in kept
     if name == "tensordot":
-        return any(args[0].shape[d] > 1 for d in args[2])
-    return name not in ("addr", "kron", "outer") and args[0].shape[-1] > 1
+        pairs = zip(args[:2], args[2:4], strict=True)
+        return any(n > 1 for t, dims in pairs for n in map(t.size, dims))
+    if name in ("addr", "kron", "outer"):
+        return False
+    # A number times a tensor is an inner product, too.
+    return args[0].is_nested or (all(t.dim() for t in args[:2]) and args[0].size(-1) > 1)

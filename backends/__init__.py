@@ -16,18 +16,7 @@ def installed() -> tuple[str, ...]:
 
 
 def get(name: str) -> ModuleType:
-    """Return a backend. Warns once if its framework is newer than the tested versions.
-
-    Args:
-        name: "torch" or "jax".
-
-    Returns:
-        The backend's package.
-
-    Raises:
-        ValueError: there is no such backend.
-        BackendMissingError: its framework is not installed.
-    """
+    """Return a backend. Warns once if its framework is newer than the tested versions."""
     if name not in NAMES:
         raise ValueError(f"no backend {name!r}; there are {', '.join(NAMES)}")
     require(name)
@@ -35,14 +24,7 @@ def get(name: str) -> ModuleType:
 
 
 def require(name: str) -> None:
-    """Check that the framework of a backend is installed, before anything imports it.
-
-    Args:
-        name: "torch" or "jax".
-
-    Raises:
-        BackendMissingError: it is not installed.
-    """
+    """Check that the framework of a backend is installed, before anything imports it."""
     if importlib.util.find_spec(name) is None:
         raise BackendMissingError(
             f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'."

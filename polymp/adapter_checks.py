@@ -18,20 +18,7 @@ from polymp.integrations import Integration
 
 
 def require(name: str) -> Any:
-    """Import the library of an adapter.
-
-    Args:
-        name: of the package.
-
-    Returns:
-        The library's module.
-
-    Raises:
-        BackendMissingError: it is not installed.
-
-    Warns:
-        VersionWarning: the adapter is not tested with the installed version; once.
-    """
+    """Import the library of an adapter."""
     row = integrations.of(name)
     if importlib.util.find_spec(name) is None:
         raise BackendMissingError(
@@ -63,21 +50,7 @@ def check_scaler(
     half: bool,
     write: str,
 ) -> None:
-    """Raise if a loss scaler that a user gave does not scale, or is for bfloat16.
-
-    Args:
-        scaler: as given by the user; None for the adapter's own.
-        made: how to make one, for the messages.
-        kind: the class that it has to have.
-        enabled: returns whether it scales.
-        asked: the user's call, for the messages.
-        half: whether the call is for float16.
-        write: the call for float16, for the messages.
-
-    Raises:
-        ValueError: the call is not for float16, or the scaler is disabled.
-        TypeError: the scaler has another class.
-    """
+    """Raise if a loss scaler that a user gave does not scale, or is for bfloat16."""
     if scaler is None:
         return
     if not half:

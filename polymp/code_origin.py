@@ -35,15 +35,7 @@ def is_ours(filename: str) -> bool:
 
 @cache
 def is_library(filename: str, *names: str) -> bool:
-    """True for code that is not the user's: of polymp, of Python, of no file, or of a library.
-
-    Args:
-        filename: of the code.
-        names: of the libraries that count; the code of others is taken for the user's.
-
-    Returns:
-        False for the user's own code.
-    """
+    """True for code that is not the user's: of polymp, of Python, of no file, or of a library."""
     if filename.startswith("<"):
         return not filename.startswith(_TYPED)
     if filename.startswith((*_OURS, *folders(*names))):

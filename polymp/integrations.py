@@ -116,17 +116,7 @@ def installed() -> Iterator[tuple[Integration, str]]:
 
 
 def of(name: str) -> Integration:
-    """Return the row of a library.
-
-    Args:
-        name: of the package, as pip installs it.
-
-    Returns:
-        The row.
-
-    Raises:
-        KeyError: the table has none.
-    """
+    """Return the row of a library."""
     return {row.name: row for row in INTEGRATIONS}[name]
 
 

@@ -25,12 +25,7 @@ class Line:
         """Count a step; called often, so that it has to be cheap."""
 
     def stage(self, name: str, long: bool = True) -> None:
-        """Say that a stage begins which makes no steps.
-
-        Args:
-            name: of the stage.
-            long: True to say so at once, False only if the line is shown already.
-        """
+        """Say that a stage begins which makes no steps."""
 
     def close(self) -> None:
         """Remove the line."""
@@ -73,16 +68,7 @@ class Shown(Line):
 
 @contextmanager
 def line(what: str, total: int | None = None, unit: str = "step") -> Iterator[Line]:
-    """Show the progress of a block, if there is a terminal to show it on.
-
-    Args:
-        what: takes so long, such as "audit".
-        total: the number of steps, if it is known.
-        unit: name of a step.
-
-    Yields:
-        The line, whose `step` and `stage` the block calls.
-    """
+    """Show the progress of a block, if there is a terminal to show it on."""
     found = Shown(what, total, unit) if _is_seen() else Line()
     try:
         yield found

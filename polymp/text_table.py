@@ -39,16 +39,6 @@ def columns(
     Cells that do not fit are broken: the widest columns first, and those of numbers never. They are
     broken at spaces, and words that are too long after dots and dashes, or anywhere; but a file and
     its line, such as "train.py:12", stay in one piece.
-
-    Args:
-        heads: of the columns.
-        rows: the cells of a row, as many as heads; or a text that stands alone on its line.
-        right: heads of the columns that end at the right: numbers.
-        width: of the longest line, in characters; None for the terminal's. A text that stands
-            alone may be longer, and so may a table whose numbers and files need more.
-
-    Returns:
-        The lines.
     """
     width = terminal_width() if width is None else width
     listed = list(rows)
@@ -85,15 +75,7 @@ def needed(heads: Sequence[str], rows: Iterable[str | Sequence[str]]) -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], numeric: Container[int]) -> list[str]:
-    """Lines of a table as wide as its cells need.
-
-    Args:
-        rows: the cells of each, the heads among them.
-        numeric: places of the columns that end at the right.
-
-    Returns:
-        The lines.
-    """
+    """Lines of a table as wide as its cells need."""
     wide = {i: max(map(len, column)) for i, column in enumerate(zip(*rows, strict=True))}
     return [_line(dict(enumerate(row)), wide, numeric) for row in rows]
 
@@ -119,15 +101,6 @@ def _narrowed(
     """The widths of columns that share what room there is, or less if there is too little.
 
     Character by character, the column is narrowed that then has the fewest lines more.
-
-    Args:
-        texts: the cells of each column, with how often they are there.
-        wide: their widths if no cell is broken.
-        room: how much wider they may be; below 0, how much narrower they have to be.
-        heads: of all columns.
-
-    Returns:
-        The widths.
     """
     made = dict(wide)
     least = {

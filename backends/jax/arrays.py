@@ -34,18 +34,7 @@ def is_float(x: object) -> bool:
 
 
 def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
-    """Return the float dtype that a user named, by an alias or as jax does.
-
-    Args:
-        dtype: as given.
-        what: it is, for the message.
-
-    Returns:
-        As numpy has it.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """Return the float dtype that a user named, by an alias or as jax does."""
     found = None
     if isinstance(dtype, str) or type(dtype).__module__ == "torch":
         with suppress(ValueError):

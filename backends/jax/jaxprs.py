@@ -135,15 +135,7 @@ _KEYS = dict.fromkeys(CALLS, "jaxpr") | dict.fromkeys(RULED | {"closed_call"}, "
 
 
 def with_programs(eqn: Equation, programs: Sequence[ClosedProgram]) -> jax.core.ParamDict:
-    """The parameters of an equation that holds others in place of its programs.
-
-    Args:
-        eqn: a jit, scan, while or cond.
-        programs: closed, in the order of `inside`.
-
-    Returns:
-        The parameters to replace, by name.
-    """
+    """The parameters of an equation that holds others in place of its programs."""
     if eqn.primitive.name == "cond":
         return {"branches": tuple(programs)}
     keys = ("body_jaxpr", "cond_jaxpr") if eqn.primitive.name == "while" else ("jaxpr",)
@@ -157,18 +149,7 @@ def interpreted(
     number: Callable[[Any], T] | None = None,
     consts: Sequence[T] | None = None,
 ) -> list[T]:
-    """The results of a program, equation by equation.
-
-    Args:
-        closed: the program.
-        values: of its inputs, of any kind.
-        equation: makes the results of an equation, given its place, itself, and what it reads.
-        number: makes a value of a number in the program; None to take the number itself.
-        consts: values of its constants; None to make them as numbers are.
-
-    Returns:
-        The values of its results.
-    """
+    """The results of a program, equation by equation."""
     jaxpr, own = compat.opened(closed)
     constvars, invars = compat.binders(closed)
     if consts is None:
@@ -194,18 +175,7 @@ def scanned(
     operands: Sequence[jax.Array],
     state: S,
 ) -> tuple[list[jax.Array], More]:
-    """A scan whose body is another one.
-
-    Args:
-        eqn: the scan.
-        turn: takes a state and the inputs of the body; returns the next state, the outputs of the
-            body, and what else it made.
-        operands: of the scan.
-        state: the first one.
-
-    Returns:
-        The results of the scan, and what else the turns made, as arrays with an axis more.
-    """
+    """A scan whose body is another one."""
     (body,) = inside(eqn)
     fixed, first, over = body.split(operands)
 

@@ -26,17 +26,7 @@ class Example(NamedTuple):
 
 
 def shapes(text: str) -> list[tuple[int, int, int]]:
-    """Read shapes of linear layers: "512x512x2048,1x768x3072".
-
-    Args:
-        text: of the argument.
-
-    Returns:
-        Rows, inputs and outputs of each.
-
-    Raises:
-        ArgumentTypeError: a part is something else.
-    """
+    """Read shapes of linear layers: "512x512x2048,1x768x3072"."""
     found = []
     for part in text.split(","):
         sizes = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)x([1-9]\d*)\s*", part)
@@ -51,17 +41,7 @@ def shapes(text: str) -> list[tuple[int, int, int]]:
 
 
 def seconds(text: str) -> float:
-    """Read a time to measure for.
-
-    Args:
-        text: of the argument.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ArgumentTypeError: it is no number from 0.5 to 600.
-    """
+    """Read a time to measure for."""
     try:
         found = float(text)
     except ValueError:

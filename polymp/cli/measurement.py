@@ -36,21 +36,7 @@ def measured(
     frameworks: Sequence[str],
     seconds: float | None = None,
 ) -> list[Data]:
-    """Measure products and choose the dtype to use for them.
-
-    Args:
-        model: MODULE:FUNCTION, see `doctor_inputs.example`.
-        shapes: of linear layers; a few of `SHAPES` if neither is given.
-        frameworks: "torch", "jax" or both; if empty, the model's, or the first that is installed.
-        seconds: to measure for, in each framework.
-
-    Returns:
-        A dict for each framework.
-
-    Raises:
-        UsageError: the model cannot be loaded, or has no products.
-        BackendMissingError: a framework is not installed.
-    """
+    """Measure products and choose the dtype to use for them."""
     leave_memory()
     budget = product_times.BUDGET if seconds is None else seconds
     if model is not None:

@@ -74,12 +74,7 @@ def shown(args: argparse.Namespace) -> Data:
 
 
 def _selected(selector: str, policy: Policy) -> list[Op]:
-    """Return the ops that `--op` asks for, by class and name; all of them for "".
-
-    Raises:
-        PolicyError: there is no such op or class.
-        UsageError: it is a spelling that neither the vocabulary nor the policy has.
-    """
+    """Return the ops that `--op` asks for, by class and name; all of them for ""."""
     words = vocabulary()
     kind = selector.removeprefix("class:") if selector.startswith("class:") else ""
     if selector and selector != "default":

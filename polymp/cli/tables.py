@@ -26,16 +26,7 @@ _NAMED = 3  # of more, so many
 
 
 def drawn(command: str, data: Data, every: bool = False) -> str:
-    """Draw the data of a command, with colours if standard output is a terminal.
-
-    Args:
-        command: its name.
-        data: as `--json` prints it.
-        every: True to draw a row for each op, also for many that differ alike.
-
-    Returns:
-        The text.
-    """
+    """Draw the data of a command, with colours if standard output is a terminal."""
     differing = partial(_diff, every=every)
     draws: dict[str, Callable[[Data], Iterator[RenderableType]]] = {
         "policies": _policies,

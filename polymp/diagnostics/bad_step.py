@@ -132,18 +132,7 @@ class CaughtStep:
     def __get__(self, it: object, owner: type | None = None) -> NoReturn: ...
 
     def __get__(self, it: object, owner: type | None = None) -> Self:
-        """Refuse to be called as a method.
-
-        Args:
-            it: the object whose method it would be; None for the class itself.
-            owner: its class.
-
-        Returns:
-            The wrapped step, if it is read from the class.
-
-        Raises:
-            TypeError: it is read from an object.
-        """
+        """Refuse to be called as a method."""
         if it is None:
             return self
         name = self.__name__
@@ -161,18 +150,7 @@ def in_a_row(reports: Sequence[BadStep]) -> bool:
 
 
 def checked_arguments(step: object, every: object, on_bad: object, jump: object) -> None:
-    """Check the arguments of `catch`.
-
-    Args:
-        step: the training step; None if `catch` is a decorator with arguments.
-        every: steps between two copies.
-        on_bad: what happens at a bad step.
-        jump: the factor by which a loss may grow.
-
-    Raises:
-        TypeError: `step` is not callable, or `every` is no whole number.
-        ValueError: another argument is out of its range.
-    """
+    """Check the arguments of `catch`."""
     if step is not None and not callable(step):
         raise TypeError(
             f"catch(step) needs the function that does a training step, got {step!r}. Give the "

@@ -210,13 +210,6 @@ def by_module(calls: Iterable[Call], fold: bool = True) -> list[ModuleRows[Call]
 
     Calls of equal layers differ in nothing but their modules and the casts made for them: those of
     a first layer may be spared in the others. The counts are sums of all layers.
-
-    Args:
-        calls: the call sites.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules of each direction, in the order in which they were first reached.
     """
     return folded(calls, lambda call: (call.direction, call.module), alike, added, fold)
 

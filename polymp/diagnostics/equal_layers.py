@@ -47,18 +47,7 @@ def folded(
     added: Callable[[Sequence[R]], R],
     fold: bool = True,
 ) -> list[ModuleRows[R]]:
-    """Return rows by section and module, equal modules as one.
-
-    Args:
-        rows: in the order of the program.
-        place: from a row to its section and the path of its module.
-        kind: from a row to all in which rows of equal modules have to agree.
-        added: from the rows of equal modules to one row.
-        fold: False to leave every module as it is.
-
-    Returns:
-        The modules of each section, in the order in which they were first reached.
-    """
+    """Return rows by section and module, equal modules as one."""
     grouped: dict[tuple[str, str], list[R]] = {}
     for row in rows:
         grouped.setdefault(place(row), []).append(row)
@@ -72,15 +61,7 @@ def folded(
 
 
 def label(one: ModuleRows[R], outside: str) -> str:
-    """The name of a module in a table: "layers.*.attn x24".
-
-    Args:
-        one: the module.
-        outside: for rows outside of all modules.
-
-    Returns:
-        The text.
-    """
+    """The name of a module in a table: "layers.*.attn x24"."""
     return (one.module or outside) + (f" x{one.layers}" if one.layers > 1 else "")
 
 

@@ -105,16 +105,7 @@ class Fp8Loss(NamedTuple):
 
 
 def losses(recipe: Recipe, measured: Iterable[Measurement]) -> list[Fp8Loss]:
-    """Return what each call site would lose: in all its calls, that of the one that loses most.
-
-    Args:
-        recipe: by which the products would run.
-        measured: in the order in which the sites were reached. Numbers that are not finite are
-            left out: an Inf or NaN is no loss of 8 bits.
-
-    Returns:
-        The losses, in that order.
-    """
+    """Return what each call site would lose: in all its calls, that of the one that loses most."""
     sites: dict[tuple[str, str, str], Fp8Loss] = {}
     for site, product, roles, numbers in measured:
         found = sites.setdefault(site, Fp8Loss(*site, recipe.name, {}, {}))

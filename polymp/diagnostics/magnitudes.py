@@ -98,13 +98,6 @@ class Magnitudes(NamedTuple):
         and count as finite; so do those from 3.39e38 in bfloat16. Values of just 448 + 16 stay
         finite in float8_e4m3fn and count as overflow; those of just half the smallest number become
         zero and count as subnormal. Values below 2**-130 are in the first bin, and count as zero.
-
-        Args:
-            dtype: by name or as a dtype object.
-            scale: a power of two.
-
-        Returns:
-            The shares.
         """
         target = FORMATS[dtype_name(dtype)]
         # Half a step beyond the largest number rounds up; half of the smallest rounds to zero.
@@ -167,17 +160,7 @@ def of_float(value: float) -> int:
 
 
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:
-    """Return the counts of several tensors together.
-
-    Args:
-        many: the counts of each, at least one.
-
-    Returns:
-        Their sum.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the counts of several tensors together."""
     found: Sequence[Magnitudes] = list(many)
     if not found:
         raise ValueError("joined() of no magnitudes; give at least one")

@@ -23,14 +23,6 @@ def short(found: Mapping[int, Sequence[str]], modules: Iterable[str]) -> dict[in
     A name begins where it, but for its last part, is the path of a module that ran. If no part of
     an expression is one, the argument and the places in tuples are left out. Where two would have
     one name, both keep more of what stands in front.
-
-    Args:
-        found: the expressions by which a program reads or returns each value.
-        modules: paths of the modules that ran.
-
-    Returns:
-        The names of each value; of names that end alike, as a weight's and its moments', the
-        shortest.
     """
     known = _known(modules)
     made: dict[tuple[int, str], Sequence[str]] = {}

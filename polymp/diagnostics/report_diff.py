@@ -50,13 +50,7 @@ class ReportDiff:
     def __init__(
         self, one: CallList, other: CallList, modules: Callable[[str], str] | None = None
     ) -> None:
-        """Compare.
-
-        Args:
-            one: the first report.
-            other: the other.
-            modules: from a module path of `other` to one of `one`; see `Report.diff`.
-        """
+        """Compare."""
         self.one: CallList = one
         self.other: CallList = other
         theirs = dict.fromkeys(call.module for call in other.calls)

@@ -43,22 +43,7 @@ def report_table(
     sort: str = PROGRAM,
     fold: bool = True,
 ) -> str:
-    """Return a report as text.
-
-    Args:
-        report: the calls.
-        limit: how many rows to list, those with the highest costs; None for all. The totals are
-            those of the whole report.
-        width: of a line, in characters; None for the terminal's.
-        sort: "program" or "cost"; see `Report.table`.
-        fold: True to show equal layers as one.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: `limit` is not a positive number, or `sort` neither "program" nor "cost".
-    """
+    """Return a report as text."""
     check_limit(limit)
     check_sort(sort)
     modules = by_module(report.calls, fold)
@@ -85,15 +70,7 @@ def check_limit(limit: int | None) -> None:
 
 
 def check_sort(sort: str, orders: Sequence[str] = SORTS) -> None:
-    """Refuse an order that there is not.
-
-    Args:
-        sort: that was asked for.
-        orders: that there are, two or more.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Refuse an order that there is not."""
     if sort not in orders:
         *others, last = (f'"{order}"' for order in orders)
         known = f"{', '.join(others)} or {last}"
@@ -162,15 +139,7 @@ def _cells(call: Call, policy: str) -> tuple[str, ...]:
 
 
 def ruled(call: Call, known: str = "") -> str:
-    """Return the rule that a call ran by, with the op, scope and source of its row.
-
-    Args:
-        call: that ran.
-        known: policy that need not be named.
-
-    Returns:
-        The text.
-    """
+    """Return the rule that a call ran by, with the op, scope and source of its row."""
     row = by(call.row, call.op, known) if call.row else ""
     ran = "as lower" if call.rule == "fp8" else f"in {call.run}"
     fallback = f"run {ran}: {call.fallback}" if call.fallback else ""
@@ -240,20 +209,7 @@ def widening(report: CallList) -> str:
 def chosen(
     report: CallList, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
 ) -> CallList:
-    """Return the part of a report that is of some modules and some ops.
-
-    Args:
-        report: to choose from.
-        modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for calls outside of
-            modules; None for all.
-        ops: names in the vocabulary or the framework's; None for all.
-
-    Returns:
-        The calls, with the report's title.
-
-    Raises:
-        ValueError: a pattern matches no call, or an op is not in the report.
-    """
+    """Return the part of a report that is of some modules and some ops."""
     calls: Iterable[Call] = report.calls
     if modules is not None:
         patterns = [modules] if isinstance(modules, str) else list(modules)

@@ -114,17 +114,7 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, float]:
-    """Return the parts of one op's rounding: `u + f u'`, and `u' sqrt(k / 3)` for its sums.
-
-    Args:
-        op: its name in the vocabulary.
-        kind: the class of the op there, "" without one.
-        out: the dtype of its results.
-        terms: how many numbers are added up for each number of a result.
-
-    Returns:
-        The two factors.
-    """
+    """Return the parts of one op's rounding: `u + f u'`, and `u' sqrt(k / 3)` for its sums."""
     if op in EXACT:
         return 0.0, 0.0
     inside = unit_roundoff("float64" if out == "float64" else "float32")
@@ -177,15 +167,6 @@ def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
 
     Numbers have to be equal where one is not finite, where no rounding changes them, and where the
     change is not known because a probe was not finite there.
-
-    Args:
-        what: name of the arrays.
-        ours: float64; errors are relative to its largest magnitude.
-        theirs: float64.
-        spread: the root mean square change by rounding, number by number; see `spread`.
-
-    Returns:
-        The largest difference and its tolerance.
     """
     import numpy as np
 
@@ -201,15 +182,7 @@ def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
 
 
 def spread(base: Any, probes: Iterable[Any]) -> Any:
-    """Return the root mean square change of an array by the roundings of one run.
-
-    Args:
-        base: the array.
-        probes: the same array of runs with moved numbers.
-
-    Returns:
-        An array of the same shape.
-    """
+    """Return the root mean square change of an array by the roundings of one run."""
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):

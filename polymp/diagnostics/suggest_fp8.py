@@ -30,20 +30,7 @@ NAMES = {
 
 
 def suggest_fp8(audit: AuditRecord, base: policy_files.Source, limit: float) -> Suggestion:
-    """Suggest which products stay in bfloat16.
-
-    Args:
-        audit: of steps in bfloat16, with the losses of a recipe.
-        base: the policy that would run the others in 8 bits.
-        limit: how many times the error of rounding alone an error may be.
-
-    Returns:
-        The suggestion; its rows and the recipe are for the base.
-
-    Raises:
-        PolicyError: no such policy, or it has no row with rule fp8.
-        ValueError: no losses were measured, or `limit` is not a number above 0.
-    """
+    """Suggest which products stay in bfloat16."""
     if not audit.fp8:
         raise ValueError(
             "suggest(fp8=True) needs an audit with the losses of a recipe: write "

@@ -41,18 +41,7 @@ def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def results(tree: object, of: str) -> dict[str, Any]:
-    """Return the arrays that a function returned, by their paths.
-
-    Args:
-        tree: its result.
-        of: name of the function in messages.
-
-    Returns:
-        The arrays.
-
-    Raises:
-        TypeError: there is something else in it than arrays, numbers and strings.
-    """
+    """Return the arrays that a function returned, by their paths."""
     for path, x in flat(tree):
         if not is_array(x) and not isinstance(x, (bool, int, float, str)):
             raise TypeError(

@@ -61,14 +61,6 @@ class Product(NamedTuple):
 def why_not(product: Product, recipe: Recipe) -> str:
     """Return why a product runs by the rule `lower` instead.
 
-    Args:
-        product: that the policy wants in 8 bits.
-        recipe: in force.
-
-    Returns:
-        The reason, without a full stop at its end: "k = 100 is not a multiple of 16"; "" if the
-        product can run in 8 bits.
-
     Source:
         Multiples and formats: cuBLAS documentation, section "FP8 data types". Sizes: torchao 0.18,
         `torchao/float8/float8_linear_utils.py`, `_auto_filter_for_recipe`, measured there on H100

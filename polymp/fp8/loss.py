@@ -58,18 +58,7 @@ def product_loss(
     operands: Sequence[Operand],
     product: Callable[[Any, Any], Any],
 ) -> tuple[Any, ...]:
-    """Measure the loss of a product and of its operands.
-
-    Args:
-        verbs: of the framework.
-        recipe: by which it would run.
-        operands: the two.
-        product: multiplies two float32 arrays of the operands' shapes.
-
-    Returns:
-        Five float32 []: zero and error of the first operand, zero and error of the second, error of
-        the result. Those that an Inf or NaN is part of are NaN.
-    """
+    """Measure the loss of a product and of its operands."""
     exact, rounded, numbers = [], [], list[Any]()
     for operand in operands:
         array = verbs.float32(operand.array)
@@ -102,24 +91,10 @@ def rounding_error(format: str) -> float:
     A number from 2**e to 2**(e + 1) is rounded to a multiple of s = 2**(e - m), with m digits after
     the leading one: by an error that is even between -s/2 and s/2, whose root mean square is
     s / sqrt(12). Numbers spread evenly there have the root mean square 2**e * sqrt(7 / 3).
-
-    Args:
-        format: "float8_e4m3fn" or "float8_e5m2".
-
-    Returns:
-        2**-m / sqrt(28): 0.024 for float8_e4m3fn, 0.047 for float8_e5m2.
     """
     return float(2.0 ** -dtypes.get(format).mantissa / math.sqrt(28))
 
 
 def product_rounding_error(recipe: Recipe, product: str) -> float:
-    """Return the error of a product whose operands have no other error than `rounding_error`.
-
-    Args:
-        recipe: in force.
-        product: "result", "input_gradient" or "weight_gradient".
-
-    Returns:
-        The root of the sum of the squares of both operands' errors, which are independent.
-    """
+    """Return the error of a product whose operands have no other error than `rounding_error`."""
     return math.hypot(*(rounding_error(recipe.format_of(role)) for role in ROLES[product]))

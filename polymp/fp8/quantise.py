@@ -32,17 +32,6 @@ def _float32(number: float) -> float:
 def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) -> Any:
     """Return the scale that an operand is multiplied by before it is cast to 8 bits.
 
-    Args:
-        verbs: of the framework.
-        array: the operand, of a float dtype of 16 or 32 bits, with at least one element.
-        recipe: in force.
-        role: of the operand: "activation", "weight" or "gradient".
-        axis: along which scales are computed, or axes; None for one scale. See `Recipe.scale_axis`.
-
-    Returns:
-        float32: [] without an axis, else the array's shape with length 1 at the axes. NaN where
-        the largest magnitude is Inf or NaN.
-
     Source:
         torchao 0.18, `torchao/float8/float8_utils.py`, `amax_to_scale`, which divides in float64:
         the same number, except below `SMALLEST_AMAX`, where it is a constant here.
@@ -59,17 +48,7 @@ def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) ->
 
 
 def quantised(verbs: Verbs, array: Any, scale: Any, format: str) -> Any:
-    """Return an array in 8 bits: multiplied by a scale in float32, clipped, and cast.
-
-    Args:
-        verbs: of the framework.
-        array: of a float dtype of 16 or 32 bits.
-        scale: by `scale_of`.
-        format: "float8_e4m3fn" or "float8_e5m2".
-
-    Returns:
-        The array in that dtype; NaN where the scale is.
-    """
+    """Return an array in 8 bits: multiplied by a scale in float32, clipped, and cast."""
     largest = dtypes.get(format).max
     return verbs.cast(verbs.clip(verbs.float32(array) * scale, -largest, largest), format)
 

@@ -82,16 +82,7 @@ class Recipe:
         return {ACTIVATION: self.activation, WEIGHT: self.weight, GRADIENT: self.gradient}[role]
 
     def scale_axis(self, product: str, role: str, summed: Axis) -> Axis:
-        """Return the axis along which a scale of an operand is computed.
-
-        Args:
-            product: "result", "input_gradient" or "weight_gradient".
-            role: of the operand: "activation", "weight" or "gradient".
-            summed: the operand's axis, or axes, that the product sums over.
-
-        Returns:
-            `summed`, or None for one scale for the whole operand.
-        """
+        """Return the axis along which a scale of an operand is computed."""
         whole = product == INPUT_GRADIENT and role == WEIGHT and self.whole_weight_in_backward
         return None if self.scaling == TENSOR or whole else summed
 
@@ -119,18 +110,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def recipe_of(name: str, where: str) -> Recipe:
-    """Return a recipe by name.
-
-    Args:
-        name: as a policy's head has it.
-        where: it was given, for messages.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        PolicyError: there is none of that name.
-    """
+    """Return a recipe by name."""
     found = RECIPES.get(name) if isinstance(name, str) else None
     if found is None:
         raise PolicyError(f"{where}: fp8 = {name!r} is not one of {', '.join(RECIPES)}.")

@@ -11,11 +11,7 @@ keras = adapter_checks.require("keras")
 
 
 def check_backend() -> None:
-    """Raise if Keras does not run on JAX, or calls the methods of a model's class.
-
-    Raises:
-        ValueError: it does not, or it does.
-    """
+    """Raise if Keras does not run on JAX, or calls the methods of a model's class."""
     backend = keras.backend.backend()
     if backend != "jax":
         raise ValueError(
@@ -33,14 +29,7 @@ def check_backend() -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Raise if a layer casts by itself.
-
-    Args:
-        model: of Keras.
-
-    Raises:
-        ValueError: a layer has a dtype policy of Keras in a low dtype.
-    """
+    """Raise if a layer casts by itself."""
     for layer in _layers(model):
         policy = layer.dtype_policy
         if not {policy.compute_dtype, policy.variable_dtype}.isdisjoint(LOW):
@@ -58,15 +47,7 @@ def _layers(layer: Any) -> Iterator[Any]:
 
 
 def check_optimizer(optimizer: Any, what: str) -> None:
-    """Raise if an optimizer scales the loss itself: gradients would be divided by two scales.
-
-    Args:
-        optimizer: of Keras.
-        what: the call that was given it.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise if an optimizer scales the loss itself: gradients would be divided by two scales."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"{what}: {optimizer.name!r} is a {type(optimizer).__name__}, which scales the loss "
@@ -80,13 +61,7 @@ def check_optimizer(optimizer: Any, what: str) -> None:
 
 
 def check_scaler(scaler: object, asked: str, half: bool) -> None:
-    """Raise if a loss scaler cannot be used; see `polymp.adapter_checks.check_scaler`.
-
-    Args:
-        scaler: as given by the user.
-        asked: the user's call.
-        half: whether the call is for float16.
-    """
+    """Raise if a loss scaler cannot be used; see `polymp.adapter_checks.check_scaler`."""
     from polymp.jax import GradScaler
 
     adapter_checks.check_scaler(

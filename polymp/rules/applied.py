@@ -12,17 +12,7 @@ _FORBID = Decision(Rule.FORBID)
 
 
 def applied(rule: Rule, dtypes: Sequence[str], dtype: str, halves: str) -> Decision:
-    """Decide by a rule; `Policy.decide` has the table.
-
-    Args:
-        rule: the rule.
-        dtypes: full names of the inputs' dtypes.
-        dtype: of the region.
-        halves: of the policy: what rule widest does when float16 and bfloat16 meet.
-
-    Returns:
-        The decision.
-    """
+    """Decide by a rule; `Policy.decide` has the table."""
     match rule:
         case Rule.LOWER | Rule.FP8:
             return Decision(rule, dtype)

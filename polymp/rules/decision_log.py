@@ -99,16 +99,7 @@ class Recorder:
         self.outer: Recorder | None = None  # which notes the same
 
     def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
-        """Run an op that a backend is asked for, and note what was decided.
-
-        Args:
-            entry: its row is None where the policy has no row for the op.
-            run: runs it.
-            args: of `run`.
-
-        Returns:
-            The result of `run`.
-        """
+        """Run an op that a backend is asked for, and note what was decided."""
         self.note(entry)
         return run(*args)
 
@@ -120,16 +111,7 @@ class Recorder:
             recorder = recorder.outer
 
     def follow(self, what: Any, low: str, policy: str = "") -> str | None:
-        """Return a name for the call that was decided last, to be put on all that it becomes.
-
-        Args:
-            what: the backend's own record of the call.
-            low: the region's dtype, "" outside of enabled regions.
-            policy: name of the region's, likewise.
-
-        Returns:
-            None where calls are not followed, as here.
-        """
+        """Return a name for the call that was decided last, to be put on all that it becomes."""
 
     def spared(self, what: Any, why: str) -> None:
         """Note that a cast of a call was not made, for a reason: "shared", "cancelled"."""
@@ -157,14 +139,7 @@ def repeated() -> Iterator[None]:
 
 
 def recorded_by(stack: ExitStack, recorder: Recorder, passes_on: bool = True) -> None:
-    """Send the decisions made until a stack is closed to a recorder.
-
-    Args:
-        stack: that ends it.
-        recorder: that gets them.
-        passes_on: True to send them to the recorder around this one, too: `explain` and `audit`
-            inside a `recording` take nothing away from it.
-    """
+    """Send the decisions made until a stack is closed to a recorder."""
     before = _current.get()
     recorder.outer = before if passes_on else None
     stack.callback(_current.set, before)
@@ -173,11 +148,7 @@ def recorded_by(stack: ExitStack, recorder: Recorder, passes_on: bool = True) ->
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Record nothing inside: an op that was noted as a whole runs there.
-
-    Yields:
-        Nothing.
-    """
+    """Record nothing inside: an op that was noted as a whole runs there."""
     token = _current.set(None)
     try:
         yield

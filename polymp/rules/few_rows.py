@@ -10,15 +10,7 @@ from polymp.errors import PolicyError
 
 
 def check_few_rows(most: object, where: str) -> None:
-    """Refuse what is no number of rows.
-
-    Args:
-        most: the value of the key.
-        where: it was given, for messages.
-
-    Raises:
-        PolicyError: it is not an int of at least 0.
-    """
+    """Refuse what is no number of rows."""
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
         raise PolicyError(
             f"{where}: few_rows = {most!r} is not a number of rows. Write few_rows = 32, or 0 to "
@@ -27,15 +19,7 @@ def check_few_rows(most: object, where: str) -> None:
 
 
 def why_float32(most: int, rows: float) -> str:
-    """Say why a product that has rule lower and a float32 parameter runs in float32.
-
-    Args:
-        most: the policy's `few_rows`.
-        rows: how many vectors the parameter is multiplied by.
-
-    Returns:
-        The reason, as a clause; "" if the product runs in the region's dtype.
-    """
+    """Say why a product that has rule lower and a float32 parameter runs in float32."""
     if rows > most:
         return ""
     times = "1 row" if rows == 1 else f"{rows} rows"

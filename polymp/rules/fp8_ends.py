@@ -9,20 +9,7 @@ from polymp.rules.row import Rule
 
 
 def kept_lower(policy: Policy, paths: Iterable[str], where: str) -> Policy:
-    """Return a policy whose products in some modules run by rule `lower` instead of `fp8`.
-
-    Args:
-        policy: with rows of rule fp8.
-        paths: of the modules, names joined by dots.
-        where: they were found, for messages.
-
-    Returns:
-        A policy of the same name, with a scope for each path.
-
-    Raises:
-        PolicyError: the policy has no row with rule fp8, or a path is empty: it stands for the
-            whole model.
-    """
+    """Return a policy whose products in some modules run by rule `lower` instead of `fp8`."""
     rules = {row.of: "lower" for row in policy.rows if row.rule is Rule.FP8}
     if not rules:
         raise PolicyError(

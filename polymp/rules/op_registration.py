@@ -10,21 +10,7 @@ from polymp.rules.vocabulary import CUSTOM, Op, nearest, vocabulary
 
 
 def checked(name: str, rule: str, kind: str, where: str) -> Op:
-    """Return an op to be registered, without spellings yet.
-
-    Args:
-        name: for policies.
-        rule: how it runs under a policy that has no row for it.
-        kind: its class.
-        where: the registration is, for messages.
-
-    Returns:
-        The op.
-
-    Raises:
-        PolicyError: the rule or class is unknown, or the name is the vocabulary's.
-        TypeError: the name is no identifier.
-    """
+    """Return an op to be registered, without spellings yet."""
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"{where}: the name must be an identifier, such as 'my_op'")
     known = member(Rule, rule, "rule", where, f"for op {name!r}")

@@ -21,18 +21,7 @@ _KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "sc
 
 
 def toml(content: str, where: str) -> Mapping[str, object]:
-    """Return the data of a TOML file.
-
-    Args:
-        content: of the file.
-        where: the file is, for messages.
-
-    Returns:
-        The data.
-
-    Raises:
-        PolicyError: it is not TOML.
-    """
+    """Return the data of a TOML file."""
     try:
         return tomllib.loads(content)
     except tomllib.TOMLDecodeError as error:
@@ -44,31 +33,12 @@ def toml(content: str, where: str) -> Mapping[str, object]:
 
 
 def check_keys(data: Mapping[str, object], where: str) -> None:
-    """Refuse a policy's table with a key that no policy has.
-
-    Args:
-        data: the table.
-        where: it is, for messages.
-
-    Raises:
-        PolicyError: there is such a key.
-    """
+    """Refuse a policy's table with a key that no policy has."""
     _only(data, _KEYS, where)
 
 
 def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
-    """Return the rows of a table: those in "rules", then those in "scopes".
-
-    Args:
-        data: as a policy's file has it; see `policy_files`.
-        where: the table is, for messages and as the rows' source.
-
-    Returns:
-        The rows.
-
-    Raises:
-        PolicyError: an entry is no row.
-    """
+    """Return the rows of a table: those in "rules", then those in "scopes"."""
     found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
     for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
         scopes.check(scope, where)
@@ -83,20 +53,7 @@ def overriding(
     inside: Mapping[str, Mapping[str, object]],
     where: str,
 ) -> tuple[Row, ...]:
-    """Return the rows that `Policy.override` is given.
-
-    Args:
-        by_rule: ops by the rule that they are to have.
-        rules: rows as a table has them.
-        inside: rows by pattern of module paths.
-        where: they are, for messages and as their source.
-
-    Returns:
-        The rows.
-
-    Raises:
-        PolicyError: an entry is no row, or an op gets two rules.
-    """
+    """Return the rows that `Policy.override` is given."""
     table: dict[str, object] = {}
     for of, value in [
         *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),

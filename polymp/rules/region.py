@@ -81,18 +81,7 @@ class Stack(threading.local, Generic[F]):
         self.frames: list[F] = []
 
     def pull(self, region: Region) -> F | None:
-        """Take out the youngest frame whose region equals `region`.
-
-        Args:
-            region: that is left.
-
-        Returns:
-            The frame, whose state is to be restored, or None if a younger region of the device
-            stays in force.
-
-        Raises:
-            RuntimeError: no such region is open in this thread.
-        """
+        """Take out the youngest frame whose region equals `region`."""
         frames = self.frames
         for at in range(len(frames) - 1, -1, -1):
             if frames[at][0] == region:

@@ -188,21 +188,7 @@ def holds_in_scope(own: Row, other: Row) -> bool:
 
 
 def member(kind: type[E], value: object, key: str, where: str, of_op: str) -> E:
-    """Return the member of an enumeration that has a value.
-
-    Args:
-        kind: the enumeration.
-        value: as a table has it.
-        key: its key in the table, for messages.
-        where: the table is, for messages.
-        of_op: the op that it is for, for messages: "for op 'mm'".
-
-    Returns:
-        The member.
-
-    Raises:
-        PolicyError: none has the value; the message says where, and which there are.
-    """
+    """Return the member of an enumeration that has a value."""
     try:
         return kind(value)  # type: ignore[arg-type]
     except ValueError:

@@ -8,20 +8,7 @@ from polymp.rules.row import Row, holds_in_scope, without
 
 
 def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str) -> tuple[Row, ...]:
-    """Return the rows that hold where some scopes match.
-
-    Args:
-        rows: of a policy.
-        found: the scopes that match, the least exact first, each with its rank; scopes of one rank
-            stand together.
-        where: the policy and the module path, for messages.
-
-    Returns:
-        The rows, with their scopes; a row of a more exact scope takes the place of others.
-
-    Raises:
-        PolicyError: scopes of one rank have different rules for an op.
-    """
+    """Return the rows that hold where some scopes match."""
     rows = tuple(rows)
     holding = tuple(row for row in rows if not row.scope)
     tied: list[tuple[Row, Row]] = []

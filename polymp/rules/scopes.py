@@ -53,15 +53,7 @@ def ranked(patterns: Iterable[str], path: str) -> tuple[tuple[tuple[int, int], s
 
 
 def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns that match modules, and are spelled almost like one that matches none.
-
-    Args:
-        pattern: with `*.` in front, it is compared with the ends of paths, as many names long.
-        paths: of all modules.
-
-    Returns:
-        At most three.
-    """
+    """Return patterns that match modules, and are spelled almost like one that matches none."""
     front = "*." if pattern.startswith("*.") else ""
     asked = pattern.removeprefix(front)
     names = asked.count(".") + 1
@@ -71,15 +63,7 @@ def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def check(pattern: str, where: str) -> None:
-    """Refuse a pattern that can match no path.
-
-    Args:
-        pattern: of a row.
-        where: the row is, for messages.
-
-    Raises:
-        PolicyError: it is empty or no string, or has a slash or a name that is empty.
-    """
+    """Refuse a pattern that can match no path."""
     names = pattern.split(".") if isinstance(pattern, str) else [""]
     if not all(names) or "/" in pattern:
         raise PolicyError(

@@ -114,14 +114,7 @@ class Vocabulary:
             index.update(dict.fromkeys(names, op.name))
 
     def register(self, op: Op) -> None:
-        """Add an op of the user's own, or the other framework's spelling of one.
-
-        Args:
-            op: with its spellings.
-
-        Raises:
-            PolicyError: its name, or one of its spellings, is there already.
-        """
+        """Add an op of the user's own, or the other framework's spelling of one."""
         with self._lock:
             known = self.ops.get(op.name)
             if known is not None and known.rule and (known.kind, known.rule) == (op.kind, op.rule):
@@ -193,15 +186,7 @@ class Vocabulary:
         return self.ops.get(known(name)) if known else None
 
     def check(self, selector: str, where: str) -> None:
-        """Refuse a selector that selects no op.
-
-        Args:
-            selector: of a row: an op, "class:NAME", a spelling, "all" or "default".
-            where: the row is, for messages.
-
-        Raises:
-            PolicyError: no such op or class; the message has the nearest names.
-        """
+        """Refuse a selector that selects no op."""
         prefix, colon, name = selector.partition(":")
         if name.startswith(":") and prefix in ("aten", "jax"):
             raise PolicyError(f"{where}: {selector!r}: write {prefix}:{name.lstrip(':')}.")

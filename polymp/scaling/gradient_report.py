@@ -135,15 +135,7 @@ OnStuck = Literal["warn", "raise"] | Callable[[GradientReport], object]
 
 
 def checked_on_stuck(on_stuck: object, after: object) -> None:
-    """Raise if these cannot be a scaler's `on_stuck` and `stuck_after`.
-
-    Args:
-        on_stuck: "warn", "raise" or a function of a `GradientReport`.
-        after: how many skipped steps in a row count as stuck.
-
-    Raises:
-        ValueError: `on_stuck` is another word, or `after` is no whole number from 1 up.
-    """
+    """Raise if these cannot be a scaler's `on_stuck` and `stuck_after`."""
     if on_stuck not in ("warn", "raise") and not callable(on_stuck):
         raise ValueError(f"on_stuck must be 'warn', 'raise' or a function, got {on_stuck!r}.")
     if isinstance(after, bool) or not isinstance(after, int) or after < 1:
@@ -151,15 +143,7 @@ def checked_on_stuck(on_stuck: object, after: object) -> None:
 
 
 def tell(on_stuck: OnStuck, report: GradientReport) -> None:
-    """Warn, raise or call `on_stuck`.
-
-    Args:
-        on_stuck: as in `checked_on_stuck`.
-        report: of the scaler that is stuck.
-
-    Raises:
-        StuckError: `on_stuck` is "raise".
-    """
+    """Warn, raise or call `on_stuck`."""
     if on_stuck == "warn":
         warnings.warn(report.why_stuck, ScalerWarning, stacklevel=outside())
     elif on_stuck == "raise":

@@ -84,17 +84,6 @@ def step(
     exactly (2, 0.5, 1.25, ...). For others, such as 1.1, Python numbers and float64 scales still
     match torch, which multiplies in float64; float32 arrays multiply in float32.
 
-    Args:
-        rule: the constants, as `checked` returns them: with bounds that float32 holds.
-        state: the state the gradients were computed under.
-        finite: bool []; True if every gradient was finite.
-        where: `pick` for Python numbers, `torch.where`, or `jax.numpy.where`.
-        loss_finite: bool [] of the same kind; True if the loss was finite before it was scaled,
-            which is counted in skipped steps alone. None counts as True.
-
-    Returns:
-        A state of the same types and dtypes as `state`.
-
     Source:
         Skip and back off: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740.
         Growth: torch v2.13 aten/src/ATen/native/cuda/AmpKernels.cu.
@@ -160,20 +149,7 @@ def checked(rule: ScaleRule) -> ScaleRule:
 
 
 def checked_scale(name: str, value: object, rule: ScaleRule) -> float:
-    """Return a value as a scale, if the rule allows it.
-
-    Args:
-        name: of the argument, for messages.
-        value: as the user gave it.
-        rule: whose bounds hold.
-
-    Returns:
-        The scale.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not from `min_scale` to `max_scale`.
-    """
+    """Return a value as a scale, if the rule allows it."""
     scale = number(name, value)
     if not rule.min_scale <= as_float32(scale) <= rule.max_scale:  # which are float32
         raise ValueError(
@@ -214,19 +190,7 @@ def checked_first_scale(name: str, value: object, rule: ScaleRule) -> float:
 
 
 def number(name: str, value: object, *, whole: bool = False) -> float:
-    """Return a value as a float, if it is one number.
-
-    Args:
-        name: of the argument, for messages.
-        value: as the user gave it.
-        whole: True to refuse fractions.
-
-    Returns:
-        The number.
-
-    Raises:
-        TypeError: it is not, or is not whole where it has to be.
-    """
+    """Return a value as a float, if it is one number."""
     try:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError

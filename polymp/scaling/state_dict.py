@@ -21,13 +21,6 @@ def to_state_dict(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
     torch.amp's scaler saves and loads `scale`, `growth_factor`, `backoff_factor`, `growth_interval`
     and `_growth_tracker`. It ignores the others: `min_scale`, `max_scale`, `hysteresis`, `skips`,
     `spoiled` and `skipped`.
-
-    Args:
-        rule: the constants.
-        state: the state.
-
-    Returns:
-        The dictionary.
     """
     return {
         "scale": float(state.scale),

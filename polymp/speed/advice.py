@@ -146,12 +146,6 @@ def advise(rows: Sequence[Timed]) -> Advice:
     A low dtype has to take less of float32's time than noise explains: at most 0.95, and less than
     1 at the upper end of its spread. bfloat16 comes before float16, which needs a loss scaler,
     unless float16 takes less than 0.8 of bfloat16's time.
-
-    Args:
-        rows: at least one; with times in "float32" and at least one of "bfloat16" and "float16".
-
-    Returns:
-        The dtype, with reasons.
     """
     found = {way: ratio(rows, way) for way in ways(rows)}
     low = [way for way in (BFLOAT16, FLOAT16) if way in found]

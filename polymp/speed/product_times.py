@@ -74,17 +74,7 @@ def timed(
     budget: float = BUDGET,
     now: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[Timed], dict[str, str]]:
-    """Measure the times of products as far as the budget reaches, and predict the others.
-
-    Args:
-        products: different ones, at least one.
-        bench: that runs them.
-        budget: seconds in all.
-        now: the clock for the budget.
-
-    Returns:
-        The times of each product, in their order; and the ways that were left out, with reasons.
-    """
+    """Measure the times of products as far as the budget reaches, and predict the others."""
     end = now() + budget
     with bench, progress.line("measuring", len(products), "product") as line:
         ways, left = _without_emulated(bench)
@@ -178,16 +168,6 @@ def figures(
 
     A way that comes after another finds the caches full of the other's numbers. So it runs once
     before it is timed: otherwise its time would depend on the number of runs in a figure.
-
-    Args:
-        product: that is measured.
-        bench: that runs it.
-        ways: float32 among them; those in which it cannot run are left out.
-        end: when to stop, on the clock `now`, after the least number of rounds.
-        now: a clock.
-
-    Returns:
-        Seconds of one run, by way and round.
     """
     made = {way: bench.made(product, way) for way in ways if bench.able(product, way)}
     found: dict[str, list[float]] = {}

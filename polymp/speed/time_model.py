@@ -22,11 +22,7 @@ class Model:
     """
 
     def __init__(self, samples: Mapping[Product, Mapping[str, float]]) -> None:
-        """Fit the constants.
-
-        Args:
-            samples: products and their seconds, by way. At least one.
-        """
+        """Fit the constants."""
         self._samples = samples
         self._constants = _fit([(p, seconds[FLOAT32]) for p, seconds in samples.items()])
 

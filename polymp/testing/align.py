@@ -198,14 +198,6 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
     Axes may have another order, because the frameworks lay arrays out in different ways. A forward
     step is passed over if a later step that reads it has the same values in JAX: JAX may split an
     op into others.
-
-    Args:
-        kept: a run with values.
-        moved: probes of it, with values.
-        theirs: the run in JAX, with values.
-
-    Returns:
-        Its place among the steps; None if there is no such step.
     """
     pool: dict[int, list[Any]] = {}
     for x in chain.from_iterable(step.values for step in theirs.steps):

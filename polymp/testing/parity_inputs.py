@@ -10,18 +10,7 @@ _LOW = ("bfloat16", "float16")
 
 
 def checked_dtype(dtype: object) -> str | None:
-    """Return the full name of a region's low dtype, None for no region.
-
-    Args:
-        dtype: float16 or bfloat16, by name, alias or as a dtype object; None or float32 for none.
-
-    Returns:
-        "float16", "bfloat16" or None.
-
-    Raises:
-        TypeError: it is neither a string nor a dtype.
-        ValueError: it is another dtype.
-    """
+    """Return the full name of a region's low dtype, None for no region."""
     if dtype is None:
         return None
     name = dtype_name(dtype, (*_LOW, "float32"), "assert_parity(): dtype")
@@ -29,18 +18,7 @@ def checked_dtype(dtype: object) -> str | None:
 
 
 def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments of both calls.
-
-    Args:
-        inputs: a sequence of positional arguments, or a dict of keyword arguments.
-
-    Returns:
-        Both, with arrays in dtypes that both frameworks have.
-
-    Raises:
-        TypeError: `inputs` are no sequence or dict, or hold something else.
-        ValueError: an integer is too large for JAX, an array is empty or not finite.
-    """
+    """Return the positional and the keyword arguments of both calls."""
     import numpy as np
 
     if isinstance(inputs, Mapping):
@@ -93,14 +71,7 @@ def _prepared(x: object, path: str) -> Any:
 
 
 def widened(tree: Any) -> Any:
-    """Return prepared inputs with float32 in place of lower dtypes.
-
-    Args:
-        tree: what `arguments` returns, or a part of it.
-
-    Returns:
-        The same nesting, with the same numbers.
-    """
+    """Return prepared inputs with float32 in place of lower dtypes."""
     import numpy as np
 
     found = [

@@ -93,10 +93,6 @@ def attach(model: nn.Module, opener: Opener) -> None:
 
     It takes the place of what another opener has put there; the same opener changes nothing, nor
     does any on a model whose calls open a region.
-
-    Args:
-        model: whose forward is called.
-        opener: of the region, with the policy; checks before each forward.
     """
     if in_region.opens_region(model):
         return
@@ -112,12 +108,7 @@ def attach(model: nn.Module, opener: Opener) -> None:
 
 
 def open_in(model: nn.Module, opener: Opener) -> None:
-    """Have the calls of a model open the region, for a framework that opens none.
-
-    Args:
-        model: in place; one whose calls open a region already stays as it is.
-        opener: of the region, with the policy.
-    """
+    """Have the calls of a model open the region, for a framework that opens none."""
     if not in_region.opens_region(model):
         in_region.open_region(model, opener.policy, opener.dtype, opener.device)
 

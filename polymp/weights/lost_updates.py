@@ -61,17 +61,7 @@ def worst(records: Iterable[LostUpdates], count: int) -> list[LostUpdates]:
 def message(
     records: Iterable[LostUpdates], instead: str, *, gradients: bool = True, shown: int = 3
 ) -> str:
-    """Return the warning about a step that lost updates.
-
-    Args:
-        records: one for each low parameter.
-        instead: the call that keeps them, such as "polymp.torch.low_weights(optimizer)".
-        gradients: True if it was seen that their gradients are not 0.
-        shown: how many parameters are named, those with the largest share first.
-
-    Returns:
-        The text, one paragraph.
-    """
+    """Return the warning about a step that lost updates."""
     records = list(records)
     most = worst(records, shown)
     names = ", ".join(f"{each.name} ({each.dtype}) {each.share:.0%}" for each in most)

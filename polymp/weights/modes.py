@@ -42,17 +42,7 @@ MODES: dict[str, Mode] = {
 
 
 def mode(name: object) -> Mode:
-    """Return the mode of a name.
-
-    Args:
-        name: "master", "split", "stochastic" or "kahan".
-
-    Returns:
-        The record.
-
-    Raises:
-        ValueError: no mode has the name.
-    """
+    """Return the mode of a name."""
     found = MODES.get(name) if isinstance(name, str) else None
     if found is None:
         known = ", ".join(repr(each) for each in MODES)
@@ -61,19 +51,7 @@ def mode(name: object) -> Mode:
 
 
 def low_dtype(mode: Mode, dtype: object) -> str:
-    """Return the name of the dtype that weights are kept in, if the mode allows it.
-
-    Args:
-        mode: the mode.
-        dtype: a name, an alias or a dtype.
-
-    Returns:
-        "bfloat16" or "float16".
-
-    Raises:
-        TypeError: `dtype` is neither a string nor a dtype.
-        ValueError: it is no low dtype, or the mode does not take it.
-    """
+    """Return the name of the dtype that weights are kept in, if the mode allows it."""
     name = low_name(dtype, "low_weights(): dtype")
     if name not in mode.accepted:
         raise ValueError(
@@ -84,17 +62,5 @@ def low_dtype(mode: Mode, dtype: object) -> str:
 
 
 def low_name(dtype: object, what: str) -> str:
-    """Return the name of a low dtype.
-
-    Args:
-        dtype: a name, an alias or a dtype.
-        what: the argument, for messages.
-
-    Returns:
-        "bfloat16" or "float16".
-
-    Raises:
-        TypeError: `dtype` is neither a string nor a dtype.
-        ValueError: it is no low dtype.
-    """
+    """Return the name of a low dtype."""
     return dtypes.name(dtype, ("bfloat16", "float16"), what)

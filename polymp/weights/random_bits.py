@@ -16,16 +16,7 @@ _STARTS = (0x243F6A88, 0x13198A2E)  # words of pi, one for each chain
 
 
 def key(seed: int, step: Any, parameter: int) -> tuple[Any, Any]:
-    """Return the two words of a key.
-
-    Args:
-        seed: any whole number; its low 64 bits count.
-        step: how many steps were taken before; a whole number, or int32 [] of the framework.
-        parameter: the number of the parameter among all that the optimizer has.
-
-    Returns:
-        Two whole numbers that int32 holds, or two arrays, int32 [].
-    """
+    """Return the two words of a key."""
     words = (_int32(seed), _int32(seed >> 32), _int32(parameter), _int32(step))
     one, two = _STARTS
     for word in words:
@@ -34,16 +25,7 @@ def key(seed: int, step: Any, parameter: int) -> tuple[Any, Any]:
 
 
 def random16(key: tuple[Any, Any], index: Any) -> Any:
-    """Return 16 random bits for each element.
-
-    Args:
-        key: of `key`.
-        index: int32, the position of each element in the whole, flat parameter, modulo 2**32:
-            elements that are 2**32 apart get the same bits.
-
-    Returns:
-        int32 of the same shape, from 0 to 65535.
-    """
+    """Return 16 random bits for each element."""
     one, two = key
     x = index ^ one
     x = _int32((x ^ _shifted(x, 16)) * _FIRST) ^ two

@@ -27,31 +27,14 @@ _CARRIES, _UPPER = 0x7F808000, 0x007F0000
 
 
 def split(verbs: Verbs, full: Any) -> tuple[Any, Any]:
-    """Return the bfloat16 part and the remainder of float32 numbers.
-
-    Args:
-        verbs: of the framework.
-        full: float32, any shape.
-
-    Returns:
-        bfloat16 and int16, of the same shape.
-    """
+    """Return the bfloat16 part and the remainder of float32 numbers."""
     bits = _nan_moved(verbs, verbs.bits(full))
     high = (bits + 0x8000) >> 16
     return verbs.bfloat16(verbs.to_int16(high)), verbs.to_int16(bits)
 
 
 def join(verbs: Verbs, high: Any, remainder: Any) -> Any:
-    """Return the float32 numbers that `split` has taken apart, to the last bit.
-
-    Args:
-        verbs: of the framework.
-        high: bfloat16, any shape.
-        remainder: int16, of the same shape.
-
-    Returns:
-        float32 of the same shape.
-    """
+    """Return the float32 numbers that `split` has taken apart, to the last bit."""
     bits = verbs.bits(verbs.wide(high)) + verbs.to_int32(remainder)
     return verbs.float32(_nan_moved(verbs, bits))
 
@@ -60,14 +43,6 @@ def is_torn(verbs: Verbs, high: Any, remainder: Any) -> Any:
     """Return where the pair is NaN and its high part is none, which no arithmetic makes.
 
     Signaling NaN aside, `split` never returns such a pair: the high part was written by hand.
-
-    Args:
-        verbs: of the framework.
-        high: bfloat16, any shape.
-        remainder: int16, of the same shape.
-
-    Returns:
-        bool of the same shape.
     """
     pair = verbs.bits(join(verbs, high, remainder)) & 0x7FFFFFFF
     alone = verbs.to_int32(verbs.bits16(high)) & 0x7FFF

@@ -19,16 +19,7 @@ _LARGEST, _INF, _MAGNITUDE, _QUIET = 0x7F7F0000, 0x7F800000, 0x7FFFFFFF, 0x40
 
 
 def rounded(verbs: Verbs, full: Any, random: Any) -> Any:
-    """Return float32 numbers rounded to bfloat16 at random.
-
-    Args:
-        verbs: of the framework.
-        full: float32, any shape.
-        random: int32 of the same shape, from 0 to 65535, every number as likely.
-
-    Returns:
-        bfloat16 of the same shape.
-    """
+    """Return float32 numbers rounded to bfloat16 at random."""
     bits = verbs.bits(full)
     magnitude = bits & _MAGNITUDE
     up = (random < (bits & 0xFFFF)) & (magnitude < _LARGEST)

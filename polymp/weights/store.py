@@ -17,18 +17,7 @@ from polymp.weights.verbs import Verbs
 
 
 def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -> tuple[Any, Any]:
-    """Return a float32 weight as it is kept.
-
-    Args:
-        verbs: of the framework.
-        mode: the mode.
-        dtype: of the low weight, "bfloat16" or "float16".
-        full: float32, any shape.
-        random: for `stochastic`, int32 of the same shape, from `random_bits.random16`.
-
-    Returns:
-        The low weight, and what stands beside it, of `mode.beside`; None if nothing does.
-    """
+    """Return a float32 weight as it is kept."""
     if mode.name == "split":
         return split.split(verbs, full)
     if mode.name == "kahan":
@@ -49,17 +38,7 @@ def first(verbs: Verbs, mode: Mode, dtype: str, full: Any) -> tuple[Any, Any]:
 
 
 def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
-    """Return the float32 weight that an optimizer steps on.
-
-    Args:
-        verbs: of the framework.
-        mode: the mode.
-        low: the low weight.
-        beside: what stands beside it.
-
-    Returns:
-        float32 of the same shape.
-    """
+    """Return the float32 weight that an optimizer steps on."""
     if mode.name == "split":
         return split.join(verbs, low, beside)
     if mode.name == "kahan":
@@ -77,16 +56,6 @@ def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) 
     In `kahan` it shows where the sum of both would round to another weight. Elsewhere in `kahan`,
     and in `split`, nothing shows, and the error is at most half of the last place of what was
     written; a caller who knows that an array was written avoids that, too.
-
-    Args:
-        verbs: of the framework.
-        mode: the mode.
-        dtype: of the low weight.
-        low: the low weight, as it is now.
-        beside: what stood beside it after the last step.
-
-    Returns:
-        What stands beside it now; `beside` itself for `stochastic`.
     """
     if mode.name == "master":
         same = verbs.bits16(verbs.narrow(beside, dtype)) == verbs.bits16(low)

@@ -4,17 +4,7 @@ from collections.abc import Mapping
 
 
 def summary(mode: str, dtype: str, kept: Mapping[str, str], low: int | None = None) -> str:
-    """Return which parameters are not stored low, and why, as text.
-
-    Args:
-        mode: name of the mode.
-        dtype: of the low weights.
-        kept: a reason by parameter or pattern.
-        low: the number of low parameters, if it is known.
-
-    Returns:
-        A line about the low weights, and one for each of the others.
-    """
+    """Return which parameters are not stored low, and why, as text."""
     count = "" if low is None else f"{low} in "
     lines = [f"low weights: {count}{dtype}, mode {mode!r}"]
     if kept:

@@ -38,20 +38,7 @@ def contract(
     run: str,
     out: str,
 ) -> jax.Array:
-    """`of(lhs, rhs)` on low operands, added up in float32.
-
-    Args:
-        of: the primitive, bilinear in its first two operands.
-        lhs: float32 or low.
-        rhs: float32 or low.
-        rest: operands that are not differentiated, such as the group sizes of a ragged product.
-        params: of the primitive; `preferred_element_type` among them is ours to choose.
-        run: low dtype of the operands.
-        out: dtype of the result, `run` or "float32".
-
-    Returns:
-        The result, in dtype `out`.
-    """
+    """`of(lhs, rhs)` on low operands, added up in float32."""
     operands = compat.varying_alike(lhs, rhs, *rest)
     result: jax.Array = contraction_p.bind(*operands, **contraction_params(of, params, run, out))
     return result

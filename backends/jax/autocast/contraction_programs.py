@@ -54,19 +54,7 @@ def transposed(
     aval: ShapedArray,
     *avals: ShapedArray,
 ) -> ClosedProgram:
-    """The transpose of a plain primitive: a program of the cotangent and the other operands.
-
-    Args:
-        of: the primitive.
-        params: of it.
-        run: the dtype of all its operands and of its result.
-        moving: the place of the operand whose cotangent is made.
-        aval: the type of that operand.
-        avals: the types of the cotangent and of the other operands.
-
-    Returns:
-        The program.
-    """
+    """The transpose of a plain primitive: a program of the cotangent and the other operands."""
 
     def program(ct: jax.Array, *rest: jax.Array) -> jax.Array:
         def linear(x: jax.Array) -> jax.Array:
@@ -88,18 +76,7 @@ def transposed(
 def batched(
     of: core.Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
 ) -> ClosedProgram:
-    """The plain primitive over a batch, which comes out in front.
-
-    Args:
-        of: the primitive.
-        params: of it.
-        run: the dtype of its result.
-        dims: by operand, the dimension of the batch, or None.
-        avals: types of the operands.
-
-    Returns:
-        A program of the operands.
-    """
+    """The plain primitive over a batch, which comes out in front."""
 
     def program(*operands: jax.Array) -> jax.Array:
         result: jax.Array = of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
@@ -111,17 +88,7 @@ def batched(
 def with_products(
     closed: ClosedProgram, args: Sequence[Any], product: Product, out: str
 ) -> jax.Array:
-    """The result of a program of one dtype, with each product in it replaced by one of ours.
-
-    Args:
-        closed: the program.
-        args: its arguments, in any dtype.
-        product: takes a primitive, its operands, and by name its parameters, as a mapping.
-        out: the dtype of the result.
-
-    Returns:
-        The result.
-    """
+    """The result of a program of one dtype, with each product in it replaced by one of ours."""
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of products that were made the other way round
 
@@ -170,15 +137,7 @@ def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
 
 
 def tangent(made: jax.Array, parts: Sequence[jax.Array]) -> object:
-    """The tangent of a product: the sum of those by its operands.
-
-    Args:
-        made: the product.
-        parts: the tangents, one for each operand that moves.
-
-    Returns:
-        The sum; zeros of the type of the product where nothing moves.
-    """
+    """The tangent of a product: the sum of those by its operands."""
     if not parts:
         return ad.instantiate_zeros(ad.Zero(jax.typeof(made)))
     return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
@@ -192,14 +151,7 @@ StandsFor = Callable[
 
 
 def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
-    """Make a rule by which a rematerialisation policy is asked about JAX's own primitive.
-
-    Args:
-        stands_for: says which, of an equation.
-
-    Returns:
-        The rule, as `compat.remat_rules` have it.
-    """
+    """Make a rule by which a rematerialisation policy is asked about JAX's own primitive."""
 
     def rule(
         saveable: Callable[..., compat.RematAnswer],
@@ -207,18 +159,7 @@ def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
         kept: Sequence[bool],
         eqn: core.JaxprEqn,
     ) -> Halves:
-        """Ask a rematerialisation policy about the primitive that an equation stands for.
-
-        Args:
-            saveable: the policy.
-            unknown: for each operand, whether it is known only in the backward pass.
-            kept: for each operand, whether the backward pass has it.
-            eqn: the equation.
-
-        Returns:
-            What runs forward, what runs backward, whether the result is unknown and whether the
-            backward pass has it, and what has to be saved.
-        """
+        """Ask a rematerialisation policy about the primitive that an equation stands for."""
         missing = [
             x
             for x, has in zip(eqn.invars, kept, strict=True)
@@ -250,15 +191,7 @@ def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
 
 
 def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
-    """Make the function that runs a primitive where nothing is traced: as one kernel.
-
-    Args:
-        primitive: to run.
-        names: of its parameters.
-
-    Returns:
-        The function, of the operands and, by name, the parameters.
-    """
+    """Make the function that runs a primitive where nothing is traced: as one kernel."""
 
     @partial(jax.jit, static_argnames=names)
     def run(*operands: jax.Array, **params: object) -> Any:

@@ -32,12 +32,6 @@ def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
     To be called where Python's collector has been off since before the trace, and nothing was young
     then: what is young now was made by the trace. Nothing outlives most traces, and then there is
     nothing to look for.
-
-    Args:
-        trace: that has ended.
-
-    Returns:
-        For each value, its type and where it was made.
     """
     if trace() is None:
         return []
@@ -94,13 +88,6 @@ def _held_outside(young: Sequence[object], tracers: Sequence[object]) -> set[int
 
     Counts of references tell, and cost less than a look at every older object: there are none,
     where what the function made in the trace has captured its values, and a cache keeps that.
-
-    Args:
-        young: the objects that the trace has made.
-        tracers: those of them that are its values.
-
-    Returns:
-        Their identities.
     """
     # The last object has only the references that counting itself takes.
     *counts, counting = [sys.getrefcount(x) for x in (*young, object())]

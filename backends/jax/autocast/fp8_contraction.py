@@ -44,17 +44,7 @@ fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
 def contraction_params(
     params: Mapping[str, object], how: In8Bits, run: str, out: str
 ) -> jax.core.ParamDict:
-    """The parameters of a contraction in 8 bits.
-
-    Args:
-        params: of the `dot_general` that it stands for.
-        how: it runs.
-        run: low dtype of what cannot run in 8 bits: a tangent, or what the recipe leaves high.
-        out: dtype of the result, `run` or "float32".
-
-    Returns:
-        The parameters.
-    """
+    """The parameters of a contraction in 8 bits."""
     own = {"dimension_numbers": params["dimension_numbers"], "precision": None}
     kept = tuple(sorted({**own, "out_sharding": params["out_sharding"]}.items()))
     return {"of": lax.dot_general_p, "params": kept, "how": how, "run": run, "out": out}

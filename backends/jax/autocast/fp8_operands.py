@@ -87,31 +87,12 @@ class In8Bits(NamedTuple):
         return next(role for role in (GRADIENT, ACTIVATION, WEIGHT) if role not in roles)
 
     def axes(self, at: int, ndim: int, summed: Sequence[int], other: str = "") -> tuple[int, ...]:
-        """The dimensions along which a scale of an operand is computed.
-
-        Args:
-            at: the operand's place.
-            ndim: how many dimensions it has.
-            summed: those that the product sums over.
-            other: the role of what it meets; "" for the role of the other operand.
-
-        Returns:
-            The dimensions, sorted.
-        """
+        """The dimensions along which a scale of an operand is computed."""
         roles = self.both[at].role, other or self.both[1 - at].role
         return scale_axes(ndim, self.rules, roles, summed, self.both[at].own)
 
     def axes_when_saved(self, at: int, ndim: int, params: Mapping[str, Any]) -> tuple[int, ...]:
-        """The same for the product with the gradient, which sums over the other dimensions.
-
-        Args:
-            at: the operand's place.
-            ndim: how many dimensions it has.
-            params: of this product.
-
-        Returns:
-            The dimensions, sorted.
-        """
+        """The same for the product with the gradient, which sums over the other dimensions."""
         contracted, batch = params["dimension_numbers"]
         free = [d for d in range(ndim) if d not in (*contracted[at], *batch[at])]
         return self.axes(at, ndim, free, self.role_of_result)

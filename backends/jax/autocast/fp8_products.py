@@ -34,18 +34,7 @@ _GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose grad
 def in_8_bits(
     frame: Frame, eqn: Equation, known: Sequence[Known], op: str, region: Region
 ) -> In8Bits | str:
-    """How a product runs in 8 bits, or why it runs by rule `lower` instead.
-
-    Args:
-        frame: of the program that it is part of.
-        eqn: the product, whose row has rule fp8.
-        known: of its operands.
-        op: its name in the vocabulary.
-        region: that it is in.
-
-    Returns:
-        The recipe and the operands' parts; or the reason, without a full stop at its end.
-    """
+    """How a product runs in 8 bits, or why it runs by rule `lower` instead."""
     assert region.policy is not None, "it has a row with rule fp8"
     if eqn.primitive.name != "dot_general":
         return _ONE.format(eqn.primitive.name)
@@ -89,19 +78,7 @@ def in_8_bits(
 def in_trial(
     frame: Frame, eqn: Equation, known: Sequence[Known], op: str, spelled: str, region: Region
 ) -> In8Bits | None:
-    """How a product that runs low would run in 8 bits by the policy that a recorder tries.
-
-    Args:
-        frame: of the program that it is part of.
-        eqn: the product.
-        known: of its operands.
-        op: its name in the vocabulary.
-        spelled: the primitive, as the vocabulary spells it.
-        region: that it is in.
-
-    Returns:
-        The recipe and the operands' parts; None if none is tried, or it would not run in 8 bits.
-    """
+    """How a product that runs low would run in 8 bits by the policy that a recorder tries."""
     recorder = decision_log.current()
     policy = None if recorder is None else recorder.tried
     if policy is None or region.dtype != fallback.REGION_DTYPE:

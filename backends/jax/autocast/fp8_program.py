@@ -26,19 +26,7 @@ from polymp.fp8.recipes import GRADIENT
 def product(
     *flat: jax.Array, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
 ) -> jax.Array:
-    """The product of quantised operands, and of those that are quantised here.
-
-    Args:
-        flat: the operands; see `operands_of`.
-        of: the primitive that it stands for.
-        params: of that.
-        how: it runs.
-        run: low dtype of what cannot run in 8 bits.
-        out: dtype of the result.
-
-    Returns:
-        The result.
-    """
+    """The product of quantised operands, and of those that are quantised here."""
     operands, own = operands_of(flat, how), dict(params)
     if how.trial:
         return contract(of, *operands, params=own, run=run, out=out)
@@ -90,15 +78,7 @@ def _differs(scale: jax.Array, dims: Sequence[int]) -> bool:
 def _over_result(
     scale: jax.Array, summed: Sequence[int], batch: Sequence[int], before: int, after: int
 ) -> jax.Array:
-    """The scales of an operand in the dimensions of the result, to be multiplied by it.
-
-    Args:
-        scale: of length 1 along what is summed over.
-        summed: dimensions of the operand.
-        batch: likewise, in the order of the result.
-        before: how many dimensions of the other operand come before its own.
-        after: how many come after them.
-    """
+    """The scales of an operand in the dimensions of the result, to be multiplied by it."""
     if all(size == 1 for size in scale.shape):
         return lax.reshape(scale, ())  # which XLA can make part of a gemm
     free = [d for d in range(scale.ndim) if d not in (*summed, *batch)]

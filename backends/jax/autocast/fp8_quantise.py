@@ -68,19 +68,7 @@ def scale_axes(
     summed: Collection[int],
     own: Collection[int],
 ) -> tuple[int, ...]:
-    """The dimensions along which a scale of an operand is computed.
-
-    Args:
-        ndim: of the operand.
-        recipe: in force.
-        roles: of the operand, and of the one that it meets.
-        summed: the dimensions of the operand that the product sums over.
-        own: the dimensions of the operand that vmap batches it by. Each element of a batch has
-            scales of its own, unless the product sums over them.
-
-    Returns:
-        The dimensions, sorted.
-    """
+    """The dimensions along which a scale of an operand is computed."""
     axes = recipe.scale_axis(product_of(roles), roles[0], tuple(sorted(summed)))
     if axes is None:
         return tuple(d for d in range(ndim) if d in summed or d not in own)
@@ -88,17 +76,7 @@ def scale_axes(
 
 
 def quantised(x: jax.Array, recipe: Recipe, role: str, axes: Sequence[int]) -> Quantised:
-    """An operand in 8 bits.
-
-    Args:
-        x: the operand, of any float dtype of 16 or 32 bits.
-        recipe: in force.
-        role: of the operand.
-        axes: along which scales are computed; see `scale_axes`.
-
-    Returns:
-        The operand and its scale.
-    """
+    """An operand in 8 bits."""
     scale = quantise.scale_of(VERBS, x, recipe, role, tuple(axes))
     return Quantised(quantise.quantised(VERBS, x, scale, recipe.format_of(role)), scale)
 
@@ -163,17 +141,7 @@ TWICE = (
 
 
 def quantised_once(x: jax.Array, recipe: str, role: str, axes: Sequence[int]) -> Quantised:
-    """An operand in 8 bits, from which no derivative is taken: one that is saved for it.
-
-    Args:
-        x: the operand.
-        recipe: the name of the one in force.
-        role: of the operand.
-        axes: along which scales are computed; see `scale_axes`.
-
-    Returns:
-        The operand and its scale.
-    """
+    """An operand in 8 bits, from which no derivative is taken: one that is saved for it."""
     params = quantise_params(recipe, role, axes, differentiated=True)
     return Quantised(*fp8_quantise_p.bind(x, **params))
 

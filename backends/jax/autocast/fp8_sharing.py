@@ -42,16 +42,7 @@ class SharedOperands:
         self._made: dict[_Form, Quantised] = {}
 
     def operands(self, step: Step, values: Sequence[Any], put: Any) -> tuple[list[Any], In8Bits]:
-        """The arrays of a product in 8 bits, and how it runs.
-
-        Args:
-            step: the product.
-            values: of its operands.
-            put: makes the results of an equation; see `evaluate`.
-
-        Returns:
-            The values, with those in 8 bits after them.
-        """
+        """The arrays of a product in 8 bits, and how it runs."""
         assert step.in_8_bits is not None
         both: list[Any] = list(values)
         for at, form in _forms(step) if self._several else ():

@@ -241,21 +241,7 @@ class Frame:
         spelled: str,
         in_8_bits: "Callable[[], In8Bits | str] | None" = None,
     ) -> Decision:
-        """Ask a region's policy for its decision about an op.
-
-        Args:
-            op: its name in the vocabulary; "" if it has none.
-            dtypes: of the operands that decide.
-            region: that the op is in.
-            spelled: the primitive, as the vocabulary spells it; "" for a function.
-            in_8_bits: of a product, says how it runs in 8 bits, or why it does not.
-
-        Returns:
-            The decision.
-
-        Raises:
-            ForbiddenOpError: the policy forbids the op.
-        """
+        """Ask a region's policy for its decision about an op."""
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
         decision = policy.decide(op, dtypes, region, f"jax:{spelled}")

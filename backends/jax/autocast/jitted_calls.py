@@ -61,17 +61,7 @@ class Key(NamedTuple):
 
 
 def key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key | None:
-    """Make the key that the plan of a call is kept under.
-
-    Args:
-        fn: that is called; with modules among the arguments, no jitted function.
-        statics: the leaves of its arguments, with `ARRAY` for each array.
-        arrays: the arrays.
-
-    Returns:
-        The key; None where the call is planned anew: under a trace, for a record, and with
-        arguments that may differ though they are equal, such as 0.0 and -0.0.
-    """
+    """Make the key that the plan of a call is kept under."""
     kinds = tuple(map(type, statics))
     if not is_jitted(fn) or decision_log.current() is not None or not _PLAIN.issuperset(kinds):
         return None

@@ -95,15 +95,7 @@ class Functions:
         self._codes: list[CodeType | None] = []  # so that no other object takes their identities
 
     def add(self, function: object, op: str) -> None:
-        """Know a function as an op.
-
-        Args:
-            function: of jax, of a library, or of the user.
-            op: its name in the vocabulary.
-
-        Raises:
-            TypeError: it has no Python code.
-        """
+        """Know a function as an op."""
         if isinstance(function, jax.numpy.ufunc):  # leaves no frame, but a call of its own
             numbers = [1.0] * function.nin
             for eqn in jax.make_jaxpr(function)(*numbers).eqns:
@@ -199,19 +191,7 @@ FUNCTIONS = Functions()
 
 
 def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Spell an object that a user registers as the vocabulary does.
-
-    Args:
-        given: a primitive or a function.
-        where: the call, for messages.
-
-    Returns:
-        The primitives and the functions of an `Op`: one of them has one name, the other none.
-
-    Raises:
-        PolicyError: a primitive or function of jax's own.
-        TypeError: neither a primitive nor a function with Python code.
-    """
+    """Spell an object that a user registers as the vocabulary does."""
     if isinstance(given, core.Primitive):
         if given.name in op_facts.FREE | op_facts.OPAQUE or op_of(given.name):
             raise PolicyError(

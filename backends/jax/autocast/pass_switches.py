@@ -37,14 +37,7 @@ def off() -> frozenset[str]:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Plan what is traced meanwhile, in this thread, without some passes: for tests and experts.
-
-    Args:
-        names: of the passes.
-
-    Raises:
-        ValueError: there is no such pass.
-    """
+    """Plan what is traced meanwhile, in this thread, without some passes: for tests and experts."""
     if unknown := [name for name in names if name not in list(Pass)]:
         raise ValueError(
             f"without({', '.join(map(repr, names))}): {', '.join(map(repr, unknown))} is no pass. "

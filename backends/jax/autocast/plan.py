@@ -121,16 +121,7 @@ class Inside:
         return {}
 
     def stored(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None], change: Change) -> Self:
-        """The same where some operands come low.
-
-        Args:
-            plans: for those operands.
-            lows: by operand of the step, the low dtype that it comes in, or None.
-            change: makes other plans, which are made later, fit low inputs.
-
-        Returns:
-            An object of the same class.
-        """
+        """The same where some operands come low."""
         return replace(self, plans=plans)
 
 

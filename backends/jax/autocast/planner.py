@@ -53,15 +53,7 @@ _HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.SECTION}
 
 
 def planner(region: Region, kept: PlanCache | None = None) -> Planner:
-    """The planner of a program in a region.
-
-    Args:
-        region: that holds in the program.
-        kept: plans of earlier calls. A record wants every decision made anew, and leaves them out.
-
-    Returns:
-        The planner.
-    """
+    """The planner of a program in a region."""
     FUNCTIONS.refresh()
     contraction_rules.register_rules()
     tracks_weak = region.promotion == "weak" or regions.any_weak()

@@ -24,17 +24,7 @@ from polymp.rules.vocabulary import vocabulary
 
 
 def deciding(eqn: Equation, op: str, known: Sequence[Known], weak: bool) -> tuple[str, ...]:
-    """The dtypes that decide: those of the operands that do not follow the others.
-
-    Args:
-        eqn: the equation.
-        op: its primitive, as the vocabulary spells it.
-        known: of its operands.
-        weak: True in a region that promotes weakly.
-
-    Returns:
-        The dtypes; none if nothing is eligible or an operand is of a dtype that none may join.
-    """
+    """The dtypes that decide: those of the operands that do not follow the others."""
     if any(map(fixed, eqn.invars)):
         return ()
     pairs = zip(known, eqn.invars, strict=True)
@@ -43,18 +33,7 @@ def deciding(eqn: Equation, op: str, known: Sequence[Known], weak: bool) -> tupl
 
 
 def alike(eqn: Equation, op: str, known: Sequence[Known], weak: bool, fold: bool) -> dict[str, str]:
-    """Operands declared alike stay alike: for each declared dtype, the widest actual one.
-
-    Args:
-        eqn: the equation.
-        op: its primitive, as the vocabulary spells it.
-        known: of its operands.
-        weak: True in a region that promotes weakly.
-        fold: True if a bias takes the dtype of what it is added to.
-
-    Returns:
-        By declared dtype, the actual one.
-    """
+    """Operands declared alike stay alike: for each declared dtype, the widest actual one."""
     atoms = eqn.invars
     groups: dict[str, str] = {}
     dtypes = [declared(atom) for atom in atoms]
@@ -76,15 +55,7 @@ def alike(eqn: Equation, op: str, known: Sequence[Known], weak: bool, fold: bool
 
 
 def converted(atom: Atom, known: Known) -> tuple[Origin, tuple[float, ...]]:
-    """Where the result of a cast comes from, and the few numbers that its elements are.
-
-    Args:
-        atom: what is cast.
-        known: of it.
-
-    Returns:
-        The origin, and the numbers; none if they are not known.
-    """
+    """Where the result of a cast comes from, and the few numbers that its elements are."""
     dtype = getattr(atom.aval, "dtype", None)
     if known.origin is Origin.LITERAL:
         return Origin.LITERAL, known.numbers
@@ -101,17 +72,7 @@ def converted(atom: Atom, known: Known) -> tuple[Origin, tuple[float, ...]]:
 def origin(
     eqn: Equation, op: str, known: Iterable[Known], ruled: bool
 ) -> tuple[Origin, tuple[float, ...]]:
-    """Where a result comes from, and the few numbers that its elements are.
-
-    Args:
-        eqn: the equation.
-        op: its primitive, as the vocabulary spells it.
-        known: of its operands.
-        ruled: True if the policy has a dtype for it.
-
-    Returns:
-        The origin, and the numbers; none if they are not known.
-    """
+    """Where a result comes from, and the few numbers that its elements are."""
     floats = [k for k in known if k.dtype]
     if op in op_facts.LAYOUT:
         (first, *_) = floats

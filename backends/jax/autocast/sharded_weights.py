@@ -85,17 +85,7 @@ def rounded_first(
     bind: Callable[[Step, Sequence[object]], Sequence[object]],
     cast: Callable[[object, str], object],
 ) -> Sequence[object]:
-    """The result of a step, whose operand is rounded first; its derivative is that of the step.
-
-    Args:
-        step: of kind ROUND.
-        values: of its operand.
-        bind: makes the results of the step's primitive.
-        cast: makes an array in another dtype.
-
-    Returns:
-        The results of the step.
-    """
+    """The result of a step, whose operand is rounded first; its derivative is that of the step."""
     low, (out,) = step.low, step.writes
     assert low is not None
     assert out is not None

@@ -61,19 +61,7 @@ class Made(NamedTuple):
 def transformed(
     fn: Callable[..., object], region: Region, traced: "Callable[..., PlannedCall] | None" = None
 ) -> Callable[..., object]:
-    """Make an autocast function.
-
-    Args:
-        fn: to transform.
-        region: that holds in it.
-        traced: traces and plans in place of `trace`, with its arguments.
-
-    Returns:
-        A function with the signature of `fn`.
-
-    Raises:
-        TypeError: `fn` is not callable, or its body runs after the call.
-    """
+    """Make an autocast function."""
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
             f"autocast(fn) needs a function, got {reprlib.repr(fn)}. Write "
@@ -184,24 +172,7 @@ def trace(
     arrays: Sequence[object],
     kept: PlanCache | None = None,
 ) -> PlannedCall:
-    """Trace and plan a function.
-
-    Args:
-        fn: of arrays.
-        region: that holds in it.
-        tree: of its positional and keyword arguments.
-        statics: its leaves, with `ARRAY` for each array.
-        arrays: or what has their types.
-        kept: plans of earlier calls, to which those of this one are added.
-
-    Returns:
-        The traced and planned function.
-
-    Raises:
-        EscapedValueError: the function stored values of its trace elsewhere.
-        ValueError: or NotImplementedError, from the function: where it asks for a dtype that
-            attention of cuDNN has no kernel for, a note says what to write.
-    """
+    """Trace and plan a function."""
     found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
     running: list[weakref.ref[jax.core.Trace]] = []
 

@@ -15,13 +15,7 @@ from polymp.rules.region import Region
 
 
 def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None:
-    """Warn of patterns that match no module path: neither of an op nor in a model that was named.
-
-    Args:
-        closed: the program, as traced.
-        region: that holds in it where no mark says otherwise.
-        fn: that was traced.
-    """
+    """Warn of patterns that match no module path: neither of an op nor in a model that was named."""
     stacks = NameStacks()
     paths = {"", *called_paths()}
     policies = [region.policy]

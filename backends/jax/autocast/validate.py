@@ -13,14 +13,7 @@ from polymp.rules.vocabulary import Op, nearest, vocabulary
 
 
 def check(policy: Policy) -> None:
-    """Refuse a policy with a row that jax cannot follow.
-
-    Args:
-        policy: to look at.
-
-    Raises:
-        PolicyError: for the first such row.
-    """
+    """Refuse a policy with a row that jax cannot follow."""
     for why in refusals(policy).values():
         raise PolicyError(why)
 

@@ -226,15 +226,6 @@ def pulled(
 ) -> list[jax.Array | None]:
     """Call a function of `jax.vjp`; None stands for a symbolic zero, there and in its argument.
 
-    Args:
-        pull: of `jax.vjp`.
-        args: types of what is differentiated.
-        results: types of the results.
-        cotangents: of the results.
-
-    Returns:
-        The gradients.
-
     Since jax 0.8.
     """
     accums = [_ad.ValAccum(aval.to_ct_aval()) for aval in args]

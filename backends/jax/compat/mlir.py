@@ -51,9 +51,6 @@ def lower_in_place(belongs: Callable[[core.ClosedJaxpr], bool]) -> None:
 
     On several devices alone, and none that asks for shardings or layouts of its own, or has
     effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
-
-    Args:
-        belongs: says so of a function, given its closed jaxpr.
     """
 
     def rule(

@@ -21,9 +21,6 @@ def follow_buffers(inside: Callable[[], bool]) -> None:
 
     `jax.extend.core.primitives` is public; that `lax.dynamic_update_slice` calls `bind` as an
     attribute of the primitive, which an object may have of its own, is not documented. Since 0.2.
-
-    Args:
-        inside: True where an autocast function is traced. Elsewhere jax refuses, as before.
     """
     primitive = primitives.dynamic_update_slice_p
     if "bind" in vars(primitive):

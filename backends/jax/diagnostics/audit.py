@@ -113,11 +113,7 @@ class Audited:
         return self._read[1]
 
     def __enter__(self) -> NoReturn:
-        """Say how it is used.
-
-        Raises:
-            TypeError: always.
-        """
+        """Say how it is used."""
         raise TypeError(
             "polymp.jax.audit is not a context manager. Call what it returns in place of the "
             "function, audited = polymp.jax.audit(step), and read audited.audit."

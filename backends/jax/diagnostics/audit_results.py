@@ -39,16 +39,7 @@ class Run(NamedTuple):
 
 
 def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: str = "") -> Audit:
-    """Read what was measured, from the device.
-
-    Args:
-        runs: of the measuring program, in order.
-        weights: samples of low weights around a call, each with the number of its run.
-        recipe: name of the recipe of products in 8 bits that was tried, "" for none.
-
-    Returns:
-        The audit of the runs.
-    """
+    """Read what was measured, from the device."""
     audit = Audit()
     audit.steps, audit.fp8 = len(runs), recipe
     results: dict[Hashable, list[Measured]] = {}

@@ -110,22 +110,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._means: Means = {}  # when the arguments were copied
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do a step, and check it.
-
-        Args:
-            args: of the step.
-            kwargs: of the step.
-
-        Returns:
-            The step's results.
-
-        Raises:
-            BadStepError: a value is not finite.
-            TypeError: the call is traced.
-
-        Warns:
-            CatchWarning: likewise, if `on_bad` is "report".
-        """
+        """Do a step, and check it."""
         given, tree = jax.tree.flatten((args, kwargs))
         if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, given))):
             raise TypeError(
@@ -222,18 +207,7 @@ class Catch(CaughtStep, Generic[P, R]):
         }
 
     def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
-        """Find the first bad step, and say which it was.
-
-        Args:
-            last: arguments of a call that is about to be made, linked; None if there is none.
-            tree: of these, or of the last call's.
-
-        Returns:
-            The arguments of the bad step, in memory of their own.
-
-        Raises:
-            BadStepError: `on_bad` is "raise", or there is nothing to go on from.
-        """
+        """Find the first bad step, and say which it was."""
         report, good = self._replayed(last)
         self.reports.append(report)
         self._recorded = RecordedCalls()

@@ -31,15 +31,7 @@ def is_tried(eqn: Equation) -> bool:
 
 
 def loss_of(eqn: Equation, args: Sequence[jax.Array]) -> jax.Array:
-    """Measure what a product would lose in 8 bits.
-
-    Args:
-        eqn: a product that is tried.
-        args: its two operands.
-
-    Returns:
-        float32 [5]; see `polymp.fp8.loss.product_loss`.
-    """
+    """Measure what a product would lose in 8 bits."""
     how, params = eqn.params["how"], dict(eqn.params["params"])
     summed = params["dimension_numbers"][0]
     operands = [
@@ -59,16 +51,7 @@ def loss_of(eqn: Equation, args: Sequence[jax.Array]) -> jax.Array:
 def measurements(
     events: Sequence[Event], facts: Sequence[Facts], call_of: Callable[[Site], Call | None]
 ) -> Iterator[Measurement]:
-    """Read what the products of a program would lose.
-
-    Args:
-        events: of its twin.
-        facts: of the events, on the host.
-        call_of: from an equation to the call that it is part of.
-
-    Yields:
-        A measurement for each time that a product ran, its calls in the program's order.
-    """
+    """Read what the products of a program would lose."""
     for event, fact in zip(events, facts, strict=True):
         call = call_of(event.site) if is_tried(event.site.eqn) else None
         if call is None or not np.any((fact.peak >= 0) | np.isnan(fact.peak)):  # not taken

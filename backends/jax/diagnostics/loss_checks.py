@@ -50,12 +50,6 @@ class LossChecks:
         """Check the losses of a call; return whether a loss of any call so far is known to be bad.
 
         Several processes learn of it in `now` alone, so that all of them stop at the same step.
-
-        Args:
-            losses: float [], by their places in the results.
-
-        Returns:
-            True if a loss of this or an earlier call is known to be bad.
         """
         for at, loss in losses.items():
             self._arriving.append(self._is_bad(at, loss))

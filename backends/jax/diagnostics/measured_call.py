@@ -45,21 +45,7 @@ def measured(
     tried: Policy | None = None,
     rounding: bool = False,
 ) -> MeasuredCall:
-    """A call, traced, with a twin that is not run yet.
-
-    Args:
-        fn: the function.
-        args: of the call.
-        kwargs: likewise.
-        once: True if the twin will run once, for where a value became not finite: it takes no
-            samples, and compiles with `quick_options`.
-        tried: a policy with rule fp8 that does not hold: the twin measures what its products would
-            lose.
-        rounding: True to measure rounding errors, by a second twin that runs in float32.
-
-    Returns:
-        The call.
-    """
+    """A call, traced, with a twin that is not run yet."""
     found = traced(fn, args, kwargs, tried)
     calls: list[Call] = []
     of_event: dict[tuple[tuple[int, ...], int], int] = {}

@@ -102,15 +102,7 @@ class RecordedCalls:
         return {at: x for at, x in found.items() if x is not None and not x.is_deleted()}
 
     def repeated(self, step: Callable[..., object], last: Leaves | None = None) -> Iterator[Run]:
-        """Repeat the calls, one at a time.
-
-        Args:
-            step: the function.
-            last: arguments of a call after the recorded ones, linked.
-
-        Yields:
-            What came of each.
-        """
+        """Repeat the calls, one at a time."""
         leaves = copied(self._start)
         following = [*(call.leaves for call in self.calls[1:]), last]
         for at, (call, after) in enumerate(zip(self.calls, following, strict=True)):

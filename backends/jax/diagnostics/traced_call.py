@@ -129,18 +129,7 @@ def traced(
     kwargs: Mapping[str, object],
     tried: Policy | None = None,
 ) -> Traced:
-    """The program of a call, and what was decided in it.
-
-    Args:
-        fn: the function.
-        args: of the call.
-        kwargs: likewise.
-        tried: a policy with rule fp8 that does not hold: the products that it would run in 8 bits
-            say what their operands are.
-
-    Returns:
-        The program.
-    """
+    """The program of a call, and what was decided in it."""
     named = _namer(fn, args, kwargs)
     function, args, kwargs = called(fn, args, kwargs)
     paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]

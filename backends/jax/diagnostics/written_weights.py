@@ -46,15 +46,7 @@ class Sampled(NamedTuple):
 
 
 def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]:
-    """The low weights that a program writes; its twin was run.
-
-    Args:
-        program: the call.
-        arrays: that it was given.
-
-    Returns:
-        One for each; none of those that several results could be.
-    """
+    """The low weights that a program writes; its twin was run."""
     kinds = [(str(x.dtype), tuple(np.shape(x))) for x in arrays]
     ahead = (e.outside for e in program.twin.events if e.site.scope.direction == FORWARD)
     read: frozenset[int] = frozenset().union(*ahead)
@@ -72,15 +64,7 @@ def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]
 def lost(
     calls: Sequence[tuple[Sampled, Sequence[Facts], Mapping[str, int], Sequence[str]]],
 ) -> list[LostUpdates]:
-    """Updates and those that were lost, of each weight over all calls.
-
-    Args:
-        calls: what was sampled, the facts of the call's events, the event of each gradient, by the
-            name of its parameter or of a result made of it alone, and the names of the results.
-
-    Returns:
-        A record for each weight.
-    """
+    """Updates and those that were lost, of each weight over all calls."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for samples, facts, gradients, results in calls:
         for weight, old, new in zip(*samples, strict=True):

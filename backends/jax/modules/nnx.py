@@ -61,18 +61,7 @@ def call(
     kwargs: Mapping[str, object],
     named: bool = False,
 ) -> Any:
-    """Call a function of modules by way of a function of arrays.
-
-    Args:
-        pure: calls a function of arrays with its positional and keyword arguments.
-        fn: takes modules among its arguments.
-        args: of the call.
-        kwargs: of the call.
-        named: True if the modules are to open name scopes of their paths.
-
-    Returns:
-        What `fn` returns; the modules among the arguments hold their new state.
-    """
+    """Call a function of modules by way of a function of arrays."""
     from flax import nnx
 
     function, (state, rest), nodes = pure_of(fn, args, kwargs, named)

@@ -55,15 +55,7 @@ def scoped(model: M) -> M:
 
 
 def _name_inside(model: object, anew: bool = False) -> list[tuple[object, type]]:
-    """Give the modules inside a model subclasses with the names of their places.
-
-    Args:
-        model: stays as it is itself.
-        anew: True to name those too that have a name.
-
-    Returns:
-        The modules that got one, with their classes before.
-    """
+    """Give the modules inside a model subclasses with the names of their places."""
     modules = {path: module for path, module in _modules(model) if callable(module)}
     _CALLED.paths.update(".".join(map(str, path)) for path in modules)
     were: list[tuple[object, type]] = []
@@ -176,9 +168,6 @@ def naming(inside: Callable[[], bool]) -> Iterator[None]:
     Which models those are shows when they are called: they may come from `nnx.merge`, or from a
     closure. So `__call__` of every such class is another one meanwhile, which does nothing more
     outside of autocast functions.
-
-    Args:
-        inside: True where an autocast function runs, in the thread that asks.
     """
     _CALLED.paths.clear()
     with _HOOKS.lock:

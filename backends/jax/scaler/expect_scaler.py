@@ -156,17 +156,7 @@ class _Flow:
     def body(
         self, closed: ClosedProgram, values: Sequence[_Value], *, back: bool, scope: bool = False
     ) -> list[_Value]:
-        """Follow values through a closed jaxpr.
-
-        Args:
-            closed: the jaxpr.
-            values: of its arguments.
-            back: True if it is a part of what a transposition made.
-            scope: True if it is in the scope of a scaler.
-
-        Returns:
-            The facts about its results.
-        """
+        """Follow values through a closed jaxpr."""
 
         def equation(_: int, eqn: Equation, known: list[_Value]) -> list[_Value]:
             stack = eqn.source_info.name_stack

@@ -15,12 +15,7 @@ S = TypeVar("S", bound=_Stateful)
 
 
 def register(kind: type[S], with_state: Callable[[S, Any], S]) -> None:
-    """Let flax save and restore objects of a class by their state, where flax is loaded.
-
-    Args:
-        kind: the class.
-        with_state: returns a copy of an object with another state.
-    """
+    """Let flax save and restore objects of a class by their state, where flax is loaded."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
         _register(serialization, kind, with_state)

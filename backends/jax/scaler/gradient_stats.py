@@ -63,19 +63,7 @@ _TRACED = (
 
 
 def counted(grads: object, names: object, factor: jax.typing.ArrayLike) -> Counts:
-    """Count every float leaf of a tree.
-
-    Args:
-        grads: a pytree of arrays; what is not a float is left out.
-        names: a tree of strings of the same structure; None for the paths.
-        factor: float32 []; what the leaves have to be multiplied by to be the scaled gradients.
-
-    Returns:
-        The counts, on their way.
-
-    Raises:
-        TypeError: a leaf is traced, or `names` is no such tree.
-    """
+    """Count every float leaf of a tree."""
     pairs = jax.tree_util.tree_leaves_with_path(grads)
     if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
         raise TypeError(_TRACED)

@@ -57,20 +57,7 @@ class ScaledState(NamedTuple):
 def look(
     state: ScaleState, grads: object, loss: object, axis_names: Axes
 ) -> tuple[jax.Array, jax.Array]:
-    """Look for Inf and NaN in gradients and loss.
-
-    Args:
-        state: of the scaler.
-        grads: a pytree, multiplied by the scale, and `settled`.
-        loss: not scaled; None not to look at it.
-        axis_names: see `GradScaler.unscale`.
-
-    Returns:
-        Bool [] twice: whether the gradients are finite, and whether the loss is.
-
-    Raises:
-        TypeError: the loss has no float.
-    """
+    """Look for Inf and NaN in gradients and loss."""
     finite = tree_math.all_finite(grads, factor(state), axis_names)
     if loss is None:
         return finite, jnp.asarray(True)
@@ -90,21 +77,7 @@ def choose(
     as_is: object = (),
     axis_names: Axes = None,
 ) -> tuple[T, ScaleState, jax.Array]:
-    """Call `take` with the true gradients, or `skip` if something is not finite.
-
-    Args:
-        rule: of the scaler; None for a disabled one.
-        state: of the scaler whose scale the gradients are multiplied by.
-        grads: a pytree.
-        take: called with the true gradients.
-        skip: returns a pytree of the structure, shapes and dtypes that `take` returns.
-        loss: see `GradScaler.step`.
-        as_is: a pytree that has to be finite as it is, like the gradients.
-        axis_names: see `GradScaler.unscale`.
-
-    Returns:
-        What `take` or `skip` returned, the next state, and bool []: whether all is finite.
-    """
+    """Call `take` with the true gradients, or `skip` if something is not finite."""
     if rule is None:
         return take(grads), state, jnp.asarray(True)
     scale, grads = factor(state), tree_math.settled(grads)
@@ -183,15 +156,7 @@ def step(
 
 
 def refuse_scaled(tree: object, name: str) -> None:
-    """Raise if there is a state of `polymp.jax.scaled` in the tree.
-
-    Args:
-        tree: of states.
-        name: of the function that was given it.
-
-    Raises:
-        TypeError: there is; gradients would be divided by two scales.
-    """
+    """Raise if there is a state of `polymp.jax.scaled` in the tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledState))
     if any(isinstance(x, ScaledState) for x in leaves):
         raise TypeError(
@@ -201,16 +166,7 @@ def refuse_scaled(tree: object, name: str) -> None:
 
 
 def check_replaces(old: tuple[object, ...], new: object, name: str = "update") -> None:
-    """Raise if the new state is not of the old one's structure, shapes and dtypes.
-
-    Args:
-        old: the parts of the state.
-        new: what replaces them.
-        name: who returned that.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raise if the new state is not of the old one's structure, shapes and dtypes."""
     if not isinstance(new, tuple) or len(new) != len(old):
         got = f"a tuple of {len(new)}" if isinstance(new, tuple) else type(new).__name__
         if not old:

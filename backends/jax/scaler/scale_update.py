@@ -77,11 +77,7 @@ def update(
 
 
 def _one_bool(name: str, value: jax.typing.ArrayLike) -> jax.Array:
-    """The value as an array.
-
-    Raises:
-        TypeError: it is not one bool.
-    """
+    """The value as an array."""
     try:
         array = jnp.asarray(value)
         good = array.dtype == jnp.bool_ and array.shape == ()

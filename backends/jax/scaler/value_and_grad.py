@@ -24,20 +24,7 @@ S = TypeVar("S")
 def with_scale(
     scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool, name: str
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Wrap a loss function so that it returns the scaled loss to differentiate.
-
-    Args:
-        scale: multiplies a loss.
-        fun: returns a loss, or (loss, aux).
-        has_aux: whether it returns a pair.
-        name: of the function that `fun` was given to.
-
-    Returns:
-        A function that returns the scaled loss and, as aux, the loss itself and the aux of `fun`.
-
-    Raises:
-        TypeError: `fun` is no function; the new one: the loss is not one float.
-    """
+    """Wrap a loss function so that it returns the scaled loss to differentiate."""
     if not callable(fun):
         raise TypeError(f"{name} needs the function that computes the loss, got {fun!r}.")
 
@@ -83,25 +70,7 @@ def value_and_grad(
     axis_names: Axes,
     **options: Any,
 ) -> Callable[..., tuple[tuple[Any, Any], S, jax.Array]]:
-    """`GradScaler.value_and_grad` for a rule and a state.
-
-    Args:
-        rule: of the scaler; None for a disabled one.
-        state: of the scaler.
-        scale: multiplies a loss.
-        fun: see `GradScaler.value_and_grad`, and so are those not named here.
-        argnums: likewise.
-        has_aux: likewise.
-        after: makes the next scaler of its state.
-        axis_names: likewise.
-        options: of `jax.value_and_grad`.
-
-    Returns:
-        See `GradScaler.value_and_grad`.
-
-    Raises:
-        TypeError: `argnums` are no ints, or `fun` is no function.
-    """
+    """`GradScaler.value_and_grad` for a rule and a state."""
     given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
         raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")

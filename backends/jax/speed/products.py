@@ -48,19 +48,7 @@ class Kernel(NamedTuple):
 
 
 def products_of(fn: Callable[..., object], args: tuple[object, ...]) -> Found:
-    """The products of a call of a function, which is traced under a bfloat16 autocast, not run.
-
-    Args:
-        fn: a function of arrays, pytrees of them and flax modules. The first argument has the
-            parameters, if any are to be told from other inputs.
-        args: of the call; arrays, or `jax.ShapeDtypeStruct` in their places.
-
-    Returns:
-        The products, each with how often it runs, and the FLOPs of what is none, by name.
-
-    Raises:
-        Exception: whatever tracing raises.
-    """
+    """The products of a call of a function, which is traced under a bfloat16 autocast, not run."""
     fn, args = nnx.owned(fn, args)
     closed = traced(autocast(fn, dtype=BFLOAT16), args, {}).closed
     first = 0 if nnx.among(args) else len(jax.tree.leaves(args[:1]))

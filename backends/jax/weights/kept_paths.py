@@ -39,14 +39,7 @@ class KeptPaths:
         return any(scopes.depth(pattern, path) for pattern in self.patterns)
 
     def check(self, params: object) -> None:
-        """Raise if a pattern has nothing to keep.
-
-        Args:
-            params: the whole tree of parameters.
-
-        Raises:
-            PolicyError: a pattern matches no float array.
-        """
+        """Raise if a pattern has nothing to keep."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
         for pattern in self.patterns:

@@ -88,15 +88,7 @@ class LowLeaf:
         return low, beside
 
     def loaded(self, low: jax.Array, beside: jax.Array | None) -> jax.Array:
-        """Return the float32 weights that the optimizer steps on.
-
-        Args:
-            low: the weights; elements that were written by hand count as they are.
-            beside: what stood beside them after the last step.
-
-        Returns:
-            float32 of the same shape.
-        """
+        """Return the float32 weights that the optimizer steps on."""
         beside = store.beside_written(VERBS, self.mode, self.dtype, low, beside)
         full: jax.Array = store.load(VERBS, self.mode, low, beside)
         return full
@@ -104,18 +96,7 @@ class LowLeaf:
     def stepped(
         self, low: jax.Array, full: jax.Array, step: jax.Array, number: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the update that brings low weights to new values, and what is then beside them.
-
-        Args:
-            low: the weights before the step.
-            full: float32 of the same shape, the new values.
-            step: int32 [], the steps that were taken before.
-            number: of the array among all leaves of the parameters.
-
-        Returns:
-            float32 of the same shape, to be added in float32; and an array of `mode.beside`, or
-            None.
-        """
+        """Return the update that brings low weights to new values, and what is then beside them."""
         mode, dtype, random = self.mode, self.dtype, None
         if mode.beside:
             full = self.settled(low, full)
@@ -127,15 +108,7 @@ class LowLeaf:
         return self.between(low, new), beside
 
     def settled(self, low: jax.Array, full: jax.Array) -> jax.Array:
-        """Return new values such that an update leads to the low weights that they give.
-
-        Args:
-            low: the weights before the step.
-            full: float32 of the same shape.
-
-        Returns:
-            `full`; where the sum gives another low weight, that one; 0 for subnormal weights.
-        """
+        """Return new values such that an update leads to the low weights that they give."""
         new = store.first(VERBS, self.mode, self.dtype, full)[0]
         summed = VERBS.narrow(self.wide(low) + self.between(low, new), self.dtype)
         to, small = VERBS.bits16(new), _is_small(self.wide(new))

@@ -73,16 +73,7 @@ class Stored(NamedTuple):
 
 
 def store(plan: Plan, dtypes: Sequence[str | None], free: Iterable[int] = ()) -> Stored:
-    """A planned program, with everything inside it, for inputs in these dtypes.
-
-    Args:
-        plan: of float32 inputs; keeps what is made of it.
-        dtypes: by input, the low dtype that it comes in; None for as planned.
-        free: the outputs that may come low, where they only move inputs.
-
-    Returns:
-        The plan for these inputs, and who reads which of them.
-    """
+    """A planned program, with everything inside it, for inputs in these dtypes."""
     key = store, tuple(dtypes), frozenset(free)
     if key not in plan.made:
         plan.made[key] = _LowInputs(plan, key[1], key[2]).stored()

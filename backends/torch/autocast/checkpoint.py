@@ -61,15 +61,7 @@ def _carry(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def _resumed(code: Code, entered: bool) -> Iterator[None]:
-    """Put policies in force once more, for code that runs again; torch restores the rest.
-
-    Args:
-        code: the result of `policy_code.in_force` where it ran first.
-        entered: the result of `compiled_region.entered` there.
-
-    Yields:
-        Nothing.
-    """
+    """Put policies in force once more, for code that runs again; torch restores the rest."""
     outer = policy_code.in_force()
     policy_code.write(code)
     if entered:

@@ -129,14 +129,7 @@ def _set(
 
 
 def tell_export(ticket: str | None) -> None:
-    """Write entering the ticket's region, or leaving one (None), into a program being exported.
-
-    Args:
-        ticket: of the region; None to leave.
-
-    Raises:
-        PolicyError: the region has a policy of its own, which a program cannot hold.
-    """
+    """Write entering the ticket's region, or leaving one (None), into a program being exported."""
     for mode in export.export_modes():
         if ticket is None:
             mode.__torch_function__(export.LEAVE, (), ())

@@ -34,19 +34,7 @@ T = TypeVar("T")
 
 
 def overloads(given: object, where: str) -> tuple[str, ...]:
-    """Return the names, such as "mylib::my_op", of the ops that were given to be registered.
-
-    Args:
-        given: an op or its name, or a list of them.
-        where: the call of the user's, for messages.
-
-    Returns:
-        A name for each op.
-
-    Raises:
-        PolicyError: torch has no such op, or it cannot follow a policy.
-        TypeError: something given is no op.
-    """
+    """Return the names, such as "mylib::my_op", of the ops that were given to be registered."""
     several = given if isinstance(given, (list, tuple)) else [given]
     return tuple(_overload(one, where) for one in several)
 

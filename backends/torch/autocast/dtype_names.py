@@ -16,18 +16,5 @@ DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in NAMES.items()}
 
 @dynamo.at_trace_time
 def of(value: object, what: str, accepted: Iterable[str] = dtypes.FORMATS) -> torch.dtype:
-    """Return the dtype that a user has named.
-
-    Args:
-        value: a name or an alias, or a dtype; see `polymp.dtypes.name`.
-        what: the argument, for messages, such as "explain(): dtype".
-        accepted: full names of the dtypes that are accepted.
-
-    Returns:
-        The dtype of torch.
-
-    Raises:
-        TypeError: `value` is neither a string nor a dtype.
-        ValueError: it is no accepted dtype.
-    """
+    """Return the dtype that a user has named."""
     return DTYPES[dtypes.name(value, accepted, what)]

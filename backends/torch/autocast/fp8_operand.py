@@ -94,15 +94,7 @@ _latest = _Latest()
 
 
 def of_activation(x: torch.Tensor, how: Quantisation) -> InBits:
-    """Quantise an activation, flattened to two dimensions; the latest one once.
-
-    Args:
-        x: [..., features].
-        how: for the flattened tensor.
-
-    Returns:
-        [rows, features] in 8 bits.
-    """
+    """Quantise an activation, flattened to two dimensions; the latest one once."""
     flat = x.reshape(-1, x.shape[-1])
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_inference() or modes.is_recorded():
         return how(flat)

@@ -69,18 +69,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 def why_not(
     name: str, region: Region, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return why a call runs by rule `lower` instead.
-
-    Args:
-        name: of the overload.
-        region: in force.
-        recipe: of its policy.
-        args: of the call.
-        kwargs: likewise.
-
-    Returns:
-        The reason, without a full stop; "" if the call runs in 8 bits.
-    """
+    """Return why a call runs by rule `lower` instead."""
     op = vocabulary().of_aten(name) or name
     if name not in PARTS:
         return f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"

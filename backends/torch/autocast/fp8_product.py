@@ -30,16 +30,7 @@ from polymp.fp8.recipes import (
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Multiply in 8 bits; differentiable once.
-
-    Args:
-        x: [..., k], of a float dtype of 16 or 32 bits.
-        weight: [n, k], likewise.
-        recipe: the formats and scales.
-
-    Returns:
-        bfloat16 [..., n].
-    """
+    """Multiply in 8 bits; differentiable once."""
     made: torch.Tensor = _Product.apply(x, weight, recipe)  # type: ignore[no-untyped-call]
     return made
 
@@ -123,15 +114,6 @@ def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> 
     GPUs take a row-major first operand and a column-major second one (pytorch #198126). Products
     with scales by row return bfloat16; without fast accumulation their kernel is so slow that the
     one for single scales runs, and the scales are undone behind it.
-
-    Args:
-        a: [rows, summed].
-        b: [summed, columns].
-        dtype: of the result.
-        fast: True to add up in the matrix units alone, with fewer digits; forward does.
-
-    Returns:
-        [rows, columns] of the dtype.
 
     Source:
         torchao 0.18, `torchao/float8/float8_ops.py`, `addmm_float8_unwrapped`.

@@ -65,17 +65,7 @@ class WeightInBits(torch.Tensor):
         return [part for form in self.forms.values() for part in form]
 
     def form(self, how: Quantisation) -> InBits:
-        """Return a form.
-
-        Args:
-            how: the way to quantise that makes it.
-
-        Returns:
-            The form.
-
-        Raises:
-            PolicyError: it is not stored.
-        """
+        """Return a form."""
         if how not in self.ways:
             raise PolicyError(
                 f"freeze() stored a weight of shape {tuple(self.shape)} in 8 bits as its examples "
@@ -134,20 +124,7 @@ class WeightInBits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one of the few ops that there are for such a weight.
-
-        Args:
-            func: the op.
-            types: of arguments that have a `__torch_dispatch__` of their own.
-            args: of the op.
-            kwargs: of the op.
-
-        Returns:
-            The op's result.
-
-        Raises:
-            PolicyError: there is none.
-        """
+        """Run one of the few ops that there are for such a weight."""
         given = dict(kwargs or {})
         mine = args[0] if args else None
         if func is _aten.copy_.default and isinstance(mine, WeightInBits):
@@ -210,18 +187,7 @@ def noting(weights: Sequence[tuple[torch.Tensor, Forms]]) -> Iterator[None]:
 
 
 def of_weight(weight: torch.Tensor, how: Quantisation) -> InBits:
-    """Quantise a weight; a held one once, until it is written.
-
-    Args:
-        weight: of two dimensions.
-        how: as the product reads it.
-
-    Returns:
-        The form.
-
-    Raises:
-        PolicyError: the weight is stored in 8 bits, and not in this form.
-    """
+    """Quantise a weight; a held one once, until it is written."""
     if isinstance(weight, WeightInBits):
         return weight.form(how)
     if noted.by_id:

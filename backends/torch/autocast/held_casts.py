@@ -190,18 +190,7 @@ def _address(t: torch.Tensor) -> int:
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor; a held weight, or a view of one, by the cast that is held.
-
-    Args:
-        t: any float tensor of another dtype.
-        dtype: the dtype to cast to.
-
-    Returns:
-        A tensor of `dtype` with the shape of `t`, differentiable.
-
-    Raises:
-        StaleCastError: a block checks, and the held cast has other values than a new one.
-    """
+    """Cast a tensor; a held weight, or a view of one, by the cast that is held."""
     wants = t.requires_grad and torch.is_grad_enabled()
     if wants and t.numel() < SMALL:
         return t.to(dtype)

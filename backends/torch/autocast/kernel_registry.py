@@ -65,14 +65,7 @@ now: Installed = Installed()
 
 
 def prepare(region: Region) -> None:
-    """Do what a region needs once, before it can be entered: install kernels, watch writes.
-
-    Args:
-        region: the region.
-
-    Raises:
-        PolicyError: the policy has a row that torch cannot follow.
-    """
+    """Do what a region needs once, before it can be entered: install kernels, watch writes."""
     with now.lock:
         checkpoint.keep_policies()  # also before there is one: backward may run under the first
         if not region.enabled:
@@ -93,16 +86,7 @@ def installed(device: str) -> tuple[str, ...]:
 
 
 def install(policy: Policy, device: str, dtype: str = "") -> None:
-    """Put kernels on the ops in which a policy differs from torch's kernels on a device.
-
-    Args:
-        policy: without rows that wait for a scope.
-        device: the device type.
-        dtype: the low dtype that torch must have kernels for; "" if that is not known yet.
-
-    Raises:
-        PolicyError: a row that torch cannot follow; nothing is installed then.
-    """
+    """Put kernels on the ops in which a policy differs from torch's kernels on a device."""
     check(policy, device, dtype)
     dynamo.backward_outside()
     checkpoint.keep_policies()
@@ -130,15 +114,7 @@ def all_python(*devices: str) -> Iterator[None]:
 
 
 def put(device: str, ops: Sequence[str]) -> None:
-    """Put our kernel on the device's autocast key for ops, once for each.
-
-    Args:
-        device: the device type.
-        ops: names of overloads.
-
-    Raises:
-        PolicyError: the key cannot be named.
-    """
+    """Put our kernel on the device's autocast key for ops, once for each."""
     if dispatcher.autocast_key(device) is None:
         if ops:
             raise PolicyError(

@@ -103,18 +103,7 @@ def write(code: Code) -> None:
 
 
 def inside(region: Region, outer: Code) -> Code:
-    """Return the code of the policies inside a region that is entered where `outer` is in force.
-
-    Args:
-        region: the region.
-        outer: the code around it.
-
-    Returns:
-        The code.
-
-    Raises:
-        PolicyError: the region is for a device whose state holds codes, or there is no code left.
-    """
+    """Return the code of the policies inside a region that is entered where `outer` is in force."""
     if region.device in SLOTS and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
@@ -133,17 +122,7 @@ def inside(region: Region, outer: Code) -> Code:
 
 
 def of_scope(policy: Policy) -> Code:
-    """Return the code of a policy for all devices, as `scoped` gives it to a module.
-
-    Args:
-        policy: of the module.
-
-    Returns:
-        The code.
-
-    Raises:
-        PolicyError: there is no code left.
-    """
+    """Return the code of a policy for all devices, as `scoped` gives it to a module."""
     return _code(frozenset({(SCOPE, policy)}))
 
 

@@ -23,16 +23,7 @@ _CELLS = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 4), "gru": (3, 3)}
 
 @cache
 def prepare(name: str, device: str) -> Prepare | None:
-    """Return a function that changes an op's arguments before they are cast; None without one.
-
-    Args:
-        name: the overload.
-        device: the device type.
-
-    Returns:
-        A function of the arguments and the dtype that they will be cast to, which returns the
-        arguments, or others in their place.
-    """
+    """Return a function that changes an op's arguments before they are cast; None without one."""
     if device != "cuda":
         return None
     if name == "_cudnn_rnn":

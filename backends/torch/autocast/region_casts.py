@@ -95,15 +95,6 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     """Give torch's map to this thread, so that it can keep casts there, if the map is free.
 
     Casts to another dtype, or to an unknown one, are dropped.
-
-    Args:
-        device: the device type.
-        dtype: the low dtype of the region.
-        casting: True if the region is enabled.
-        depth: the number of open regions.
-
-    Returns:
-        False while the map belongs to another living thread.
     """
     thread = _mine.thread
     thread.open = True
@@ -209,14 +200,6 @@ def _is_parameter(t: torch.Tensor) -> bool:
 
 def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """Cast a tensor for our kernels; a parameter's cast to the low dtype is kept.
-
-    Args:
-        t: any float tensor.
-        dtype: the dtype to cast to.
-        low: the low dtype of the region.
-
-    Returns:
-        A tensor of `dtype` with the shape of `t`; `t` itself if it has that dtype.
 
     Source:
         When a cast may be kept: torch v2.13 aten/src/ATen/autocast_mode.cpp, `cached_cast`.

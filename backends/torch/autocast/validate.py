@@ -17,16 +17,7 @@ from polymp.rules.vocabulary import vocabulary
 
 
 def check(policy: Policy, device: str, dtype: str = "") -> None:
-    """Refuse a policy with a row that torch cannot follow.
-
-    Args:
-        policy: all its rows are checked, those with a scope, too.
-        device: the device type whose kernels are looked up.
-        dtype: the low dtype of the region; "" to look up no kernels.
-
-    Raises:
-        PolicyError: for the first such row.
-    """
+    """Refuse a policy with a row that torch cannot follow."""
     for why in refusals(policy).values():
         raise PolicyError(why)
     for name, row in torch_table.table(policy, dtype, device).items() if dtype else ():

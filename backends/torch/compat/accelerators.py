@@ -37,12 +37,6 @@ def stand_in(device: str) -> Iterator[bool]:
     guard of meta tensors, as torch does for a CUDA build on a machine without a GPU
     (`_ensureCUDADeviceGuardSet`). `c10::impl::device_guard_impl_registry`, by the numbers of
     `c10::DeviceType`, since torch 1.0.
-
-    Args:
-        device: the device type.
-
-    Yields:
-        True if the device has a guard now, so that gradients can be taken.
     """
     token = _standing_in.set(True)
     there = device in ("cpu", "meta") or torch._C._get_accelerator().type == device

@@ -72,10 +72,6 @@ def saved_tensors_shown(stack: ExitStack, see: Callable[[torch.Tensor], None]) -
     documented `torch.autograd.graph.disable_saved_tensors_hooks`. That function is replaced for the
     time by one that first takes these hooks off, so that transforms run as without
     them. `_top_saved_tensors_default_hooks` since torch 2.3.
-
-    Args:
-        stack: that ends it.
-        see: called with each tensor.
     """
 
     def pack(t: torch.Tensor) -> torch.Tensor:

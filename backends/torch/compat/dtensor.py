@@ -70,15 +70,7 @@ def offset(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor as a DTensor that is laid out as another tensor.
-
-    Args:
-        part: of the size of the other's part.
-        tensor: the other one.
-
-    Returns:
-        A DTensor on the memory of `part`; `part` itself if the other is none.
-    """
+    """Return this process's part of a tensor as a DTensor that is laid out as another tensor."""
     kind: Any = _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return part

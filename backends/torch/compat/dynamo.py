@@ -18,14 +18,6 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
     and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well.
     Since torch 2.6 (`torch._dynamo.eval_frame.skip_code` is the same call, but imports all of
     dynamo).
-
-    Args:
-        fn: a function of ours.
-        inside: True to skip the functions that it calls, too: for kernels, which eager code calls
-            between compiled graphs.
-
-    Returns:
-        The same function.
     """
     assert isinstance(fn, FunctionType)
     frame = _dynamo.eval_frame

@@ -35,14 +35,6 @@ def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int
 
     Forward computes the scores and the result; backward the scores again, and then the gradients
     of scores, values, queries and keys.
-
-    Args:
-        inputs: query [batch, heads, queries, width], key [batch, heads, keys, width] and value
-            [batch, heads, keys, width of a value]; the last two may have fewer heads.
-        products: the number of matrix products with the width of a query, and of a value.
-
-    Returns:
-        The FLOPs.
     """
     query, key, value = inputs
     width = products[0] * query.shape[3] + products[1] * value.shape[3]

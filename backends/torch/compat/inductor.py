@@ -17,11 +17,7 @@ class ScalarsFirst(CustomGraphPass):
     """
 
     def __call__(self, graph: Any) -> None:
-        """Change a graph.
-
-        Args:
-            graph: of aten ops.
-        """
+        """Change a graph."""
         for node in list(graph.nodes):
             if node.op != "call_function" or not node.all_input_nodes or not _is_number(node):
                 continue

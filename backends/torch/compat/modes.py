@@ -39,17 +39,7 @@ class OpMode(TorchDispatchMode):
         return self.op(func, types, args, kwargs or {})
 
     def op(self, func: Op, types: Types, args: Args, kwargs: Kwargs) -> Any:
-        """Run an op, or have it run by the classes of its arguments.
-
-        Args:
-            func: the op; a higher-order one is of another class.
-            types: of arguments that have a `__torch_dispatch__` of their own.
-            args: of the op.
-            kwargs: of the op.
-
-        Returns:
-            The op's result, or NotImplemented: see `unwrapped_first`.
-        """
+        """Run an op, or have it run by the classes of its arguments."""
         raise NotImplementedError
 
 
@@ -124,12 +114,6 @@ def unwrapped_first(types: Sequence[type]) -> bool:
     So it is for DTensor and all classes that hold other tensors: they have no memory of their own,
     and a mode that runs their ops does not see the ops on the tensors inside. Such classes have
     `__tensor_flatten__`, by the protocol of torch.utils._python_dispatch, since torch 2.1.
-
-    Args:
-        types: the argument `types` of `OpMode.op`.
-
-    Returns:
-        True if the mode has to return NotImplemented.
     """
     return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 

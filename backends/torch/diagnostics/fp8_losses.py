@@ -97,15 +97,7 @@ class Fp8Losses:
         kwargs: Mapping[str, Any],
         result: torch.Tensor,
     ) -> None:
-        """Measure a call, and have its gradient measured.
-
-        Args:
-            op_call: the call.
-            entry: what was decided of it.
-            args: its arguments, before casts.
-            kwargs: likewise.
-            result: of it.
-        """
+        """Measure a call, and have its gradient measured."""
         if op_call.direction == BACKWARD:
             return
         with Own(self._off), torch.no_grad():

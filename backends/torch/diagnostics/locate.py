@@ -161,14 +161,7 @@ class _Meeting:
             self.wait(f"a call of {type(module).__name__}")
 
     def wait(self, what: str) -> None:
-        """Wait for the other ranks, once.
-
-        Args:
-            what: the op or module that talks, for the message.
-
-        Raises:
-            RuntimeError: they did not come.
-        """
+        """Wait for the other ranks, once."""
         ranks = 1 if self._met else dist.get_world_size()
         self._met = True
         if ranks == 1:

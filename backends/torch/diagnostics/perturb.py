@@ -55,12 +55,7 @@ class Moved(OpTracer):
         self.start()
 
     def start(self, seed: int | None = None, keep: bool = False) -> None:
-        """Forget the last run, and begin another.
-
-        Args:
-            seed: of the movements; None to move nothing.
-            keep: True to keep results.
-        """
+        """Forget the last run, and begin another."""
         self.looks_away = False
         self.calls.clear()
         self._origins.forget()

@@ -67,13 +67,6 @@ class StepChecks:
 
         On a CPU it is known at once, on other devices some steps later. Several ranks with other
         devices learn of it in `now` alone, so that all of them stop at the same step.
-
-        Args:
-            result: of the step.
-            bad_gradients: bool [] each.
-
-        Returns:
-            True if a value of this or an earlier step is known not to be finite.
         """
         bad = list(bad_gradients)
         for loss in losses(result):
@@ -227,15 +220,7 @@ def _device() -> torch.device:
 
 
 def described(kind: str, found: Mapping[str, str]) -> str:
-    """Say which tensors of a kind are not finite; "" if none.
-
-    Args:
-        kind: "the gradient of", "the weight".
-        found: as `not_finite` returns it.
-
-    Returns:
-        A clause.
-    """
+    """Say which tensors of a kind are not finite; "" if none."""
     if not found:
         return ""
     (name, what), *others = found.items()

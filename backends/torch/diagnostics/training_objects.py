@@ -44,15 +44,7 @@ class TrainingObjects(NamedTuple):
 
 
 def training_objects(step: Callable[..., Any], given: Iterable[object]) -> TrainingObjects:
-    """Find what a step works with.
-
-    Args:
-        step: a function, method, `functools.partial` or compiled function.
-        given: its arguments, and other objects to look at.
-
-    Returns:
-        The objects; the lists are empty where nothing was found.
-    """
+    """Find what a step works with."""
     modules: dict[int, nn.Module] = {}
     optimizers: dict[int, torch.optim.Optimizer] = {}
     others: dict[int, Any] = {}

@@ -50,18 +50,7 @@ def opens_region(model: nn.Module) -> bool:
 
 
 def open_region(model: nn.Module, policy: Policy | None, dtype: torch.dtype, device: str) -> None:
-    """Have every call of a model open a region, in place.
-
-    Args:
-        model: that a trainer calls.
-        policy: of the region; one with scopes is put on the modules by `scoped`.
-        dtype: the low dtype.
-        device: type of the devices that the model will be on.
-
-    Raises:
-        TypeError: the model is scripted, traced or lazy.
-        PolicyError: its calls open a region already.
-    """
+    """Have every call of a model open a region, in place."""
     what = subclass.check(model, "", "Converter")
     if opens_region(model):
         raise PolicyError(f"{what}: its calls open a region already. Give one converter alone.")

@@ -86,19 +86,7 @@ class Handle:
 
 
 def check(module: nn.Module, path: str, doing: str) -> str:
-    """Refuse a module that cannot be extended.
-
-    Args:
-        module: the module.
-        path: its path in the model.
-        doing: the name of the user's function.
-
-    Returns:
-        The start of messages about the module.
-
-    Raises:
-        TypeError: the module is scripted, traced or lazy.
-    """
+    """Refuse a module that cannot be extended."""
     what = f"{doing}(): {type(module).__name__}" + (f" at {path!r}" if path else "")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{what} is a ScriptModule. Call {doing}() before torch.jit.script.")

@@ -35,14 +35,7 @@ class AsyncRead:
         return type(self), ()
 
     def updated(self, *state: torch.Tensor) -> bool:
-        """Note an update; read a copy that has arrived, and start another.
-
-        Args:
-            state: scale [], tracker [] and counts [3] of `scale_update`, on one device.
-
-        Returns:
-            True if `seen` is new.
-        """
+        """Note an update; read a copy that has arrived, and start another."""
         self.age += 1
         self._sent += 1
         new = False
@@ -80,15 +73,7 @@ class AsyncRead:
         )
 
     def at_least(self, backoff: float, min_scale: float) -> float:
-        """Return a lower bound of the scale, which holds as long as only updates write it.
-
-        Args:
-            backoff: the backoff factor.
-            min_scale: the bound of the rule.
-
-        Returns:
-            The bound.
-        """
+        """Return a lower bound of the scale, which holds as long as only updates write it."""
         if self.seen is None or self._seen_of != self._given:
             return min_scale
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
@@ -116,14 +101,7 @@ listeners: Listeners = Listeners()
 
 
 def listen(listener: Listener) -> str:
-    """Register a method to be called by `tell`, as long as its object lives.
-
-    Args:
-        listener: called with scale [], tracker [] and counts [3].
-
-    Returns:
-        A name for `tell`.
-    """
+    """Register a method to be called by `tell`, as long as its object lives."""
     name = f"scaler {next(listeners.numbers)}"
     listeners.methods[name] = WeakMethod(listener, lambda _: listeners.methods.pop(name, None))
     return name

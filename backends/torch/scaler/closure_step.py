@@ -46,22 +46,7 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation had Inf or NaN.
-
-    Args:
-        unscale: `GradScaler.unscale_`.
-        findings: the scaler's.
-        optimizer: calls the closure as often as it likes.
-        entry: the optimizer's.
-        args: of the step, with the closure.
-        kwargs: of the step, with the closure.
-
-    Returns:
-        The result of the step; None if it was taken back.
-
-    Raises:
-        RuntimeError: the closure did not scale its loss.
-    """
+    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation had Inf or NaN."""
 
     def spoiled() -> bool:
         if not findings.has_scaled():
@@ -93,18 +78,7 @@ def _step_or_take_back(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation is spoiled.
-
-    Args:
-        optimizer: calls the closure as often as it likes.
-        spoiled: called after each evaluation; unscales its gradients and returns True if it found
-            Inf or NaN.
-        args: of the step, with the closure.
-        kwargs: of the step, with the closure.
-
-    Returns:
-        The result of the step, None if it was taken back; and True if it was.
-    """
+    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation is spoiled."""
     closure = closure_of(args, kwargs)
     assert closure is not None
 

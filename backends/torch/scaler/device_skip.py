@@ -41,16 +41,6 @@ def step(optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kw
     In code that torch.compile traces nothing can wait: there torch's optimizers make their state
     before the step, and a first step that is skipped leaves it as made. SGD's momentum is then
     zeros instead of None, which gives the same next step unless `dampening` is set.
-
-    Args:
-        optimizer: any that writes only to numbers in its param_groups, to parameters that have a
-            gradient, and to the state of these.
-        found: float32 [].
-        args: for the step.
-        kwargs: for the step.
-
-    Returns:
-        The result of the step; None if it was skipped without being taken.
     """
     compiling = torch.compiler.is_compiling()
     optimizers.complete_state(optimizer)

@@ -201,16 +201,7 @@ class DeviceState:
             self.remember(before._replace(scale=scale_rule.as_float32(number)))
 
     def update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
-        """Apply the rule to Python numbers, and write the ones that have changed.
-
-        Args:
-            skipped: whether an optimizer was skipped.
-            loss_lost: whether it was skipped for a loss that was not finite.
-            given: whether the user has set the scale: then the rule only counts skips.
-
-        Returns:
-            The state after.
-        """
+        """Apply the rule to Python numbers, and write the ones that have changed."""
         before = self.read()
         after = scale_rule.step(self.rule, before, not skipped, loss_finite=not loss_lost)
         if given:
@@ -233,13 +224,7 @@ class DeviceState:
     def update_on_device(
         self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
     ) -> None:
-        """Apply the rule on the device, where only the device knows what was found.
-
-        Args:
-            found: float32 []; above 0 if an optimizer was skipped, else 0.
-            losses: float32 [] each; 0 if no loss was lost. Empty if losses are not checked.
-            given: see `update_on_host`.
-        """
+        """Apply the rule on the device, where only the device knows what was found."""
         scale, tracker, counts = self.tensors()
         loss = unscale.either(losses)
         if self.capturing():

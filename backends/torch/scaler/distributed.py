@@ -41,13 +41,6 @@ def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
     group of all ranks replaces the others. The group that the caller gives comes last: ranks may
     hold other parameters, on other meshes, and every rank of a mesh is then done with the mesh
     before it waits for ranks outside of it.
-
-    Args:
-        params: the parameters of an optimizer.
-        given: the process group that the user gave; None without one.
-
-    Returns:
-        The groups, in the order of their exchanges.
     """
     if not has_peers():
         return ALONE
@@ -70,12 +63,7 @@ def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
 
 
 def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
-    """Make every finding the largest one that any rank has, in place; one exchange for each group.
-
-    Args:
-        findings: float32 [] each, on one device.
-        groups: of a `Circle`.
-    """
+    """Make every finding the largest one that any rank has, in place; one exchange for each group."""
     together = torch.stack(findings)
     for group in groups:
         there = distributed.speaking(group, together)
@@ -86,15 +74,7 @@ def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
 
 
 def check_group(group: object) -> None:
-    """Raise if findings cannot be exchanged over the group.
-
-    Args:
-        group: as given by the user.
-
-    Raises:
-        TypeError: it is neither None nor a process group.
-        ValueError: this process is not in it.
-    """
+    """Raise if findings cannot be exchanged over the group."""
     if group is None:
         return
     if dist.is_available():

@@ -97,16 +97,7 @@ class Findings:
     def unscale(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, unscale_grads: Unscale
     ) -> None:
-        """Multiply the gradients by `inverse`, once in an iteration; see `look`.
-
-        Args:
-            optimizer: whose gradients they are.
-            inverse: float32 [].
-            unscale_grads: `GradScaler._unscale_grads_`.
-
-        Raises:
-            RuntimeError: they are unscaled already, or the optimizer has stepped.
-        """
+        """Multiply the gradients by `inverse`, once in an iteration; see `look`."""
         entry = self.entries[id(optimizer)]
         if entry["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -126,18 +117,7 @@ class Findings:
         allow_fp16: bool,
         divisor: torch.Tensor | None = None,
     ) -> Entry:
-        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found.
-
-        Args:
-            optimizer: whose gradients they are.
-            inverse: float32 [].
-            unscale_grads: `GradScaler._unscale_grads_`.
-            allow_fp16: whether gradients may be float16.
-            divisor: float32 []; given for optimizers that divide by it themselves.
-
-        Returns:
-            The optimizer's entry.
-        """
+        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self.state.tensors()[0]
         entry = self.entries[id(optimizer)]
         circle = distributed.ALONE

@@ -35,19 +35,7 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)` with the scale and the finding set on the optimizer.
-
-    Args:
-        scaler: a `GradScaler`. A subclass may override its methods of torch.amp's names.
-        findings: the scaler's.
-        optimizer: one with `_step_supports_amp_scaling`.
-        entry: the optimizer's.
-        args: of the step.
-        kwargs: of the step.
-
-    Returns:
-        The result of the step.
-    """
+    """Call `optimizer.step(*args, **kwargs)` with the scale and the finding set on the optimizer."""
     if takes_scaler(optimizer):
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "
@@ -115,13 +103,6 @@ def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
     that is skipped, the next step reads whatever the memory held (torch 2.13). So the momentum is
     made of zeros here, from which the first step gets the same result unless `dampening` is set.
     With `dampening` the host waits for `found` if a parameter has its first gradient.
-
-    Args:
-        optimizer: a fused one.
-        found: float32 [].
-
-    Returns:
-        False if the step must not be called.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True

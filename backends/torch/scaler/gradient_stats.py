@@ -63,16 +63,7 @@ class Names:
 def gradients(
     optimizer: torch.optim.Optimizer, names: dict[int, str], factor: torch.Tensor
 ) -> list[Gradient]:
-    """Count the values of each gradient of the optimizer. Waits for the device, once.
-
-    Args:
-        optimizer: whose gradients are counted; of a DTensor, this rank's part.
-        names: by the id of the parameter.
-        factor: float32 []; the gradients times this are the scaled ones.
-
-    Returns:
-        A record for each gradient.
-    """
+    """Count the values of each gradient of the optimizer. Waits for the device, once."""
     rows, counts = [], []
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -10,17 +10,7 @@ from polymp.backends.torch.scaler.stuck_watch import StuckWatch
 
 
 def advance(findings: Findings, stuck: StuckWatch, *, given: bool) -> None:
-    """End the iteration, and bring the state on: on the host where it knows what was found.
-
-    Args:
-        findings: of the scaler.
-        stuck: is told the state after.
-        given: True if the user has set the scale: the rule then counts skips alone.
-
-    Raises:
-        AssertionError: no optimizer of this iteration had a gradient.
-        StuckError: `on_stuck` is "raise", and this was one skip too many in a row.
-    """
+    """End the iteration, and bring the state on: on the host where it knows what was found."""
     looked = findings.looked()
     if not looked and not given:
         raise AssertionError("No inf checks were recorded prior to update.")

@@ -40,23 +40,7 @@ class Options(NamedTuple):
 
 
 def acts_on(device: object, dtype: object, enabled: bool) -> bool:
-    """Return whether a scaler with these arguments is enabled.
-
-    Args:
-        device: as given to `GradScaler`.
-        dtype: likewise.
-        enabled: likewise.
-
-    Returns:
-        True if it scales; False if every method passes through.
-
-    Raises:
-        TypeError: `device` is no name, or `dtype` no float dtype.
-        ValueError: `dtype` is no name of a float dtype.
-
-    Warns:
-        UserWarning: CUDA is asked for and absent.
-    """
+    """Return whether a scaler with these arguments is enabled."""
     if not isinstance(device, (str, torch.device)):
         raise TypeError(
             f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
@@ -77,19 +61,7 @@ def acts_on(device: object, dtype: object, enabled: bool) -> bool:
 
 
 def checked_rule(rule: ScaleRule) -> ScaleRule:
-    """Check the constants of a rule; the errors are torch.amp's where torch.amp has one.
-
-    Args:
-        rule: the constants.
-
-    Returns:
-        The rule.
-
-    Raises:
-        AssertionError: `growth` is not above 1 or `backoff` not below 1.
-        TypeError: a constant is not a number, or not whole where it has to be.
-        ValueError: a constant is out of its range.
-    """
+    """Check the constants of a rule; the errors are torch.amp's where torch.amp has one."""
     if scale_rule.number("growth_factor", rule.growth) <= 1.0:
         raise AssertionError("The growth factor must be > 1.0.")
     if scale_rule.number("backoff_factor", rule.backoff) >= 1.0:
@@ -98,18 +70,7 @@ def checked_rule(rule: ScaleRule) -> ScaleRule:
 
 
 def checked(options: Options) -> Options:
-    """Check the options.
-
-    Args:
-        options: the options.
-
-    Returns:
-        The same.
-
-    Raises:
-        TypeError: `process_group` is neither None nor a process group.
-        ValueError: an option has none of its values, or is out of its range.
-    """
+    """Check the options."""
     if options.skip_on not in ("auto", "host", "device"):
         raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {options.skip_on!r}.")
     checked_on_stuck(options.on_stuck, options.stuck_after)

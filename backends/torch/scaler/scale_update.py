@@ -36,15 +36,7 @@ def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def regular(rule: ScaleRule, state: ScaleState) -> bool:
-    """Return whether the rule can lead to a state: within the bounds and the growth interval.
-
-    Args:
-        rule: the constants.
-        state: as Python numbers.
-
-    Returns:
-        False if the state is out of its bounds, or past an interval that was lowered.
-    """
+    """Return whether the rule can lead to a state: within the bounds and the growth interval."""
     inside = rule.min_scale <= scale_rule.as_float32(state.scale) <= rule.max_scale
     return bool(inside and state.tracker < rule.interval)
 
@@ -58,19 +50,7 @@ def update(
     loss: torch.Tensor | None,
     bars: torch.Tensor | None = None,
 ) -> None:
-    """Bring the tensors to the state after one optimizer step, in place.
-
-    Args:
-        rule: the constants.
-        scale: float32 [].
-        tracker: int32 [].
-        counts: float32 [3], of `counted`; exact up to 2**24.
-        found: float32 []; above 0 if an optimizer was skipped, else 0.
-        loss: float32 []; 0 if every loss was finite; it does not count where nothing was found.
-            None if losses are not checked.
-        bars: of `new_bars`, with `loss` among them, 0 if that is None. Given for a state that is
-            `regular` only.
-    """
+    """Bring the tensors to the state after one optimizer step, in place."""
     wild = rule.hysteresis or rule.growth > _TAME
     if bars is None or wild or torch.compiler.is_compiling():
         _by_rule(rule, scale, tracker, counts, found, loss)

@@ -44,14 +44,7 @@ def scaled(outputs: Outputs, scale_of: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def warned_of_bfloat16(device: str) -> bool:
-    """Warn if the region that a loss comes from is bfloat16, where scaling has no effect.
-
-    Args:
-        device: the device type of the loss.
-
-    Returns:
-        False if no region was entered for the device yet.
-    """
+    """Warn if the region that a loss comes from is bfloat16, where scaling has no effect."""
     low = regions.latest_low(device)
     if low is torch.bfloat16:
         level = 5 if torch.compiler.is_compiling() else outside()

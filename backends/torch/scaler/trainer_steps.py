@@ -16,11 +16,7 @@ from polymp.backends.torch.scaler.grad_scaler import GradScaler
 
 
 def begin_backward(scaler: GradScaler | None) -> None:
-    """Update the scale if that is due, and note whose gradients are unscaled already.
-
-    Args:
-        scaler: of the trainer; None without one.
-    """
+    """Update the scale if that is due, and note whose gradients are unscaled already."""
     update_pending(scaler)
     if scaler is not None:
         for entry in scaler._per_optimizer_states.values():
@@ -28,16 +24,7 @@ def begin_backward(scaler: GradScaler | None) -> None:
 
 
 def unscale(scaler: GradScaler, optimizers: Iterable[torch.optim.Optimizer], write: str) -> None:
-    """Unscale the gradients of optimizers, of each once.
-
-    Args:
-        scaler: of the trainer.
-        optimizers: whose gradients are clipped.
-        write: how to clip in the trainer, for the message.
-
-    Raises:
-        RuntimeError: a backward pass has added scaled gradients to unscaled ones.
-    """
+    """Unscale the gradients of optimizers, of each once."""
     for optimizer in optimizers:
         entry = _entry(scaler, optimizer)
         if entry.get("mixed"):
@@ -56,18 +43,7 @@ def step(
     together: Iterable[torch.optim.Optimizer] = (),
     **kwargs: Any,
 ) -> Any:
-    """Step or skip; then update the scale if all optimizers that step together have stepped.
-
-    Args:
-        scaler: of the trainer.
-        optimizer: to step.
-        closure: that evaluates the loss; None if the gradients are there.
-        together: all optimizers of the trainer, if it knows them.
-        kwargs: of the step.
-
-    Returns:
-        The result of the step; None if it was skipped.
-    """
+    """Step or skip; then update the scale if all optimizers that step together have stepped."""
     if closure is None:
         result = scaler.step(optimizer, **kwargs)
     else:
@@ -80,11 +56,7 @@ def step(
 
 
 def update_pending(scaler: GradScaler | None) -> None:
-    """Update the scale if an optimizer has stepped since the last update.
-
-    Args:
-        scaler: of the trainer; None without one.
-    """
+    """Update the scale if an optimizer has stepped since the last update."""
     entries = () if scaler is None else scaler._per_optimizer_states.values()
     if scaler is not None and any(entry["stage"] is OptState.STEPPED for entry in entries):
         scaler.update()

@@ -67,20 +67,7 @@ def unscale(
     found: torch.Tensor,
     float16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Multiply every gradient by `inverse`, in place, and find Inf and NaN in what it was before.
-
-    Args:
-        optimizer: whose parameters' gradients they are; parameters without one are left out.
-        inverse: float32 [].
-        found: float32 []; a finding from before, else 0.
-        float16: whether float16 gradients are allowed.
-
-    Returns:
-        The finding of each device that has gradients: float32 [], 0 if all were finite.
-
-    Raises:
-        ValueError: a gradient is float16 and that is not allowed; nothing has changed then.
-    """
+    """Multiply every gradient by `inverse`, in place, and find Inf and NaN in what it was before."""
     inverses, founds = OnDevices(inverse, copy=False), OnDevices(found)
 
     def each(alike: list[list[torch.Tensor]]) -> None:
@@ -118,13 +105,6 @@ def overflows(
     The largest magnitude of a gradient is divided, as torch's fused optimizers divide: in float32,
     or in float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
     (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
-
-    Args:
-        optimizer: whose parameters' gradients they are.
-        divisor: float32 [].
-
-    Returns:
-        The finding of each device that has gradients: float32 [], 0 if all quotients were finite.
     """
     divisors = OnDevices(divisor, copy=False)
     founds: dict[torch.device, torch.Tensor] = {}

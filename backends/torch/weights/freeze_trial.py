@@ -87,17 +87,7 @@ class Trial:
                 group.stays("not used in the examples")
 
     def verify(self, originals: Sequence[Original]) -> dict[int, str]:
-        """Run the examples with the weights stored low, and compare with the results before.
-
-        Args:
-            originals: the tensors that are stored low.
-
-        Returns:
-            The originals whose old memory an op still reads: places in the list, and the op.
-
-        Raises:
-            PolicyError: the results differ.
-        """
+        """Run the examples with the weights stored low, and compare with the results before."""
         found: dict[int, str] = {}
         places = {storage.storage_key(o.held[0]): at for at, o in enumerate(originals)}
         before = [o.held[0] for o in originals]
@@ -166,16 +156,7 @@ class Trial:
     def _refuse(
         self, case: Case, originals: Sequence[Original], error: Exception | None = None
     ) -> None:
-        """Raise an error with the first op in which the model with low weights differs.
-
-        Args:
-            case: the example.
-            originals: the tensors that are stored low.
-            error: raised by the model with low weights; None without one.
-
-        Raises:
-            PolicyError: always.
-        """
+        """Raise an error with the first op in which the model with low weights differs."""
         low = self._uses(digests=True)
         with contextlib.suppress(Exception):
             self._run(case, watch=low)

@@ -62,22 +62,7 @@ def _refuse_scope(name: str) -> NoReturn:
 def _fits(
     ticket: str, name: str, scoped: bool, enabled: bool, dtype: torch.dtype, *code: torch.dtype
 ) -> bool:
-    """Return whether the region in force is equal to the ticket's; False if there is none.
-
-    Args:
-        ticket: of the region that a model was frozen for.
-        name: what to call the model.
-        scoped: True if the model has rules of its own, which hold instead of a region's.
-        enabled: as torch says for the device in force.
-        dtype: the low dtype in force.
-        code: of the policies in force.
-
-    Returns:
-        True if the model can run as it is; False if it has to enter its region.
-
-    Raises:
-        PolicyError: another region is in force.
-    """
+    """Return whether the region in force is equal to the ticket's; False if there is none."""
     if not enabled:
         return False
     if is_same(ticket, scoped, dtype, *code):

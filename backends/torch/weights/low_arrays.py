@@ -49,17 +49,7 @@ def shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def load(mode: Mode, dtype: str, low: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
-    """Return low weights as float32; weights that were written by hand as they are.
-
-    Args:
-        mode: the mode.
-        dtype: of the low weights.
-        low: a row.
-        beside: a row, which follows weights that were written by hand; None if there is none.
-
-    Returns:
-        A row; `beside` itself for `master`.
-    """
+    """Return low weights as float32; weights that were written by hand as they are."""
     full: Any = beside if mode.name == "master" else torch.empty_like(low, dtype=torch.float32)
     for at in _pieces(low):
         part = None if beside is None else beside[at]
@@ -79,17 +69,7 @@ def keep(
     beside: torch.Tensor | None,
     random: Random | None = None,
 ) -> None:
-    """Store float32 weights in low ones and in what stands beside them.
-
-    Args:
-        mode: the mode.
-        dtype: of the low weights.
-        full: a row, float32.
-        low: a row, written.
-        beside: a row, written; for `master`, `full` itself or a copy. None if there is none.
-        random: gives the random bits from one place in the row to another, int32; None to round
-            as for the first time.
-    """
+    """Store float32 weights in low ones and in what stands beside them."""
     for at in _pieces(low):
         if random is None:
             made, rest = store.first(VERBS, mode, dtype, full[at])
@@ -102,15 +82,7 @@ def keep(
 
 
 def random_of(p: torch.Tensor, key: tuple[Any, Any]) -> Random:
-    """Return the function that gives the random bits of a parameter, in the order of its memory.
-
-    Args:
-        p: the parameter; a DTensor's elements have their places in the whole tensor.
-        key: of `random_bits.key`.
-
-    Returns:
-        A function of two places in the row of `flat`: the bits of the elements between them.
-    """
+    """Return the function that gives the random bits of a parameter, in the order of its memory."""
     part, whole, offset = dtensor.local(p), p.size(), dtensor.offset(p)
     device = part.device
     rows = tuple(part.size()[1:]) == tuple(whole[1:])

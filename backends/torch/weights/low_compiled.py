@@ -36,16 +36,6 @@ def step(
     The first step of a parameter, which makes its state, runs as it is written; so do the steps of
     fused optimizers, which are one kernel already, of sharded parameters, of float16 weights, and
     of optimizers that are not of torch.optim.
-
-    Args:
-        optimizer: the optimizer.
-        weights: how its parameters are kept low.
-        kind: its own class.
-        compiled: keeps the compiled function of this optimizer.
-        closure: as the caller gave it.
-
-    Returns:
-        The result of the step, or the closure's loss.
     """
     with torch.no_grad():
         if not _can_compile(optimizer, weights, kind):

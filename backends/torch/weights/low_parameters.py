@@ -66,14 +66,7 @@ def why_kept(p: torch.Tensor) -> str:
 
 
 def take(weights: LowWeights, state: OptimizerState, group: dict[str, Any], first: int) -> None:
-    """Store the parameters of a group low, except those that are kept, and mark the group.
-
-    Args:
-        weights: how they are kept; gets them.
-        state: the optimizer's.
-        group: of the optimizer.
-        first: the place of its first parameter among all of the optimizer.
-    """
+    """Store the parameters of a group low, except those that are kept, and mark the group."""
     group[GROUP] = weights.mode.name
     low: dict[torch.Tensor, int] = {}
     for at, p in enumerate(group["params"], first):
@@ -87,13 +80,7 @@ def take(weights: LowWeights, state: OptimizerState, group: dict[str, Any], firs
 
 
 def store_low(weights: LowWeights, state: OptimizerState, params: dict[torch.Tensor, int]) -> None:
-    """Store parameters low, in place, and put what stands beside them in the state.
-
-    Args:
-        weights: gets the parameters.
-        state: the optimizer's.
-        params: float parameters, and their places among all of the optimizer.
-    """
+    """Store parameters low, in place, and put what stands beside them in the state."""
     sharing: dict[int, list[torch.Tensor]] = {}
     for p in params:
         sharing.setdefault(storage.storage_key(dtensor.local(p)) or id(p), []).append(p)
@@ -125,14 +112,7 @@ def _set_dtype(params: list[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def begin(weights: LowWeights, state: OptimizerState, p: torch.Tensor, full: torch.Tensor) -> None:
-    """Write float32 values to a parameter, and make what stands beside it.
-
-    Args:
-        weights: how parameters are kept.
-        state: the optimizer's.
-        p: the parameter, low already.
-        full: for this process's part of it.
-    """
+    """Write float32 values to a parameter, and make what stands beside it."""
     mode, row = weights.mode, low_arrays.flat(p)
     entries: dict[str, Any] = {}
     full = torch.empty_like(dtensor.local(p).detach(), dtype=torch.float32).copy_(full.detach())

@@ -28,16 +28,7 @@ class Piece(NamedTuple):
 
 
 def read(weights: LowWeights, state: OptimizerState, params: list[torch.Tensor]) -> Piece:
-    """Read low parameters on one device as float32, together.
-
-    Args:
-        weights: how they are kept.
-        state: the optimizer's.
-        params: at least one; for `master` exactly one.
-
-    Returns:
-        The piece, to be written by `write`.
-    """
+    """Read low parameters on one device as float32, together."""
     besides = [low_parameters.prepare(weights, state, p) for p in params]
     low = _row(params)
     beside = None if besides[0] is None else _row(besides)

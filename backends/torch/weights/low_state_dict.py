@@ -26,16 +26,7 @@ class Saved(NamedTuple):
 def shown(
     weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a state_dict with what stands beside every low weight.
-
-    Args:
-        weights: how parameters are kept.
-        optimizer: the optimizer.
-        state_dict: of its own class.
-
-    Returns:
-        The state_dict; remainders in it are bfloat16 of the same bits and memory.
-    """
+    """Return a state_dict with what stands beside every low weight."""
     state = dict(state_dict["state"])
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -67,19 +58,7 @@ def _kind(value: Any) -> str:
 def checked(
     weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> Saved:
-    """Return a state_dict in two parts, if it fits how the parameters are kept.
-
-    Args:
-        weights: how they are kept.
-        optimizer: the optimizer.
-        state_dict: to be loaded.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ValueError: it was saved in another mode or with other parameters low, or was cast since.
-    """
+    """Return a state_dict in two parts, if it fits how the parameters are kept."""
     groups = state_dict["param_groups"]
     modes = {group.get(GROUP) for group in groups}
     mine = weights.mode.name
@@ -164,11 +143,6 @@ def load_beside(weights: LowWeights, optimizer: torch.optim.Optimizer, saved: Sa
     Where the weights were loaded before, they belong together from now on. Otherwise a parameter
     is expected to be loaded yet: whatever is written to it before the next step belongs to what was
     loaded here.
-
-    Args:
-        weights: how the parameters are kept.
-        optimizer: the optimizer.
-        saved: as `checked` returned it.
     """
     for group in optimizer.param_groups:
         group[GROUP] = weights.mode.name

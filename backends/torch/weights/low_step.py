@@ -90,17 +90,7 @@ def step(
     kind: type[torch.optim.Optimizer],
     closure: Closure | None,
 ) -> Any:
-    """Take one step of an optimizer on low weights.
-
-    Args:
-        optimizer: the optimizer.
-        weights: how its parameters are kept low.
-        kind: its own class, whose step is taken, without hooks.
-        closure: as the caller gave it; None without one.
-
-    Returns:
-        The result of the step; for an optimizer of torch.optim with a closure, its loss.
-    """
+    """Take one step of an optimizer on low weights."""
     loss = None
     together = not is_piecewise(kind)
     run = optimizers.step_without_hooks(kind)
@@ -158,13 +148,7 @@ def is_piecewise(kind: type) -> bool:
 def pieces(
     optimizer: torch.optim.Optimizer, weights: LowWeights, together: bool
 ) -> Iterator[tuple[list[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Yield what to lend at a time: low parameters by device, and the others that step with them.
-
-    Args:
-        optimizer: the optimizer.
-        weights: how its parameters are kept low.
-        together: True to lend all at once, and for parameters without gradient, too.
-    """
+    """Yield what to lend at a time: low parameters by device, and the others that step with them."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     low = [p for p in every if p in weights.places and (together or p.grad is not None)]
     others = [p for p in every if p not in weights.places]

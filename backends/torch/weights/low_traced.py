@@ -44,14 +44,6 @@ def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any
     """Return float32 weights as they are stored: the low weights, and what stands beside them.
 
     Where the low weight is the usual cast, the compiler makes it, of NaN too.
-
-    Args:
-        mode: the mode.
-        full: float32.
-        random: for `stochastic`, int32 of the same shape.
-
-    Returns:
-        float32, float32 with bfloat16 values, or bfloat16; and what `put` takes.
     """
     if mode.name == "master":
         return full, full
@@ -65,14 +57,6 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
     It is `store.beside_written` and `store.load` in fewer operations: what does not fit to a weight
     is known by its size. A weight that was written through `data`, and is nearer than a last place
     to the one before, counts as the one before.
-
-    Args:
-        mode: the mode.
-        low: the weights.
-        rest: what stands beside them.
-
-    Returns:
-        Of the same shape.
     """
     if mode.name == "split":
         full = (low.view(torch.int32) + rest).view(torch.float32)  # NaN with any payload

@@ -14,13 +14,6 @@ def in_use() -> bool:
 def takes(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     """Return whether torch runs an op by mkldnn, layer by layer, which fake tensors do not show.
 
-    Args:
-        op: the op.
-        args: its arguments.
-
-    Returns:
-        True for an LSTM that mkldnn supports.
-
     Source:
         torch v2.13 aten/src/ATen/native/RNN.cpp, `use_mkldnn` and `lstm`.
     """

@@ -57,20 +57,7 @@ def needs_float32(
 def reads(
     optimizer: torch.optim.Optimizer, forward: Callable[[], object], name: str, said: str
 ) -> dict[torch.Tensor, str]:
-    """Return what `needs_float32` does.
-
-    Args:
-        optimizer: whose parameters they are.
-        forward: runs the model in its region.
-        name: of the low dtype.
-        said: how an error names `forward`.
-
-    Returns:
-        A reason by parameter.
-
-    Raises:
-        ValueError: no parameter was cast to the low dtype.
-    """
+    """Return what `needs_float32` does."""
     sharing: dict[int, dict[str, torch.Tensor]] = {}
     for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         key = storage.storage_key(dtensor.local(p)) or id(p)

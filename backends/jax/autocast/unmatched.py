@@ -15,7 +15,7 @@ from polymp.rules.region import Region
 
 
 def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None:
-    """Warn of patterns that match no module path: neither of an op nor in a model that was named."""
+    """Warn of patterns that match no module path: of no op, and in no model that was named."""
     stacks = NameStacks()
     paths = {"", *called_paths()}
     policies = [region.policy]

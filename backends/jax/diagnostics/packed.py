@@ -40,7 +40,7 @@ class Packed:
         return {dtype: lax.concatenate(many, 0) for dtype, many in rows.items()}
 
     def read(self, packed: Mapping[str, jax.Array]) -> Any:
-        """Return the function's results, of a call of `run`, as numpy arrays. Waits for the device."""
+        """Return the results of a call of `run` as numpy arrays. Waits for the device."""
         rows: dict[str, np.ndarray[Any, Any]] = jax.device_get(dict(packed))
         done: dict[str, int] = {}
         leaves = []

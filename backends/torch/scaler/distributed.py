@@ -63,7 +63,7 @@ def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
 
 
 def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
-    """Make every finding the largest one that any rank has, in place; one exchange for each group."""
+    """Make every finding the largest one of any rank, in place; one exchange for each group."""
     together = torch.stack(findings)
     for group in groups:
         there = distributed.speaking(group, together)

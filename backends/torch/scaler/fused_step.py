@@ -35,7 +35,7 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)` with the scale and the finding set on the optimizer."""
+    """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
     if takes_scaler(optimizer):
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "

@@ -67,7 +67,7 @@ def unscale(
     found: torch.Tensor,
     float16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    """Multiply every gradient by `inverse`, in place, and find Inf and NaN in what it was before."""
+    """Multiply every gradient by `inverse`, in place; find Inf and NaN in what it was before."""
     inverses, founds = OnDevices(inverse, copy=False), OnDevices(found)
 
     def each(alike: list[list[torch.Tensor]]) -> None:

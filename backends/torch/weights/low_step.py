@@ -148,7 +148,7 @@ def is_piecewise(kind: type) -> bool:
 def pieces(
     optimizer: torch.optim.Optimizer, weights: LowWeights, together: bool
 ) -> Iterator[tuple[list[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Yield what to lend at a time: low parameters by device, and the others that step with them."""
+    """Yield what to lend at a time: low parameters by device, and others that step with them."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     low = [p for p in every if p in weights.places and (together or p.grad is not None)]
     others = [p for p in every if p not in weights.places]

@@ -129,11 +129,13 @@ Put = Callable[[core.Primitive, Sequence[object], jax.core.ParamDict], Sequence[
 
 def cast(x: object, dtype: str, put: Put = compat.put) -> object:
     """The array in a dtype; the array itself if it has that already."""
-    wanted = _DTYPES[dtype]
-    if compat.aval_of(x).dtype == wanted:
+    wanted, aval = _DTYPES[dtype], compat.aval_of(x)
+    if aval.dtype == wanted:
         return x
     params = {"new_dtype": wanted, "weak_type": False, "sharding": None}
-    with compat.in_mesh_of(x):
+    if (mesh := compat.other_mesh(aval)) is None:
+        return put(lax.convert_element_type_p, (x,), params)[0]
+    with jax.sharding.use_abstract_mesh(mesh):
         return put(lax.convert_element_type_p, (x,), params)[0]
 
 

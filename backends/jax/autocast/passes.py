@@ -182,7 +182,7 @@ class _Walk:
         while True:
             if results != [k.dtype for k in plan.outs] or known != plan.known:
                 with decision_log.repeated():
-                    plan = frame.planner.plan(plan.jaxpr, known, plan.region, results)
+                    plan = frame.planner.plan(plan.jaxpr, known, plan.region, results, keep=True)
             known = _widened(eqn.invars, plan.known, plan.reads)
             if known == plan.known:
                 break

@@ -42,8 +42,8 @@ from polymp.backends.jax.compat.recording import Recorded as Recorded
 from polymp.backends.jax.compat.recording import Recorder as Recorder
 from polymp.backends.jax.compat.recording import aval_of as aval_of
 from polymp.backends.jax.compat.recording import equation_context as equation_context
-from polymp.backends.jax.compat.recording import in_mesh_of as in_mesh_of
 from polymp.backends.jax.compat.recording import is_plain as is_plain
+from polymp.backends.jax.compat.recording import other_mesh as other_mesh
 from polymp.backends.jax.compat.recording import put as put
 from polymp.backends.jax.compat.recording import recorder as recorder
 from polymp.backends.jax.compat.source import Frames as Frames

@@ -1,7 +1,6 @@
 """Putting equations into the program that is being traced, without a `bind` for each."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.mesh as _mesh
 import jax._src.source_info_util as _source_info
 import jax.extend.core as core
+from jax.sharding import AbstractMesh
 
 from polymp.backends.jax.compat.programs import Atom, JaxprEqnContext, NameStack, SourceInfo
 
@@ -186,14 +186,14 @@ def recorder(values: Sequence[object]) -> Recorder | None:
     return None if _config.eager_constant_folding.value else Recorder(trace, mesh)
 
 
-def in_mesh_of(x: object) -> AbstractContextManager[object]:
-    """Holds the mesh of a value, where another one does: that of a `reshard` it goes into.
+def other_mesh(aval: object) -> AbstractMesh | None:
+    """The mesh of a value where another one holds, that of a `reshard` it goes into; or None.
 
-    A primitive refuses values of other meshes; `use_abstract_mesh` is public since jax 0.8.
+    A primitive refuses values of other meshes. `get_abstract_mesh` is public since jax 0.8.
     """
     mesh = _mesh.get_abstract_mesh()
-    of = getattr(getattr(aval_of(x), "sharding", None), "mesh", mesh)
-    return nullcontext() if of.empty or of == mesh else jax.sharding.use_abstract_mesh(of)
+    of = getattr(getattr(aval, "sharding", None), "mesh", mesh)
+    return None if of is mesh or of.empty or of == mesh else of
 
 
 @cache

@@ -51,7 +51,8 @@ def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(mask: str, dt
     found = step.audit
     assert not [m for m in found.results if m.magnitudes.inf or m.magnitudes.shares(dtype).overflow]
     assert found.fault is None
-    assert not found.suggest()
+    asked = found.suggest()  # without a scaler, small gradients vanish in float16
+    assert not (asked.rules or asked.scopes or asked.dtype)
 
 
 def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:

@@ -294,7 +294,7 @@ REASONS = {
     "cast_by_the_user": ("v", "a cast to float16 reads it ("),
     "of_a_higher_precision": (
         "w",
-        "'dot_general' reads it in float32: it runs as written, as its own arguments ask",
+        "'dot_general' reads it in float32: linear in bfloat16: lower (runs in the region's dtype)",
     ),
     "of_other_dtypes": ("i", "it is int32, not float32"),
     "around_a_known_function": ("g", "'mul' reads it in float32"),

@@ -27,7 +27,7 @@ def test_in_torch() -> None:
 
     def loss(policy: polymp.Policy) -> torch.Tensor:
         with autocast("cpu", torch.float16, policy=policy):
-            return (torch.mm(weight, weight) / 2**20).mean()
+            return (torch.mm(weight, weight) / 2**20).square().mean()
 
     def train(policy: polymp.Policy, steps: int) -> None:
         for _ in range(steps):

@@ -52,7 +52,7 @@ def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(mask: str, dt
     assert not [m for m in found.results if m.magnitudes.inf or m.magnitudes.shares(dtype).overflow]
     assert found.fault is None
     asked = found.suggest()  # without a scaler, small gradients vanish in float16
-    assert not (asked.rules or asked.scopes or asked.dtype)
+    assert (asked.rules, asked.scopes, asked.dtype) == ({}, {}, None)
 
 
 def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:

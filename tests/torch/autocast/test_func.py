@@ -290,7 +290,11 @@ def test_under_other_rules_dtypes_are_those_of_the_plain_call(
             seen.clear()
             try:
                 run()
-            except NotImplementedError:  # a derivative that torch lacks
+            except RuntimeError as error:  # a derivative that torch lacks
+                if not isinstance(error, NotImplementedError) and "not implemented" not in str(
+                    error
+                ):
+                    raise
                 continue
             assert set(seen) == {plain}, way
 

@@ -1,4 +1,4 @@
-"""What rounding did to a run, as `audit` says: in both frameworks the same, on the same numbers."""
+"""Rounding errors that `audit` measures: the same in both frameworks, on the same numbers."""
 
 import functools
 from typing import Any, NamedTuple

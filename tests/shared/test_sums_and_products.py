@@ -1,4 +1,4 @@
-"""What adds up is arithmetic, and a product that adds nothing up is no matrix product."""
+"""Ops that add up are arithmetic, and a product that adds nothing up is no matrix product."""
 
 from __future__ import annotations
 

@@ -110,7 +110,22 @@ class Catch(CaughtStep, Generic[P, R]):
         self._means: Means = {}  # when the arguments were copied
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do a step, and check it."""
+        """Do a step, and check it.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            The step's results.
+
+        Raises:
+            BadStepError: a value is not finite.
+            TypeError: the call is traced.
+
+        Warns:
+            CatchWarning: likewise, if `on_bad` is "report".
+        """
         given, tree = jax.tree.flatten((args, kwargs))
         if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, given))):
             raise TypeError(

@@ -119,7 +119,22 @@ class Catch(CaughtStep, Generic[P, R]):
         self._renews = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do a step, and check it."""
+        """Do a step, and check it.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            The step's results.
+
+        Raises:
+            BadStepError: a value is not finite. The training is in the state before that step.
+            ValueError: no model and no optimizer was found.
+
+        Warns:
+            CatchWarning: likewise, if `on_bad` is "report".
+        """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
         versions = versions_of((args, kwargs))
         call = Call(args, kwargs, versions, settings(copy.objects), [])

@@ -82,7 +82,11 @@ class LowOptimizer(Optimizer):
     step.hooked = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and store its parameters low."""
+        """Add a group, and store its parameters low.
+
+        Args:
+            param_group: as for any optimizer.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
@@ -129,6 +133,12 @@ class LowOptimizer(Optimizer):
         """Return the state_dict of a model with its low weights as float32.
 
         A model without low weights loads it, and a copy of this run in any mode goes on from it.
+
+        Args:
+            model: whose parameters this optimizer has.
+
+        Returns:
+            The state_dict; low weights in it are copies, the others share memory as usual.
         """
         found = model.state_dict()
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -144,6 +154,14 @@ class LowOptimizer(Optimizer):
         """Load a float32 state_dict into a model, and into what stands beside its low weights.
 
         `model.load_state_dict` alone rounds to the low dtype.
+
+        Args:
+            model: whose parameters this optimizer has.
+            state_dict: with float32 weights.
+            options: of `model.load_state_dict`.
+
+        Returns:
+            What `model.load_state_dict` returns.
         """
         result = model.load_state_dict(state_dict, **options)
         for name, p in model.named_parameters(remove_duplicate=False):

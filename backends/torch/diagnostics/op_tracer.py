@@ -111,8 +111,9 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
         given = args[-2:]
+        overload = entry.spelling.removeprefix("aten:")
         op_call = OpCall(
-            entry.op or entry.spelling.removeprefix("aten:").partition(".")[0],
+            entry.op or name_of(overload, overload.partition(".")[0]),
             entry.spelling,
             place,
             direction,

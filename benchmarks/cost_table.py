@@ -23,7 +23,6 @@ COST = {
     },
     "torch-speed": {
         "train: polymp / torch.autocast": "PyTorch: training step, `autocast` / torch.autocast",
-        "mlp 1: held / torch.autocast": "PyTorch: MLP on one row, `hold_casts` / torch.autocast",
         "mlp 1: frozen / torch.autocast": "PyTorch: MLP on one row, `freeze` / torch.autocast",
     },
     "jax-speed": {
@@ -45,10 +44,6 @@ LAYOUT = (
     "products in float32. polymp lays out the operands so that XLA uses its bfloat16 kernel. That "
     "kernel needs a processor with AVX512-BF16, as here; without it, bfloat16 saves memory and no "
     "time."
-)
-HOLDING = (
-    "- `hold_casts` is for CPUs and few rows; with many rows, casts are a small part of the time. "
-    "On a GPU it saves casts, but adds CPU time to each op that uses a held weight."
 )
 
 
@@ -82,8 +77,6 @@ def cost(parts: dict[str, Devices]) -> str:
     text = [*table(head, lines)]
     if any("casts by hand" in line[0] for line in lines):
         text.append(LAYOUT)
-    if "cuda" in devices and any("hold_casts" in line[0] for line in lines):
-        text.append(HOLDING)
     text += files
     if "cuda" not in devices:
         text += ["", "No GPU has been measured; `make gpu` does it where there is one."]

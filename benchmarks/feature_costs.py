@@ -36,7 +36,6 @@ class Feature(NamedTuple):
 
 
 _SERVED = "mlp [0-9]+|decode|convnet"  # no weight changes
-_REPEATED = "accumulate|accumulate short|lora|lora short"  # trained, with casts that repeat
 
 FEATURES = (
     Feature("`freeze`, inference", "torch.autocast", "torch-speed",
@@ -45,12 +44,6 @@ FEATURES = (
             f"peak memory, ({_SERVED}): frozen / torch.autocast"),
     Feature("`freeze`, a LoRA step on a frozen base", "torch.autocast", "torch-speed",
             "lora( short)?: frozen / torch.autocast"),
-    Feature("`hold_casts`, inference", "torch.autocast", "torch-speed",
-            f"({_SERVED}): held / torch.autocast"),
-    Feature("`hold_casts`, accumulation, LoRA", "torch.autocast", "torch-speed",
-            f"({_REPEATED}): held / torch.autocast"),
-    Feature("`hold_casts`, a training step with one region", "torch.autocast", "torch-speed",
-            "(train|train deep|convnet train): held / torch.autocast"),
     Feature("`freeze` in JAX, decoding", "autocast", "jax-speed", "decode: frozen / autocast"),
     Feature("`explain`, PyTorch", "the same step", "seeing", "explain, torch, .*: explain / step"),
     Feature("`explain`, JAX", "`jax.make_jaxpr`", "seeing", "explain, JAX, .*"),

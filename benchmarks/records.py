@@ -42,6 +42,9 @@ PARTS = {
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
+# Rows and lists of older records about what polymp no longer has.
+RETIRED = ("*: held*", "*hold_casts*", "Memory of held casts*")
+
 
 def newest(results: Path) -> dict[str, Devices]:
     """The newest record of each part and device, by part in the order of `PARTS`.
@@ -57,9 +60,23 @@ def newest(results: Path) -> dict[str, Devices]:
         said = f"{record['date']}-{record['part']}-{record['device']}.json"
         if path.name != said or record["device"] not in DEVICES:
             raise ValueError(f"{path.name} has the record of {said}")
-        found.setdefault(record["part"], {})[record["device"]] = record | {"file": path.name}
+        found.setdefault(record["part"], {})[record["device"]] = _kept(record, path.name)
     order = [*PARTS, *sorted(set(found) - set(PARTS))]
     return {part: _in_order(found[part]) for part in order if part in found}
+
+
+def _kept(record: Record, file: str) -> Record:
+    """A record, with its file's name and without what is retired."""
+    tables = {
+        title: [r for r in table if not _is_retired(r["what"])]
+        for title, table in record["tables"].items()
+    }
+    lists = {k: v for k, v in record.get("lists", {}).items() if not _is_retired(k)}
+    return record | {"file": file, "tables": tables, "lists": lists}
+
+
+def _is_retired(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in RETIRED)
 
 
 def _in_order(devices: Devices) -> Devices:

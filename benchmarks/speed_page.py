@@ -56,7 +56,6 @@ The names of the programs:
 | fp32, float32 | without a region |
 | by hand | weights and activations cast by hand; norms and the loss in float32 |
 | polymp, autocast | in a region of polymp; in PyTorch without a policy |
-| held | polymp with `hold_casts` |
 | frozen | polymp with `freeze` |
 | few_rows | polymp under a policy with `few_rows = 32` |
 | compiled | with `torch.compile` |

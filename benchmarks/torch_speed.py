@@ -34,10 +34,10 @@ from workloads_torch import LARGE, SMALL, Size
 
 BASE, HAND = "torch.autocast", "by hand"
 WIDE = "by hand, float32 gradients"  # what accumulation has by hand, with autocast's gradients
-# What is left of kept casts, and of a region, if nothing of polymp runs: the floor of both.
+# What is left of frozen weights, and of a region, if nothing of polymp runs: the floor of both.
 LOW, ONE = "torch.autocast, low weights", "torch.autocast, one region"
 USUAL = ("fp32", HAND, BASE, "polymp")
-KEPT = ("held", "frozen")
+FROZEN = "frozen"
 HALVES = ("torch.autocast, float16, GradScaler", "polymp, float16, GradScaler")
 WRAPPERS = ("accelerate", "Lightning Fabric")
 PEERS = (*WRAPPERS, "TransformerEngine", "Apex O1")  # run by the interpreter of --peers
@@ -76,13 +76,13 @@ class Plan:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-TRAIN = ("held", *HALVES, *WRAPPERS, "Apex O1")
+TRAIN = (*HALVES, *WRAPPERS, "Apex O1")
 PLANS = {
     **{
         f"mlp {batch}": Plan(
             f"MLP: {{linears}} x Linear({{features}}), batch {batch}, inference",
-            (*KEPT, LOW, *WRAPPERS, "TransformerEngine") if batch == 1 else KEPT,
-            ("fp32", HAND, BASE, "polymp", *KEPT, LOW) if batch == 1 else (),
+            (FROZEN, LOW, *WRAPPERS, "TransformerEngine") if batch == 1 else (FROZEN,),
+            ("fp32", HAND, BASE, "polymp", FROZEN, LOW) if batch == 1 else (),
             5,
             (1, 2) if batch == 1 else (1,),
         )
@@ -103,7 +103,7 @@ PLANS = {
     **{
         name: Plan(
             f"Language model: {{batch}} microbatches of 1 x {{{tokens}}} tokens and a step",
-            ("held", WIDE, ONE, *WRAPPERS),
+            (WIDE, ONE, *WRAPPERS),
             threads=threads,
         )
         for name, tokens, threads in (
@@ -112,29 +112,26 @@ PLANS = {
         )
     },
     **{
-        name: Plan(f"Language model: {{decoded}} tokens decoded one by one, {where}", (*KEPT, LOW))
+        name: Plan(f"Language model: {{decoded}} tokens decoded one by one, {where}", (FROZEN, LOW))
         for name, where in (("decode", "a region for each"), ("generate", "in one region"))
     },
-    "convnet train": Plan("Convnet: a train step of {images} x 3 x 32 x 32", ("held",)),
-    "convnet": Plan("Convnet: one picture, inference", (*KEPT, LOW), inner=5),
+    "convnet train": Plan("Convnet: a train step of {images} x 3 x 32 x 32", ()),
+    "convnet": Plan("Convnet: one picture, inference", (FROZEN, LOW), inner=5),
     **{
         name: Plan(
             f"LoRA: a step of 1 x {{{tokens}}} tokens, adapters of rank {{rank}} on attention",
-            KEPT,
+            (FROZEN,),
             threads=threads,
         )
         for name, tokens, threads in (("lora", "context", (1, 2)), ("lora short", "short", (1,)))
     },
 }
-PEAKS = {"mlp 1": (HAND, "polymp", *KEPT), "decode": (HAND, "polymp", *KEPT)}
+PEAKS = {"mlp 1": (HAND, "polymp", FROZEN), "decode": (HAND, "polymp", FROZEN)}
 
 BARS = {
-    **{f"mlp 1: {way} / {BASE}": 0.35 for way in KEPT},
-    **{f"{name}: {way} / {HAND}": 1.05 for name in ("mlp 1", "decode", "convnet") for way in KEPT},
-    f"mlp 1: held{COMPILED} / {HAND}{COMPILED}": 1.10,
-    **{f"{name}: held / {BASE}": 0.90 for name in ("accumulate", "accumulate short")},
+    f"mlp 1: {FROZEN} / {BASE}": 0.35,
+    **{f"{name}: {FROZEN} / {HAND}": 1.05 for name in ("mlp 1", "decode", "convnet")},
     **{f"{name}: frozen / {BASE}": 0.70 for name in ("lora", "lora short")},
-    **{f"{name}: held / {WIDE}": 1.10 for name in ("accumulate", "accumulate short")},
     f"train: polymp / {BASE}": 1.02,
     f"peak memory, mlp 1: frozen / {BASE}": 0.55,
     f"peak memory, decode: frozen / {BASE}": 0.55,
@@ -356,12 +353,12 @@ def compared(what: str, found: dict[str, list[float]], unit: str = "ms") -> list
     """
     rows = []
     suffix = next((s for s in (GRAPHED, COMPILED) if any(w.endswith(s) for w in found)), "")
-    for base, ways in ((BASE, found), (HAND, [way + suffix for way in (*KEPT, LOW)])):
+    for base, ways in ((BASE, found), (HAND, [way + suffix for way in (FROZEN, LOW)])):
         for way in ways:
             if way in found and base + suffix in found and way != base + suffix:
                 name = f"{what}: {way} / {base}{suffix}"
                 rows.append(row(name, found[base + suffix], found[way], BARS.get(name), unit))
-    for ours, theirs in (reversed(HALVES), ("held", WIDE), (ONE, WIDE)):
+    for ours, theirs in (reversed(HALVES), (ONE, WIDE)):
         if theirs in found and ours in found:
             name = f"{what}: {ours} / {theirs}"
             rows.append(row(name, found[theirs], found[ours], BARS.get(name), unit))

@@ -20,7 +20,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +27,14 @@ import torch
 from pairing import Row, machine, measure, missed, row, save, show
 from torch import nn
 
-from polymp.torch import hold_casts
-
 BAR = 1.02
 WARM, EVERY = 2, 4  # optimizer steps of a run that do not count, microbatches of a step
 THEIRS = "the framework's own"
-HELD = "hold_casts"
 WAYS: dict[str, Any] = {  # the policy of each
     THEIRS: False,
     "polymp": None,
     "torch-cpu": "torch-cpu",
     "lean": "lean",
-    HELD: None,
 }
 CLOCK = time.process_time
 
@@ -116,7 +111,7 @@ def with_lightning(way: str, mode: str, every: int, steps: int) -> Run:
         scaler = torch.amp.GradScaler("cpu") if mode == "fp16" else None
         plugin: Any = MixedPrecision(precision, "cpu", scaler)  # type: ignore[arg-type]
     else:
-        plugin = Precision(precision, WAYS[way], hold_casts=way == HELD)
+        plugin = Precision(precision, WAYS[way])
     torch.manual_seed(0)
     trainer = lightning.Trainer(
         plugins=[plugin], max_epochs=1, accelerator="cpu", accumulate_grad_batches=every,
@@ -149,16 +144,15 @@ def with_accelerate(way: str, mode: str, every: int, steps: int) -> Run:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
     model, optimizer = accelerator.prepare(model, optimizer)
     clock, losses = Clock(), []
-    with hold_casts(model) if way == HELD else nullcontext():
-        for ids in sentences(steps * every, 4):
-            with accelerator.accumulate(model):
-                loss = model(input_ids=ids, labels=ids[:, 0] % 2).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.item())
-            if len(losses) % every == 0:
-                clock.step()
+    for ids in sentences(steps * every, 4):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids[:, 0] % 2).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if len(losses) % every == 0:
+            clock.step()
     return clock.run(losses)
 
 
@@ -194,8 +188,7 @@ def with_transformers(way: str, mode: str, every: int, steps: int) -> Run:
         trainer.remove_callback(transformers.PrinterCallback)
         if WAYS[way] is not False:
             polymp.transformers.use(trainer, WAYS[way])
-        with hold_casts(model) if way == HELD else nullcontext():
-            trainer.train()
+        trainer.train()
     return clock.run(losses)
 
 
@@ -231,7 +224,7 @@ def compare(name: str, mode: str, every: int, rounds: int) -> tuple[list[Row], d
         rounds: trainings of each way.
     """
     program = PROGRAMS[name]
-    ways = [way for way in WAYS if (every > 1) or way != HELD]
+    ways = list(WAYS)
     losses: dict[str, list[float]] = {}
 
     def timed(way: str) -> Callable[[], float]:

@@ -218,14 +218,6 @@ def polymp_scaler(job: Job) -> Run:
     return with_scaler(polymp.torch, job)
 
 
-def polymp_held(job: Job) -> Run:
-    """Casts kept from region to region, from the first call on to the last."""
-    import polymp.torch
-
-    job.stack.enter_context(polymp.torch.hold_casts(job.model))
-    return with_autocast(polymp.torch.autocast, job)
-
-
 def polymp_frozen(job: Job) -> Run:
     """Weights that are not trained, stored in the dtype that they are used in."""
     import polymp.torch
@@ -301,7 +293,6 @@ WAYS: dict[str, Callable[[Job], Run]] = {
     "torch.autocast, low weights": low_weights,
     "torch.autocast, one region": one_region,
     "polymp": polymp_autocast,
-    "held": polymp_held,
     "frozen": polymp_frozen,
     "torch.autocast, float16, GradScaler": torch_scaler,
     "polymp, float16, GradScaler": polymp_scaler,

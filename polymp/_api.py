@@ -110,10 +110,10 @@ def recording() -> Iterator[Decisions]:
         The record, which fills while ops run.
     """
     recorder = decision_log.Recorder()
-    kernels = sys.modules.get("polymp.backends.torch.autocast.lent_kernels")
+    kernels = sys.modules.get("polymp.backends.torch.autocast.kernel_registry")
     with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
         if kernels is not None:  # torch's compiled kernels record nothing: ours take their place
-            kernels.recorded(stack)
+            kernels.put_everywhere(stack)
         decision_log.recorded_by(stack, recorder, passes_on=False)
         yield recorder.record
 

@@ -53,10 +53,6 @@ class UnscaledError(PolympError, RuntimeError):
     """An optimizer stepped on gradients of a float16 region that no scaler has scaled."""
 
 
-class StaleCastError(PolympError, RuntimeError):
-    """A kept cast differs from the cast that its weight would give now."""
-
-
 class BadStepError(PolympError, RuntimeError):
     """A training step made a value that is not finite, or its loss jumped.
 

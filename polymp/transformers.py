@@ -48,8 +48,6 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
     Trainer's logs have `loss_scale` and `skipped_steps`, and fp16=True works on the CPU as well.
     Checkpoints are those of the Trainer without polymp, and each resumes the other's.
 
-    To cast less, write `with polymp.torch.hold_casts(model): trainer.train()`.
-
     Args:
         trainer: with bf16=True or fp16=True. It is changed in place.
         policy: which ops run in which dtype, as in `polymp.torch.scoped`.

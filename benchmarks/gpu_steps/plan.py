@@ -118,7 +118,6 @@ def _steps() -> Iterator[Step]:
     yield _ask("torch_scaler:launches", 30)
     yield _ask("torch_questions:writes", 40, cuda=False)
     yield _ask("torch_questions:recurrent", 30)
-    yield _ask("torch_questions:held_memory", 20)
     yield _ask("jax_questions:host_reads", 45)
     yield _ask("jax_questions:long_sums", 45, cuda=False)
     yield _jax_speed("decode", 60)

@@ -94,34 +94,6 @@ def writes(here: Here) -> dict[str, Any]:
     return told(here, {f"{name} in bfloat16, medians": rows})
 
 
-def held_memory(here: Here) -> dict[str, Any]:
-    """Memory of held casts, beside their `bytes`, after a part of the weights changed."""
-    layers = [nn.Linear(1024, 1024) for _ in range(8)]
-    model = nn.Sequential(*layers).to(here.device)
-    x, rows = torch.randn(4, 1024, device=here.device), []
-    weights = [p for layer in layers for p in layer.parameters()]
-
-    def note(what: str) -> None:
-        with torch.no_grad(), polymp.torch.autocast(here.device, torch.bfloat16):
-            model(x)
-        torch.cuda.synchronize()
-        mb = (torch.cuda.memory_allocated() - before) / 1e6
-        rows.append(
-            {"after": what, "bytes, MB": round(hold.bytes / 1e6, 2), "allocated, MB": round(mb, 2)}
-        )
-
-    with torch.no_grad(), polymp.torch.autocast(here.device, torch.bfloat16):
-        model(x)  # libraries take their memory
-    before = torch.cuda.memory_allocated()
-    with polymp.torch.hold_casts(model) as hold:
-        note("the first region")
-        for changed in (16, 14, 14, 2):
-            with torch.no_grad():
-                torch._foreach_mul_(weights[:changed], 1.5)
-            note(f"a write to {changed} of 16 weights")
-    return told(here, {"Memory of held casts of 8 x Linear(1024)": rows})
-
-
 def recurrent(here: Here) -> dict[str, Any]:
     """cuDNN's LSTM and GRU: the same bits, one kernel family, and no scattered weights."""
     rows = []
@@ -161,18 +133,17 @@ def recurrent(here: Here) -> dict[str, Any]:
 
 SANITIZED = """
 import torch, polymp.torch
-from polymp.torch import GradScaler, autocast, hold_casts
+from polymp.torch import GradScaler, autocast
 layers = torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)
 model = torch.nn.Sequential(*layers).to("DEVICE")
 optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), GradScaler("DEVICE")
-with hold_casts(model):
-    for turn in range(4):
-        with autocast("DEVICE", torch.float16):
-            loss = model(torch.randn(4, 32, device="DEVICE")).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+for turn in range(4):
+    with autocast("DEVICE", torch.float16):
+        loss = model(torch.randn(4, 32, device="DEVICE")).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
 torch.cuda.synchronize() if "DEVICE" == "cuda" else None
 """
 

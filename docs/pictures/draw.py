@@ -71,7 +71,6 @@ SPEED = {
         ("one token after another: freeze", "decode: frozen", "decode: fp32"),
         ("LoRA, 32 tokens: freeze", "lora short: frozen", "lora short: fp32"),
         ("convnet, one picture: freeze", "convnet: frozen", "convnet: fp32"),
-        ("MLP, batch 1: hold_casts", "mlp 1: held", "mlp 1: fp32"),
         ("language model, train: autocast", "train: polymp", "train: fp32"),
     ),
     ("jax-speed", "by hand"): (

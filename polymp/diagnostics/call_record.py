@@ -34,7 +34,7 @@ class Call(NamedTuple):
         outputs: dtypes of its float results.
         casts: how many arrays were cast for it, there and back.
         cast_bytes: bytes that these casts read and wrote.
-        saved: casts that were not made, by reason: "cached", "held", "shared", "cancelled", ...
+        saved: casts that were not made, by reason: "cached", "shared", "cancelled", ...
         flops: of the matrix products, convolutions and attention in it; a multiply-add is two.
         kept: bytes of float32 that it keeps for the backward pass, parameters aside.
         times: how often it ran; all the counts above are for all times together.

@@ -23,10 +23,6 @@ class FabricPrecision(Region, FSDPPrecision):
     Outputs of modules become float32, as with Fabric's plugin; their inputs are not rounded before
     they come in.
 
-    There is no `hold_casts=True` as for `Precision`: Fabric shows its plugin a module before DDP or
-    FSDP is around it, and does not say when training ends. To cast less, write `with
-    polymp.torch.hold_casts(model):` around the loop, with the model that `fabric.setup` returned.
-
     Args:
         precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
         policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.

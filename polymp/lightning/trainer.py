@@ -14,7 +14,6 @@ from polymp.backends.torch.scaler import closure_step, trainer_steps
 from polymp.lightning.region import Region
 from polymp.torch import GradScaler
 from polymp.torch import catch as catch_steps
-from polymp.torch import hold_casts as held
 
 # Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
 _THEIRS = ("MixedPrecision", "FSDPPrecision")
@@ -42,8 +41,6 @@ class Precision(Region, plugins.FSDPPrecision):
         precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
         policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
-        hold_casts: keep the casts of weights until the next optimizer step; pays with
-            `accumulate_grad_batches`.
 
     Attributes:
         scaler: the loss scaler; None until the fit begins, and for other modes than 16-mixed.
@@ -69,11 +66,8 @@ class Precision(Region, plugins.FSDPPrecision):
         policy: PolicyLike | None = None,
         *,
         scaler: GradScaler | None = None,
-        hold_casts: bool = False,
     ) -> None:
         super().__init__(precision, policy, scaler)
-        self._holds = hold_casts
-        self._held: held | None = None
         self._root: nn.Module | None = None
         self._logged: object = None  # the epoch, and the figures that were logged last
 
@@ -92,8 +86,6 @@ class Precision(Region, plugins.FSDPPrecision):
         self.begin(module.trainer.strategy.root_device.type)
         self.teardown()
         self._root = model
-        if self._holds:
-            self._held = held(model).__enter__()
         return super().connect(model, optimizers, lr_schedulers)
 
     def _find_device(self) -> None:
@@ -104,10 +96,8 @@ class Precision(Region, plugins.FSDPPrecision):
         )
 
     def teardown(self) -> None:
-        """Let the model and its casts go."""
-        if self._held is not None:
-            self._held.__exit__(None, None, None)
-        self._held = self._root = None
+        """Let the model go."""
+        self._root = None
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any

@@ -14,7 +14,6 @@ from polymp.backends.torch.autocast.custom_ops import register
 from polymp.backends.torch.modules.pin import pin
 from polymp.backends.torch.modules.scoped import scoped
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.weights.hold_casts import hold_casts
 from polymp.torch import cpu, cuda
 
 if typing.TYPE_CHECKING:
@@ -34,7 +33,7 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "Frozen", "GradScaler", "LossScalers", "UpdateWatch", "audit", "autocast", "bake", "catch",
     "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain",
-    "fp8_policy", "freeze", "hold_casts", "is_autocast_available", "locate", "low_weights",
+    "fp8_policy", "freeze", "is_autocast_available", "locate", "low_weights",
     "needs_float32", "pin", "register", "scoped",
 ]  # fmt: skip
 

@@ -64,7 +64,6 @@ LONGEST = (
     "site/test_site.py",
     "jax/autocast/test_random_policies.py",
     "torch/modules/test_scoped.py",
-    "torch/weights/test_hold_casts.py",
     "jax/scaler/test_optax_wrapper.py",
     "jax/scaler/test_flax_steps.py",
     "jax/weights/test_freeze_serving.py",

@@ -19,7 +19,6 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.fp8.recipes import RECIPES
@@ -88,9 +87,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
         row = ruling.row
         unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
         if ruling.agrees and replaced is not None and not unsummed:
-            lowers = row is not None and row.rule is Rule.LOWER
-            ours = held.by_id and lowers and region_casts.holds((*args, *kwargs.values()))
-            if compiled_only or (_compiled.used and not ours):
+            if compiled_only or _compiled.used:
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record

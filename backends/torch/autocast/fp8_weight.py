@@ -1,4 +1,4 @@
-"""Weights of products in 8 bits: quantised at every use, held by `hold_casts`, or stored so.
+"""Weights of products in 8 bits: quantised at every use, or stored so.
 
 A form of a weight is what one way to quantise it makes. With one scale for a tensor, all products
 read the same form; with scales by row, the product for the input's gradient reads another one.
@@ -12,10 +12,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import held_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.autocast.fp8_operand import InBits, Quantisation
-from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.compat import modes
 from polymp.errors import PolicyError
 from polymp.fp8 import quantise
@@ -187,17 +185,13 @@ def noting(weights: Sequence[tuple[torch.Tensor, Forms]]) -> Iterator[None]:
 
 
 def of_weight(weight: torch.Tensor, how: Quantisation) -> InBits:
-    """Quantise a weight; a held one once, until it is written."""
+    """Quantise a weight, unless it is stored in 8 bits or being noted."""
     if isinstance(weight, WeightInBits):
         return weight.form(how)
     if noted.by_id:
         found = noted.by_id.get(id(weight))
         if found is not None:
             return _note(weight, how, found[1])
-    if held.by_id:
-        kept = held_casts.find(weight, how)
-        if kept is not None:
-            return InBits(kept.low, kept.scale)
     return how(weight)
 
 

@@ -5,10 +5,10 @@ which it differs get a Python kernel on the device's autocast key, and one in fr
 transforms; both once, when the first such region is made.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -17,31 +17,16 @@ from polymp.backends.torch.autocast import (
     checkpoint,
     front_kernel,
     region_casts,
+    regions,
     torch_table,
 )
 from polymp.backends.torch.autocast.validate import check
-from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.backends.torch.compat import accelerators, dispatcher, dynamo, modes
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.rules.row import LOW
-
-
-@dataclass
-class Loan:
-    """Kernels on a device's key for as long as casts are held there.
-
-    Attributes:
-        library: of the kernels.
-        ops: the ops that have them.
-        blocks: the open blocks.
-        wanted: the ops whose kernels a policy needs, too, and that keep them.
-    """
-
-    library: torch.library.Library
-    ops: set[str]
-    blocks: set[object] = field(default_factory=set)
-    wanted: set[str] = field(default_factory=set)
+from polymp.rules.vocabulary import vocabulary
 
 
 class Installed:
@@ -49,15 +34,15 @@ class Installed:
 
     Attributes:
         ops: pairs of a device and an op that has a kernel of ours on the device's autocast key.
-        loans: by device, the kernels that are taken away again.
-        told: functions that are called with the device of every region that is prepared.
+        on_prepare: functions that are called with the device of every region that is prepared.
+        left: the libraries of records that have ended; they go when no thread can be in a kernel.
         lock: held while any of it changes.
     """
 
     def __init__(self) -> None:
         self.ops: set[tuple[str, str]] = set()
-        self.loans: dict[str, Loan] = {}
-        self.told: list[Callable[[str], None]] = []
+        self.on_prepare: list[Callable[[str], None]] = []
+        self.left: list[torch.library.Library] = []
         self.lock: threading.RLock = threading.RLock()
 
 
@@ -76,8 +61,8 @@ def prepare(region: Region) -> None:
             region_casts.watch(region.device)
             for name in front_kernel.TAKE_NUMBERS:
                 front_kernel.put(name)
-            for tell in now.told:
-                tell(region.device)
+            for call in now.on_prepare:
+                call(region.device)
 
 
 def installed(device: str) -> tuple[str, ...]:
@@ -122,18 +107,77 @@ def put(device: str, ops: Sequence[str]) -> None:
                 "autocast key, so that no kernel can be put there. Write policy=None."
             )
         return
-    if device in now.loans:
-        now.loans[device].wanted.update(now.loans[device].ops.intersection(ops))
     for name in ops:
-        put_in(dispatcher.library_of(name), device, [name])
-
-
-def put_in(library: torch.library.Library, device: str, ops: Iterable[str]) -> None:
-    """Put our kernel, of a library, on the device's autocast key for ops that have none."""
-    key = str(dispatcher.autocast_key(device))
-    for name in ops:
-        kernel = None if (device, name) in now.ops else autocast_kernel.make(name, device, key)
-        if kernel is not None:
-            front_kernel.put(name)
-            dispatcher.put(library, name, kernel, key)
+        if (device, name) not in now.ops and _put_in(dispatcher.library_of(name), device, name):
             now.ops.add((device, name))
+
+
+def _put_in(library: torch.library.Library, device: str, name: str) -> bool:
+    """Put our kernel, of a library, on the device's autocast key; return whether there is one."""
+    key = str(dispatcher.autocast_key(device))
+    kernel = autocast_kernel.make(name, device, key)
+    if kernel is not None:
+        front_kernel.put(name)
+        dispatcher.put(library, name, kernel, key)
+    return kernel is not None
+
+
+# While a record of decisions is made: torch's compiled kernels record nothing.
+
+
+def put_everywhere(stack: ExitStack) -> None:
+    """Put our kernels on every op of the vocabulary, until a stack is closed.
+
+    At once on devices that are present or have a region, on others when they get one.
+    """
+    kernels = _EveryOp()
+    stack.callback(kernels.end)
+    stack.callback(kernels.end)  # an interrupt may end one of the two
+    with now.lock:
+        fakes = modes.innermost_mode() is not None
+        known = {region.device for region in list(regions.prepared.tickets)}
+        for device in torch_table.DEVICES:
+            if fakes or device in known or accelerators.is_here(device):
+                kernels.cover(device)
+        now.on_prepare.append(kernels.cover)
+
+
+class _EveryOp:
+    """Kernels of ours on every op; on a device's key from when the first region is made for it."""
+
+    def __init__(self) -> None:
+        self.libraries: dict[str, torch.library.Library] = {}  # by device
+
+    def cover(self, device: str) -> None:
+        """Put kernels on a device's key, once."""
+        if device in self.libraries or device not in torch_table.DEVICES:
+            return
+        library = self.libraries[device] = torch.library.Library("aten", "IMPL")
+        region_casts.watch(device)
+        named = {overload for op in vocabulary().ops.values() for overload in op.aten}
+        if dispatcher.autocast_key(device) is not None:
+            for name in sorted(n for n in named if (device, n) not in now.ops and "::" not in n):
+                _put_in(library, device, name)
+
+    def end(self) -> None:
+        """Take the kernels away; again after an interrupt, which may come at any line."""
+        with now.lock:
+            now.on_prepare[:] = [call for call in now.on_prepare if call != self.cover]
+            now.left += [one for one in self.libraries.values() if one not in now.left]
+            self.libraries.clear()
+            while now.left and _is_alone():
+                dispatcher.destroy(now.left[-1])
+                now.left.pop()
+
+
+# Modules in whose functions a thread waits, and calls nothing of torch's.
+_WAITING = frozenset({"threading", "queue", "selectors", "socket", "multiprocessing.connection"})
+
+
+def _is_alone() -> bool:
+    """Return whether no other thread of Python's can be on its way into a kernel."""
+    mine = threading.get_ident()
+    return all(
+        thread == mine or frame.f_globals.get("__name__") in _WAITING
+        for thread, frame in sys._current_frames().items()
+    )

@@ -7,11 +7,10 @@ every call.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch.autocast.cast_node import as_cast
 from polymp.backends.torch.compat import modes, nn_modules
 
 Prepare = Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
@@ -75,7 +74,7 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
             )
     wants = torch.is_grad_enabled()
     cast = [
-        as_cast(w, low) if wants and w.requires_grad else low
+        _as_cast(w, low) if wants and w.requires_grad else low
         for w, low in zip(weights, lows, strict=True)
     ]
     return (*args[:at], cast, *args[at + 1 :])
@@ -86,3 +85,29 @@ def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
     dtypes = {w.dtype for w in weights}
     wide = torch.float64 in dtypes or not all(d.is_floating_point for d in dtypes)
     return dtypes != {dtype} and len(dtypes) == 1 and not wide
+
+
+def _as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `low` as a cast of `t`, which autograd can differentiate."""
+    node: torch.Tensor = _Cast.apply(t, _Box(low))  # type: ignore[no-untyped-call]
+    return node
+
+
+class _Box(NamedTuple):
+    """A tensor that autograd does not see, for it looks for tensors in arguments alone."""
+
+    tensor: torch.Tensor
+
+
+class _Cast(torch.autograd.Function):
+    """A cast: forward returns the numbers that are in the buffer, backward casts the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, low: _Box) -> torch.Tensor:
+        ctx.dtype = t.dtype
+        return low.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return grad.to(ctx.dtype), None

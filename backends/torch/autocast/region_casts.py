@@ -9,13 +9,12 @@ dtype and constant weights. This module makes it right in all cases:
     an optimizer steps                 drop                       torch's optimizer hook
     a second thread enters a region    it keeps no casts          `keep`, `end`
 
-Our own kernels keep theirs in `cast`, per thread and keyed by dtype, version and epoch. Casts that
-outlive regions are in `held_casts`. docs/differences.md lists the writes that are not seen.
+Our own kernels keep theirs in `cast`, per thread and keyed by dtype, version and epoch.
+docs/differences.md lists the writes that are not seen.
 """
 
 import threading
 import weakref
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -24,8 +23,7 @@ from torch import clear_autocast_cache
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from polymp.backends.torch.autocast import held_casts, op_facts, torch_table
-from polymp.backends.torch.autocast.held_casts import held
+from polymp.backends.torch.autocast import op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
 
 _library = torch.library.Library("aten", "IMPL")
@@ -36,13 +34,11 @@ class _Thread:
 
     Attributes:
         reference: a weak reference to this.
-        open: True in a region of ours that keeps casts. The ends of torch's own are not seen.
         epoch: the epoch of the map when `casts` were made.
         casts: by identity of the parameter and dtype.
     """
 
     def __init__(self) -> None:
-        self.open = False
         self.reference = weakref.ref(self)
         self.epoch = 0
         self.casts: dict[
@@ -96,9 +92,7 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
 
     Casts to another dtype, or to an unknown one, are dropped.
     """
-    thread = _mine.thread
-    thread.open = True
-    mine = thread.reference
+    mine = _mine.thread.reference
     if _owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
     if casting and _dtypes.get(device) is not dtype:
@@ -129,7 +123,6 @@ def mine() -> bool:
 def end() -> None:
     """Drop this thread's casts and give the map up: it left its last region."""
     thread = _mine.thread
-    thread.open = False
     if thread.casts:
         thread.casts.clear()
     if _owner.get("thread") is thread.reference:
@@ -159,17 +152,9 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _after_step(*_: object) -> None:
     if not is_dynamo_compiling():  # a compiled step would be guarded by the epoch
         drop()
-        held_casts.stepped(optimizer)
-    elif held.by_id:  # what fused kernels write shows nowhere: this breaks the graph
-        _stepped(optimizer)
-
-
-@dynamo.untraced("after an optimizer's step in a hold_casts block, casts are dropped by Python")
-def _stepped(optimizer: torch.optim.Optimizer) -> None:
-    held_casts.stepped(optimizer)
 
 
 def _writer(op: torch._ops.OpOverload, key: str) -> Any:
@@ -185,9 +170,6 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
 def writing(into: Any) -> None:
     """Drop all casts if a tensor, or one of a list, that is about to be written is a parameter."""
     one = isinstance(into, torch.Tensor)
-    if held.fresh:
-        for t in (into,) if one else into:
-            held_casts.written(t)
     if _is_parameter(into) if one else any(map(_is_parameter, into)):
         drop()
 
@@ -206,9 +188,6 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    make = held_casts.cast if held.by_id else torch.Tensor.to
-    if held.by_id and not (t.requires_grad and torch.is_grad_enabled()):
-        return make(t, dtype)
     may_keep = (
         dtype is low
         and t.dtype is torch.float32
@@ -222,7 +201,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
         and not modes.in_transform(t)  # a wrapper has no address either
     )
     if not may_keep:
-        return make(t, dtype)
+        return t.to(dtype)
     mine = _mine.thread
     if mine.epoch != _map.epoch:
         mine.casts.clear()
@@ -230,48 +209,11 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
     found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
-        if held.by_id and held_casts.is_checked(t):
-            held_casts.find(t, dtype)
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
-        made = make(t, dtype)
+        made = t.to(dtype)
     mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
-
-
-def holds(args: Iterable[Any]) -> bool:
-    """Return whether a cast of an argument is ours to make: it is held, or a cast of a parameter.
-
-    Each cast of a parameter in a region is one node in the graph, kept here or in torch's map.
-    """
-    given = list(args)
-    return any(map(_is_ours, given)) and not kept_by_torch(given)
-
-
-def _is_ours(arg: Any) -> bool:
-    if isinstance(arg, (list, tuple)):
-        return any(map(_is_ours, arg))
-    if not isinstance(arg, torch.Tensor):
-        return False
-    if id(arg) in held.by_id or (arg._is_view() and id(arg._base) in held.by_id):
-        return True
-    return arg.is_leaf and arg.requires_grad and torch.is_grad_enabled()
-
-
-def kept_by_torch(args: Iterable[Any]) -> bool:
-    """Return whether the cast of one of the arguments has to be kept in torch's map.
-
-    So it is in a region of torch's own, whose end is not seen here: until then one cast, with one
-    node in the graph, serves all uses of a parameter.
-    """
-    if _mine.thread.open or not torch.is_autocast_cache_enabled() or not torch.is_grad_enabled():
-        return False
-    return any(
-        kept_by_torch(arg)
-        if isinstance(arg, (list, tuple))
-        else isinstance(arg, torch.Tensor) and arg.requires_grad and arg.is_leaf
-        for arg in args
-    )
 
 
 def forget_mine() -> None:

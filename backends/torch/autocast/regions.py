@@ -22,9 +22,8 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import held_casts, policy_code, region_casts
+from polymp.backends.torch.autocast import policy_code, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.autocast.policy_code import NONE, Code, codes
 from polymp.backends.torch.autocast.region_casts import end, keep
 from polymp.backends.torch.compat import dynamo
@@ -90,8 +89,6 @@ def enter(ticket: str, entered: T) -> T:
         set_autocast_cache_enabled(cache and keep(device, dtype, enabled, depth))
         if len(_policies) > 1:
             policy_code.write(inside)
-        if _held and enabled:
-            held_casts.entered(device, dtype)
         return entered
     except BaseException:  # an interrupt may come at any line
         if frames and frames[-1] is frame:
@@ -120,7 +117,6 @@ def leave(ticket: str, frames: list[Frame]) -> None:
     _, enabled, dtype, cache, code = frames[-1]
     if len(frames) == 1:
         end()
-        held.fresh = False
     elif cache:
         # Back in a region of another dtype, the casts to this one go. It is not the outermost.
         keep(device, dtype, enabled, len(frames))
@@ -168,7 +164,7 @@ class Prepared:
 prepared: Prepared = Prepared()
 
 # What entering and leaving read: a name of this module costs less than an attribute.
-_by_ticket, _policies, _held = prepared.by_ticket, codes.policies, held.by_id
+_by_ticket, _policies = prepared.by_ticket, codes.policies
 
 
 def ticket(region: Region) -> str:

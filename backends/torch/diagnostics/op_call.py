@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.autocast.held_casts import held
 from polymp.backends.torch.compat import flop_count, storage
 from polymp.backends.torch.diagnostics.call_site import CallSite
 from polymp.backends.torch.diagnostics.op_kinds import OpFacts, dtypes, float_tensors
@@ -124,12 +123,11 @@ class OpCall:
         low = dtype_names.DTYPES.get(self.region)
         if self.row is None or not self.run or set(self.run) != {self.region}:
             return
-        kind = "held" if held.by_id else "cached"
         for t in float_tensors(given):
             if t.is_leaf and t.dtype is torch.float32 is not low:
                 key = storage.storage_key(t)  # 0 of what torch.func wraps
                 if key and key not in self.cast_storages:
-                    self.saved = {**self.saved, kind: self.saved.get(kind, 0) + 1}
+                    self.saved = {**self.saved, "cached": self.saved.get("cached", 0) + 1}
 
 
 class Ran(NamedTuple):

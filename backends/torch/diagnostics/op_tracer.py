@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 
 from polymp import progress
-from polymp.backends.torch.autocast import lent_kernels, regions
+from polymp.backends.torch.autocast import kernel_registry, regions
 from polymp.backends.torch.compat import autograd, dispatcher, modes
 from polymp.backends.torch.diagnostics import own_ops
 from polymp.backends.torch.diagnostics.call_origins import CallOrigins
@@ -219,7 +219,7 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
             # In it, a mode is given ops such as `linear` whole, with autocast off inside.
             self.enter_context(torch.inference_mode(False))
             self.enter_context(torch.no_grad())
-        lent_kernels.recorded(self)
+        kernel_registry.put_everywhere(self)
         decision_log.recorded_by(self, self)
         self.enter_context(self._mode)
         self.callback(self._end_pauses)

@@ -15,7 +15,6 @@ import torch.nn as nn
 from polymp.backends.torch.autocast import (
     dtype_names,
     fp8_weight,
-    held_casts,
     policy_code,
     region_casts,
 )
@@ -217,7 +216,6 @@ def freeze(
     for original in originals:
         original.announce()
     region_casts.drop()
-    held_casts.drop(t for group in groups for t in group.each())
     return Frozen(model, region, groups, before, None if drop else originals)
 
 

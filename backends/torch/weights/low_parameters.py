@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch.autocast import held_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import distributed, dtensor, storage
 from polymp.backends.torch.weights import low_arrays
@@ -90,7 +89,6 @@ def store_low(weights: LowWeights, state: OptimizerState, params: dict[torch.Ten
         for p, full in zip(tensors, fulls, strict=True):
             begin(weights, state, p, full)
             weights.places[p] = params[p]
-    held_casts.drop(params)
 
 
 def _set_dtype(params: list[torch.Tensor], dtype: torch.dtype) -> None:

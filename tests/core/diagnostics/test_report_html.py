@@ -220,7 +220,7 @@ def least_widths(page: str) -> dict[str, float]:
 
 def test_all_columns_fit_on_a_screen_of_1280_pixels() -> None:
     given: dict[str, Any] = {"casts": 36, "cast_bytes": 2**25, "kept": 2**27, "flops": 10**11}
-    saved = (("cached", 36), ("held", 18))
+    saved = (("cached", 36), ("shared", 18))
     modules = [f"model.layers.{n}.self_attn.q_proj" for n in range(32)]
     layers = [
         reports.linear(module, "modeling_llama.py:370", saved=saved, **given) for module in modules

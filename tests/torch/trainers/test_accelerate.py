@@ -26,7 +26,7 @@ from accelerate.utils import (  # noqa: E402
 
 import polymp  # noqa: E402
 from polymp.accelerate import use  # noqa: E402
-from polymp.torch import GradScaler, hold_casts  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
 from tests.support.torch.closures import losses_of_closures  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -300,11 +300,3 @@ def test_a_compiled_model_is_one_graph_with_the_policy(by: str, count: Any) -> N
         net = torch.compile(make_net(), backend=count, fullgraph=True)
         model = make("bf16", FP32).prepare(net)
     assert torch.equal(model(batches()[0][0]), expected)
-
-
-def test_hold_casts_around_the_loop_changes_no_bit() -> None:
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 4}
-    expected = Run(make("bf16", "lean", **settings)).train().losses
-    run = Run(make("bf16", "lean", **settings))
-    with hold_casts(run.model):
-        assert run.train().losses == expected

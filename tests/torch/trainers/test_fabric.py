@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning.fabric import plugins  # noqa: E402
 from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 
 from polymp.lightning import FabricPrecision  # noqa: E402
-from polymp.torch import GradScaler, hold_casts  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
 from tests.support.torch.closures import losses_of_closures  # noqa: E402
 from tests.support.torch.lightning_models import OPTIMIZERS, batches, make_net  # noqa: E402
 
@@ -134,38 +133,6 @@ def test_the_scaler_is_made_for_the_device_of_the_model() -> None:
     assert plugin.device == "cpu"
     assert plugin.scaler.is_enabled()
     assert FabricPrecision("16-mixed", device="cpu").scaler.is_enabled()
-
-
-def accumulate(precision: str, held: bool) -> tuple[list[float], Any]:
-    """Losses of steps of four batches each, and the block in which the casts were held, if so.
-
-    The model has a weight that is large enough to be held.
-    """
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[ours(precision, "lean")])
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(16, 4096), nn.ReLU(), nn.Linear(4096, 4))
-    model, optimizer = fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
-    block = hold_casts(model)
-    losses = []
-    with block if held else nullcontext():
-        for at, (x, y) in enumerate(batches()):
-            last = at % 4 == 3
-            with fabric.no_backward_sync(model, enabled=not last):
-                loss = nn.functional.mse_loss(model(x), y)
-                fabric.backward(loss / 4)
-            losses.append(loss.item())
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-    return losses, block
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_hold_casts_around_the_loop_changes_no_bit(precision: str) -> None:
-    losses, block = accumulate(precision, held=True)
-    assert block.saved == block.made * 3 > 0  # cast once for four batches
-    plain, block = accumulate(precision, held=False)
-    assert (plain, block.made) == (losses, 0)
 
 
 def test_with_a_policy_fsdp_casts_nothing() -> None:

@@ -163,35 +163,6 @@ def test_a_training_step_that_returns_none_is_left_out() -> None:
     assert model.trainer.precision_plugin.scaler._get_growth_tracker() == len(model.norms)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_held_casts_change_no_bit_and_are_let_go(precision: str) -> None:
-    settings: dict[str, Any] = {"accumulate_grad_batches": 4}
-
-    class Large(Regression):
-        """With weights that are large enough to be held."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(16, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 4)
-            )
-
-    torch.manual_seed(3)
-    plain = fit(ours(precision), Large(), **settings)
-    torch.manual_seed(3)
-    plugin = ours(precision, hold_casts=True)
-    blocks: list[Any] = []
-
-    class Watched(Large):
-        def on_train_end(self) -> None:
-            blocks.append(plugin._held)
-
-    model = fit(plugin, Watched(), **settings)
-    assert model.losses == plain.losses
-    assert blocks[0].saved == blocks[0].made * 3 > 0  # cast once for four batches
-    assert plugin._held is None
-
-
 @pytest.mark.parametrize(
     ("first", "second"), [("theirs", "ours"), ("ours", "theirs"), ("ours", "ours")]
 )

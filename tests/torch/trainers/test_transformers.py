@@ -24,7 +24,7 @@ from transformers import (  # noqa: E402
 
 import polymp  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
-from polymp.torch import GradScaler, hold_casts  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
 from polymp.transformers import catch, use  # noqa: E402
 from tests.support.torch.trainer_models import MODELS, examples  # noqa: E402
 
@@ -230,14 +230,6 @@ def test_the_model_is_saved_under_its_own_name(make: Any, tmp_path: Path) -> Non
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.config.architectures == ["LlamaForCausalLM"]
     assert torch.equal(loaded.lm_head.weight, trainer.model.lm_head.weight)
-
-
-def test_hold_casts_around_train_changes_no_bit(make: Any) -> None:
-    settings = {"bf16": True, "policy": "lean", "gradient_accumulation_steps": 4}
-    expected = train(make("llama", **settings))
-    trainer = make("llama", **settings)
-    with hold_casts(trainer.model):
-        assert train(trainer) == expected
 
 
 def test_another_trainer_gives_the_same_model_another_policy(make: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from polymp.backends.torch.weights import low_step
-from polymp.torch import GradScaler, explain, hold_casts, low_weights, needs_float32
+from polymp.torch import GradScaler, explain, low_weights, needs_float32
 from tests.support.torch.low_training import batch, loss_of, low, made, same_bits, train, weights
 
 # Scaling has no effect in bfloat16, which the region is.
@@ -279,19 +279,6 @@ def test_an_optimizer_of_a_user_sees_all_parameters_at_once(mode: str) -> None:
         assert other.norms == one.norms
         assert losses == low_losses
         assert same_bits(weights(model, other), weights(plain))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_with_a_block_that_holds_casts(mode: str) -> None:
-    def run(hold: bool) -> Any:
-        model = made("tokens")
-        optimizer = low("tokens", model, adamw(model), mode)
-        if not hold:
-            return [step(model, optimizer, at, "tokens") for at in range(4)], bits(optimizer)
-        with hold_casts(model, check=True):
-            return [step(model, optimizer, at, "tokens") for at in range(4)], bits(optimizer)
-
-    assert run(True) == run(False)
 
 
 def test_deepcopy_and_pickle() -> None:

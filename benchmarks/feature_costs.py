@@ -1,4 +1,4 @@
-"""Makes the table of costs in docs/fast.md, of the newest records in benchmarks/results.
+"""Makes the table of docs/speed.md, of the newest records in benchmarks/results.
 
 A row is a feature, and the range of its ratios over the workloads that were measured. `make bench`
 and `make gpu` run this after speed_page.py; a test holds the page to the records.
@@ -15,7 +15,7 @@ import records
 from pairing import RESULTS
 from records import DEVICES, Devices, newest
 
-PAGE = Path(__file__).parent.parent / "docs" / "fast.md"
+PAGE = Path(__file__).parent.parent / "docs" / "speed.md"
 BEGIN, END = "<!-- costs: made by benchmarks/feature_costs.py -->", "<!-- end of costs -->"
 
 
@@ -37,14 +37,33 @@ class Feature(NamedTuple):
 
 _SERVED = "mlp [0-9]+|decode|convnet"  # no weight changes
 
+_TRAINED = "train|train deep|convnet train|accumulate|accumulate short"
+_JAX = "mlp|train|train scanned|accumulate|convnet"
+
 FEATURES = (
-    Feature("`freeze`, inference", "torch.autocast", "torch-speed",
+    Feature("`autocast` in PyTorch, a training step", "torch.autocast", "torch-speed",
+            f"({_TRAINED}): polymp / torch.autocast"),
+    Feature("the same step in float32", "torch.autocast", "torch-speed",
+            f"({_TRAINED}): fp32 / torch.autocast"),
+    Feature("`autocast` in PyTorch, inference", "torch.autocast", "torch-speed",
+            f"({_SERVED}): polymp / torch.autocast"),
+    Feature("entering and leaving a region", "torch.autocast", "torch-overhead",
+            "region: enter and leave"),
+    Feature("`GradScaler` in PyTorch, its own work", "torch.amp", "scaler",
+            "(SGD|AdamW), (fused|foreach) / torch.amp"),
+    Feature("`autocast` in JAX, a training step", "float32", "jax-speed",
+            f"({_JAX}): autocast / float32"),
+    Feature("the same, cast by hand", "float32", "jax-speed", f"({_JAX}): by hand / float32"),
+    Feature("`autocast` in JAX, 77 small programs, median", "float32", "jax-corpus",
+            "median of 77 programs: autocast / float32"),
+    Feature("`freeze` in PyTorch, inference", "torch.autocast", "torch-speed",
             f"({_SERVED}): frozen / torch.autocast"),
-    Feature("`freeze`, inference, peak memory", "torch.autocast", "torch-speed",
+    Feature("`freeze` in PyTorch, inference, peak memory", "torch.autocast", "torch-speed",
             f"peak memory, ({_SERVED}): frozen / torch.autocast"),
-    Feature("`freeze`, a LoRA step on a frozen base", "torch.autocast", "torch-speed",
+    Feature("`freeze` in PyTorch, a LoRA step on a frozen base", "torch.autocast", "torch-speed",
             "lora( short)?: frozen / torch.autocast"),
-    Feature("`freeze` in JAX, decoding", "autocast", "jax-speed", "decode: frozen / autocast"),
+    Feature("`freeze` in JAX, decoding", "autocast", "jax-speed",
+            "decode[ 0-9]*: frozen / autocast"),
     Feature("`explain`, PyTorch", "the same step", "seeing", "explain, torch, .*: explain / step"),
     Feature("`explain`, JAX", "`jax.make_jaxpr`", "seeing", "explain, JAX, .*"),
     Feature("`audit`, PyTorch, a step", "the same step", "seeing",
@@ -80,7 +99,7 @@ def _range(feature: Feature, record: dict[str, object]) -> str:
 
 
 def with_costs(page: str, parts: dict[str, Devices]) -> str:
-    """docs/fast.md with its table made again.
+    """docs/speed.md with its table made again.
 
     Raises:
         ValueError: it does not have both marks.
@@ -88,7 +107,7 @@ def with_costs(page: str, parts: dict[str, Devices]) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"docs/fast.md has to have the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"docs/speed.md has to have the lines {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n\n{table(parts)}\n\n{END}{after}"
 
 

@@ -1,4 +1,4 @@
-"""Makes docs/speed.md of the newest record of each part and device in benchmarks/results.
+"""Makes benchmarks/results/TABLES.md of the newest record of each part and device beside it.
 
 Only records as pairing.py has them are read. `make bench` and `make gpu` run this last; a test
 holds the page to the records. words.toml has the page's words for texts of records, see
@@ -24,17 +24,13 @@ from pairing import RESULTS, Row
 from records import DEVICES, PARTS, Devices, Record, medians, newest, rows, table, with_reasons
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "speed.md"
+PAGE = RESULTS / "TABLES.md"
 REASONS = HERE / "reasons.toml"
 UNSAID = "No reason is recorded."
 
-HEAD = """# How fast it is
+HEAD = """# All measured figures
 
-![Time of workloads under polymp and in float32](pictures/speed-light.svg#only-light)
-![Time of workloads under polymp and in float32](pictures/speed-dark.svg#only-dark)
-
-The picture shows some rows of the tables below, measured on a CPU. In PyTorch the times of polymp
-and of float32 are divided by the time of torch.autocast, in JAX by the time of casts by hand.
+[How fast polymp is](../../docs/speed.md) has the figures that most users need.
 
 A row "A / B" compares two programs. They run alternately, many times. One run of A and one of B
 are a round.
@@ -61,7 +57,6 @@ The names of the programs:
 | compiled | with `torch.compile` |
 
 [The last section](#where-it-was-measured) lists machines and versions.
-[Fast: casting once](fast.md#what-each-feature-costs) has a summary by feature.
 
 `make bench` measures on a CPU, `make gpu` on a GPU. Both write this page again, from the newest
 record of each benchmark.
@@ -293,7 +288,7 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
             m = record["machine"]
             versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items())
             kind = f"{m['kind']} ({m['architecture']})" if device == "cpu" else m["kind"]
-            link = f"[{DEVICES[device]}](../benchmarks/results/{record['file']})"
+            link = f"[{DEVICES[device]}]({record['file']})"
             lines.append(
                 [PARTS.get(part, part), link, record["date"], kind, str(m["cores"]),
                  str(m["load"]), m["python"], versions]
@@ -307,7 +302,7 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
     if not any("cuda" in devices for devices in parts.values()):
         text += [
             "No GPU has been measured. On a machine that has one, each `make gpu` measures for 9",
-            "minutes; [a table](../benchmarks/gpu_steps/plan.py) has its steps.",
+            "minutes; [a table](../gpu_steps/plan.py) has its steps.",
             "",
         ]
     return text

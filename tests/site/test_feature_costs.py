@@ -1,4 +1,4 @@
-"""The table of costs in docs/fast.md is what its generator makes of the records that are kept."""
+"""The table of costs in docs/speed.md is what its generator makes of the records that are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(**ratios: float) -> dict[str, object]:
 def test_the_page_has_the_costs_of_the_records(costs: ModuleType) -> None:
     text = costs.PAGE.read_text(encoding="utf-8")
     assert costs.with_costs(text, costs.newest(costs.RESULTS)) == text, (
-        "docs/fast.md is not what benchmarks/feature_costs.py makes of benchmarks/results; run it"
+        "docs/speed.md is not what benchmarks/feature_costs.py makes of benchmarks/results; run it"
     )
 
 
@@ -48,12 +48,12 @@ def test_a_cell_is_the_range_of_all_rows_of_the_feature(costs: ModuleType) -> No
         "lora: frozen / torch.autocast": 1.1,
     })  # fmt: skip
     lines = costs.table({"torch-speed": {"cuda": found}}).splitlines()
-    assert lines[2].split("|")[3:5] == [" not measured ", " 0.50 to 1.26 "]
-    assert lines[3].split("|")[3:5] == [" not measured ", " not measured "]
-    assert lines[4].split("|")[3:5] == [" not measured ", " 1.10 "]
+    assert lines[10].split("|")[3:5] == [" not measured ", " 0.50 to 1.26 "]
+    assert lines[11].split("|")[3:5] == [" not measured ", " not measured "]
+    assert lines[12].split("|")[3:5] == [" not measured ", " 1.10 "]
     assert "9.00" not in "".join(lines)
 
 
 def test_a_page_without_the_marks_is_refused(costs: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"docs/fast\.md has to have the lines '<!-- costs"):
+    with pytest.raises(ValueError, match=r"docs/speed\.md has to have the lines '<!-- costs"):
         costs.with_costs("# Fast", {})

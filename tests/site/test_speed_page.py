@@ -1,4 +1,4 @@
-"""docs/speed.md is what its generator makes of the records that are kept."""
+"""The tables of all figures are what its generator makes of the records that are kept."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def unexplained(speed_page: ModuleType, folder: Path) -> list[str]:
 
 
 def test_the_page_is_made_of_the_records(speed_page: ModuleType) -> None:
-    assert speed_page.PAGE == ROOT / "docs" / "speed.md"
+    assert speed_page.PAGE == ROOT / "benchmarks" / "results" / "TABLES.md"
     text = speed_page.PAGE.read_text(encoding="utf-8")
     assert text == speed_page.page(speed_page.RESULTS, speed_page.REASONS), (
-        "docs/speed.md is not what benchmarks/speed_page.py makes of benchmarks/results; run it"
+        "TABLES.md is not what benchmarks/speed_page.py makes of benchmarks/results; run it"
     )
 
 
@@ -154,7 +154,7 @@ def test_the_newest_record_of_each_device(speed_page: ModuleType, put: Put, tmp_
     )
     assert "a cpu of some kind (x86_64) | 2 | 0.1 | 3.11.7 | torch 2.13.0, polymp 0.1.0 |" in text
     assert "| a cuda of some kind |" in text
-    assert "(../benchmarks/results/2026-02-01-jax-speed-cpu.json)" in text
+    assert "(2026-02-01-jax-speed-cpu.json)" in text
     assert "2026-01-31" not in text
     assert "No GPU" not in text
 

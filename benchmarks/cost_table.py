@@ -1,6 +1,6 @@
 """Makes the table of costs in README.md, of the newest records in benchmarks/results.
 
-speed_page.py writes it together with benchmarks/results/TABLES.md; a test holds it to the records.
+speed_page.py writes it together with benchmarks/results/FIGURES.md; a test holds it to the records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words of benchmarks/results/TABLES.md for the texts of records, from words.toml.
+"""The words of benchmarks/results/FIGURES.md for the texts of records, from words.toml.
 
 A record keeps the words with which it was made. The page has a text in other words if words.toml
 names it, whole; a key that ends in * stands for every text that starts so.

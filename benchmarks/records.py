@@ -17,7 +17,7 @@ from pairing import Row, number
 Record = dict[str, Any]
 Devices = dict[str, Record]  # by device
 
-# In this order; others follow by name. The words are the headings of benchmarks/results/TABLES.md.
+# In this order; others follow by name. The words are the headings of benchmarks/results/FIGURES.md.
 PARTS = {
     "torch-speed": "PyTorch",
     "jax-speed": "JAX",

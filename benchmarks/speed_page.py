@@ -1,4 +1,4 @@
-"""Makes benchmarks/results/TABLES.md of the newest record of each part and device beside it.
+"""Makes benchmarks/results/FIGURES.md of the newest record of each part and device beside it.
 
 Only records as pairing.py has them are read. `make bench` and `make gpu` run this last; a test
 holds the page to the records. words.toml has the page's words for texts of records, see
@@ -24,7 +24,7 @@ from pairing import RESULTS, Row
 from records import DEVICES, PARTS, Devices, Record, medians, newest, rows, table, with_reasons
 
 HERE = Path(__file__).parent
-PAGE = RESULTS / "TABLES.md"
+PAGE = RESULTS / "FIGURES.md"
 REASONS = HERE / "reasons.toml"
 UNSAID = "No reason is recorded."
 

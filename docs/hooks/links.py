@@ -4,7 +4,8 @@ The pages are read in the repository as well, where `../policies/amp.toml` is a 
 
     policies/NAME.toml      is the page tables/NAME.md, which pages.py makes
     README.md               is index.md
-    CHANGELOG.md            is changelog.md; so are CONTRIBUTING.md and SECURITY.md
+    CHANGELOG.md            is changelog.md; so are CONTRIBUTING.md, SECURITY.md and the tables of
+                            benchmarks/results
     polymp/jax.py           is api/jax.md, which pages.py makes; so are the other public modules
     docs/NAME.md            is NAME.md; for links of the changelog
     any other file          is a link to the repository, if `repo_url` is set; otherwise to a copy
@@ -28,6 +29,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "benchmarks/results/FIGURES.md": "figures.md",
     "polymp/__init__.py": "api/polymp.md",
     "polymp/torch/__init__.py": "api/torch.md",
     "polymp/torch/fsdp.py": "api/torch.fsdp.md",
@@ -37,7 +39,7 @@ PAGES = {
     "polymp/testing/__init__.py": "api/testing.md",
 }
 # Pages that are a file of the repository.
-SOURCES = {f"{name.lower()}.md": f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
+SOURCES = {page: path for path, page in PAGES.items() if not page.startswith(("index", "api/"))}
 
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 FENCED = re.compile(r"^( *`{3,}).*?^\1 *$", re.MULTILINE | re.DOTALL)

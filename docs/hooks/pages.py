@@ -5,6 +5,7 @@
     api/NAME.md           the public names of a module, with their docstrings, by mkdocstrings
     changelog.md          CHANGELOG.md
     contributing.md       CONTRIBUTING.md; so is security.md SECURITY.md
+    figures.md            benchmarks/results/FIGURES.md
 
 No framework is imported.
 """
@@ -87,8 +88,8 @@ def pages() -> Iterator[tuple[str, str]]:
     for module in MODULES:
         if _file(module):
             yield _api(module), api_page(module)
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
-        yield name.lower(), (ROOT / name).read_text(encoding="utf-8")
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/FIGURES.md"):
+        yield Path(name).name.lower(), (ROOT / name).read_text(encoding="utf-8")
 
 
 def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:

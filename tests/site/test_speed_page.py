@@ -81,10 +81,10 @@ def unexplained(speed_page: ModuleType, folder: Path) -> list[str]:
 
 
 def test_the_page_is_made_of_the_records(speed_page: ModuleType) -> None:
-    assert speed_page.PAGE == ROOT / "benchmarks" / "results" / "TABLES.md"
+    assert speed_page.PAGE == ROOT / "benchmarks" / "results" / "FIGURES.md"
     text = speed_page.PAGE.read_text(encoding="utf-8")
     assert text == speed_page.page(speed_page.RESULTS, speed_page.REASONS), (
-        "TABLES.md is not what benchmarks/speed_page.py makes of benchmarks/results; run it"
+        "FIGURES.md is not what benchmarks/speed_page.py makes of benchmarks/results; run it"
     )
 
 

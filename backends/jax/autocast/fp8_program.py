@@ -3,7 +3,7 @@
 XLA multiplies the 8-bit operands as they are, and the result is multiplied by the scales. On GPUs
 that is the direct form of XLA's fp8 gemm: nothing has to be recognised, as where operands are cast
 up and scaled before a product in a wider dtype. On an H100, jax 0.11.2 ran the direct form in 8
-bits, and the other one in 16: benchmarks/results/TABLES.md, "Products of 8-bit operands".
+bits, and the other one in 16: benchmarks/results/FIGURES.md, "Products of 8-bit operands".
 Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param, F8ScaleD; flax #3922.
 """
 

@@ -97,7 +97,7 @@ class Twin:
         self.handed: set[int] = set()
         self._loops: list[tuple[tuple[int, ...], bool]] = []
         # What the call that is asked for made, and of which values that it was given; by id.
-        self._came: dict[int, tuple[jax.Array, list[jax.Array]]] = {}
+        self._came: dict[int, tuple[jax.Array, list[Tracked]]] = {}
         self._outside: Sequence[jax.Array] = ()
         self._carried: dict[int, frozenset[tuple[tuple[int, ...], int]]] = {}  # read by an event
 
@@ -163,7 +163,7 @@ class Twin:
             outs = list(compat.put(eqn.primitive, args, eqn.params))
         through = Origin.of_all([NOWHERE, *origins_of(read)])
         key = parent, id(eqn)
-        given = self._of_call(eqn, args) if key in self.asked else []
+        given = self._of_call(eqn, read) if key in self.asked else []
         self._came.update((id(x), (x, given)) for x in outs if key in self.asked)
         site = self.sites.get(key)
         apart = site is None and eqn.primitive.name == "shard_map"  # what is inside is not measured
@@ -186,7 +186,10 @@ class Twin:
         number = len(self.events)
         if number == self.ask:
             places = {id(x): at for at, x in enumerate(self._outside)}
-            self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in given]
+            given = [x for x in given if not self._own(x.origin, site)]
+            self.given = [
+                (x.value.dtype.name, tuple(x.value.shape), places.get(id(x.value))) for x in given
+            ]
         event = Event(
             site, tuple(sorted(through.events)), tuple(sorted(through.outside)), (),
             tuple(self._loops), made[0].dtype.name if made else "", through.given, group,
@@ -198,7 +201,7 @@ class Twin:
             measures.peak(*made) if made else jnp.float32(-1),
             measures.lost(eqn, args, outs) if event.dtype in LOW else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
-            measures.operands(given) if number == self.ask and given else _NO_OPERANDS,
+            measures.operands(values_of(given)) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
             fp8_losses.loss_of(eqn, args) if tried and not self.wide else _NOTHING,
             measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
@@ -207,14 +210,21 @@ class Twin:
         came = Origin(frozenset([number]))
         return [Tracked(x, came) for x in outs], [fact]
 
-    def _of_call(self, eqn: Equation, args: list[jax.Array]) -> list[jax.Array]:
+    def _of_call(self, eqn: Equation, read: Sequence[Tracked]) -> list[Tracked]:
         """The values that its call was given, of which an equation makes its results."""
         counts = eqn.primitive.name == "gather"  # then the indices, too
-        pairs = zip(eqn.invars, args, strict=True)
-        arrays = [x for v, x in pairs if hasattr(x, "shape") and not hasattr(v, "val")]
-        read = [x for x in arrays if is_measured(x) or counts]
-        came = [y for x in read for y in self._came.get(id(x), (x, [x]))[1]]
-        return list({id(x): x for x in came}.values())
+        pairs = zip(eqn.invars, read, strict=True)
+        arrays = [x for v, x in pairs if hasattr(x.value, "shape") and not hasattr(v, "val")]
+        some = [x for x in arrays if is_measured(x.value) or counts]
+        came = [y for x in some for y in self._came.get(id(x.value), (x.value, [x]))[1]]
+        return list({id(x.value): x for x in came}.values())
+
+    def _own(self, origin: Origin, site: Site) -> bool:
+        """True for what a call has made for itself, such as a constant before the loop it is in."""
+        scopes = (self.events[at].site.scope for at in origin.events)
+        calls = {(scope.call, scope.direction) for scope in scopes}
+        own = site.scope.call, site.scope.direction
+        return bool(site.scope.call) and calls == {own} and not origin.outside
 
     # Control
 
@@ -234,17 +244,25 @@ class Twin:
         outs, facts = scanned(eqn, turn, values_of(read), None)
         if eqn.params["reverse"]:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
-        self._again(first, place, came[: body.carries])
-        return tracked(outs, came), facts
+        return tracked(outs, self._again(first, place, came, body.carries)), facts
 
-    def _again(self, first: int, place: tuple[int, ...], after: Sequence[Origin]) -> None:
-        """Note which events of a loop read what others of it left in the round before."""
-        for number, now in enumerate(after):
-            for at in range(first, len(self.events)):
-                if (place, number) in self._carried[at]:
-                    event = self.events[at]
-                    later = tuple(sorted({*event.later, *now.events}))
-                    self.events[at] = event._replace(later=later)
+    def _again(
+        self, first: int, place: tuple[int, ...], came: Sequence[Origin], carries: int
+    ) -> list[Origin]:
+        """Note what events, and results, of a loop have of what others left in the round before."""
+        left = {(place, number): came[number] for number in range(carries)}
+
+        def whole(now: Origin) -> Origin:
+            return Origin.of_all([now, *map(left.__getitem__, now.carried & left.keys())])
+
+        # A round may hand on what the one before it left elsewhere.
+        while (more := {at: whole(now) for at, now in left.items()}) != left:
+            left = more
+        for at in range(first, len(self.events)):
+            event, now = self.events[at], whole(Origin(carried=self._carried[at]))
+            later = tuple(sorted({*event.later, *now.events}))
+            self.events[at] = event._replace(later=later)
+        return list(map(whole, came))
 
     @contextmanager
     def _loop(self, place: tuple[int, ...], counts: bool) -> Iterator[None]:
@@ -289,8 +307,7 @@ class Twin:
 
         nothing = list(map(measures.absent, shapes))
         outs, facts, _ = lax.while_loop(test, body_of, (start, nothing, jnp.int32(0)))
-        self._again(first, place, came)
-        return tracked(outs, came), facts
+        return tracked(outs, self._again(first, place, came, body.carries)), facts
 
     def _cond(
         self, branches: Sequence[Inner], read: list[Tracked], place: tuple[int, ...]

@@ -114,16 +114,15 @@ def derived(program: MeasuredCall) -> set[int]:
     """Events that a call makes beside its result, for the backward pass alone."""
     events = program.twin.events
     used = {at for came in program.twin.results for at in came.events}
-    read, late, whole = set[int](), set[int](), set[int | None]()
+    read, late = set[int](), set[int]()
     for at in reversed(range(len(events))):
         event, direction = events[at], events[at].site.scope.direction
         if direction == FORWARD and at in read and at not in used:
             late.add(at)
         elif direction != BACKWARD:
             used.update(event.inputs)
-            whole.add(event.group)
         read.update(event.inputs)
-    return {at for at in late if events[at].group in whole}
+    return late
 
 
 def nodes_of(

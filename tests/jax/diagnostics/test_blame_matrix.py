@@ -143,28 +143,19 @@ def programs(row: Row, column: str) -> Iterator[tuple[str, Callable[..., Any], t
 
 
 PROGRAMS = ("forward", "gradients", "jit", "scan", "remat", "vmap", "step")
-OPEN = {
-    "29-div-plain-gradients": pytest.mark.xfail(
-        reason="the root in the norm breaks first in its derivative", strict=True
-    ),
-    "33-softmax-bfloat16-scan": pytest.mark.xfail(
-        reason="a row that is all masked is followed to the product in a scan", strict=True
-    ),
-}
-# Gradients in each region; every other program with a third of the rows, in one of the regions.
+# Gradients, and those of scans, in each region; every other program with a third of the rows, in
+# one of the regions.
 CELLS = [
-    pytest.param(
-        row, column, name, id=f"{of}-{column}-{name}", marks=OPEN.get(f"{of}-{column}-{name}", ())
-    )
+    pytest.param(row, column, name, id=f"{of}-{column}-{name}")
     for (at, (of, row)), (turn, name) in product(
         enumerate(zip(IDS, ROWS, strict=True)), enumerate(PROGRAMS)
     )
     for column in row.columns
-    if name == "gradients"
+    if name in ("gradients", "scan")
     or ((at + turn) % 3 == 0 and column == row.columns[at // 3 % len(row.columns)])
 ]
 # Neighbours in the list differ in the program alone: a slice has all of them, and all columns.
-SLICE = 11
+SLICE = 9
 
 
 def kind_of(row: Row, column: str) -> str:

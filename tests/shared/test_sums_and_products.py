@@ -179,3 +179,43 @@ def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: str, lo
         assert float(leaf.grad[0, 0]) == pytest.approx(0.01 * N, rel=0.01), name
         with autocast("cpu", getattr(torch, low), policy=policy), torch.no_grad():
             assert torch.equal(read(leaf), y), name
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
+@pytest.mark.parametrize("inside", [False, True], ids=["gradient of a region", "inside"])
+def test_gradients_of_what_is_read_often_in_jax(policy: str, inside: bool) -> None:
+    """As in torch: the gradients are added up in float32, and reading casts no table."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from polymp.jax import autocast
+
+    at = jnp.zeros(N, int)
+    table = nnx.Embed(2, 2, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, _ = nnx.split(table)
+    reads = {
+        "x[at]": lambda x: x[at],
+        "take": lambda x: jnp.take(x, at, axis=0),
+        "take_along_axis": lambda x: jnp.take_along_axis(x, at[:, None], 0),
+        "vmap": lambda x: jax.vmap(lambda i: x[i])(at),
+        "segment_sum": lambda x: jax.ops.segment_sum(x[at], at, 1)[at] / N,
+        "Embed": lambda x: nnx.merge(graph, nnx.State({"embedding": nnx.Param(x)}))(at),
+    }
+    x = jnp.ones((2, 2), jnp.bfloat16)
+    for name, read in reads.items():
+
+        def loss(x: Any, read: Any = read) -> Any:
+            return (read(x) * jnp.bfloat16(0.01)).astype(jnp.float32).sum()
+
+        region = {"dtype": "bfloat16", "policy": policy}
+        if inside:
+            gradient = autocast(jax.grad(loss), **region)
+        else:
+            gradient = jax.grad(autocast(loss, **region))
+        assert float(gradient(x)[0, 0]) == pytest.approx(0.01 * N, rel=0.01), name
+        if name != "segment_sum":
+            traced = str(jax.make_jaxpr(autocast(read, **region))(x))
+            assert "f32" not in traced, name
+            assert jnp.array_equal(autocast(read, **region)(x), read(x)), name

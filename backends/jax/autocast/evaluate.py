@@ -148,6 +148,8 @@ def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) ->
         outs = put(eqn.primitive, values, _params(step))
     elif kind is Kind.CAST:
         return values
+    elif kind is Kind.PICK:
+        outs = _picked(step, values)
     elif kind is Kind.ROUND:
         outs = rounded_first(step, values, bind, cast)
     elif kind is Kind.CONTRACT:
@@ -174,6 +176,23 @@ def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) ->
         cast(out, dtype, put) if dtype else out
         for out, dtype in zip(outs, step.returns, strict=True)
     ]
+
+
+def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:
+    """A gather of low numbers, whose gradients are added up in float32 and rounded once."""
+    (low,) = step.writes
+    assert low is not None, "it picks floats"
+
+    @jax.custom_jvp
+    def picked(*values: object) -> object:
+        return bind(step, values)[0]
+
+    @picked.defjvp
+    def _(values: Sequence[object], tangents: Sequence[object]) -> tuple[object, object]:
+        moved = [cast(tangents[0], "float32"), *values[1:]]
+        return picked(*values), cast(bind(step, moved, fill_value=0)[0], low)
+
+    return [picked(*values)]
 
 
 def _params(step: Step) -> jax.core.ParamDict:

@@ -15,7 +15,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.fp8_operands import In8Bits
 from polymp.backends.jax.autocast.pass_switches import Pass
 from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Plan, Step
-from polymp.backends.jax.autocast.regions import NameStacks
+from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
 from polymp.backends.jax.autocast.values import (
     LOW,
     Known,
@@ -245,7 +245,7 @@ class Frame:
         policy = region.policy
         assert policy is not None, "polymp.jax fills in the policy of every region"
         decision = policy.decide(op, dtypes, region, f"jax:{spelled}")
-        if (found := decision_log.current()) is not None:
+        if policy is not AS_CALLED and (found := decision_log.current()) is not None:
             row = policy.at(region.scope).winner(op, region.dtype, f"jax:{spelled}")
             if row is not None and region.enabled:
                 spelled = spelled and f"jax:{spelled}"

@@ -44,6 +44,7 @@ class _OpPlan(NamedTuple):
     writes: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
     outs: list[Known]
+    kind: Kind = Kind.BIND
 
 
 def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
@@ -101,7 +102,7 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     params = eqn.params
     if "update_jaxpr" in params and params["update_jaxpr"] is not None:
         params = {**params, "update_jaxpr": None}  # made at emission, where JAX is called
-    return frame.step(eqn, plan.reads, plan.writes, Kind.BIND, params, plan.returns), plan.outs
+    return frame.step(eqn, plan.reads, plan.writes, plan.kind, params, plan.returns), plan.outs
 
 
 def _plan_of(
@@ -113,8 +114,12 @@ def _plan_of(
     if not hard:
         return None
     decision = frame.decision(op_of(op), hard, region, op)
-    if decision.rule is Rule.LOWER and vocabulary().picks(op_of(op)):
-        decision = Decision(decision.rule, None, decision.run)
+    kind = Kind.BIND
+    if vocabulary().picks(op_of(op)):
+        if decision.rule is Rule.FP32_KEEP and hard[0] in LOW:
+            decision, kind = Decision(decision.rule, None, None), Kind.PICK
+        elif decision.rule is Rule.LOWER:
+            decision = Decision(decision.rule, None, decision.run)
     dtypes = [declared(atom) for atom in eqn.invars]
     if decision.run is not None:
         groups = {f: decision.run for f in dtypes if f}
@@ -142,7 +147,7 @@ def _plan_of(
         else Known(None)
         for f in finals
     ]
-    return _OpPlan(reads, tuple(writes), returns, outs)
+    return _OpPlan(reads, tuple(writes), returns, outs, kind)
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:

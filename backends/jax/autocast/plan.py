@@ -47,6 +47,7 @@ class Kind(StrEnum):
 
     BIND      its primitive, on operands in the dtypes of the plan
     CAST      not at all: its operand, read in the planned dtype, is its result
+    PICK      as BIND, and what it picks more than once has its gradients added up in float32
     ROUND     as BIND, with an operand that is rounded first; see `sharded_weights`
     CONTRACT  as a contraction, which takes low operands; see `contraction`, `fp8_contraction`
     INSIDE    its primitive is put back around the plans of the programs inside it
@@ -54,6 +55,7 @@ class Kind(StrEnum):
 
     BIND = "bind"
     CAST = "cast"
+    PICK = "pick"
     ROUND = "round"
     CONTRACT = "contract"
     INSIDE = "inside"

@@ -19,14 +19,16 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.compat.programs import NameStack
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
+from polymp.rules.row import Row, Rule
 
 AMBIENT: compat.Context[Region | None] = jax.make_user_context(None)
 
 # The number of the explanation that is being made. What is traced for one serves no other.
 EXPLAINED: compat.Context[int | None] = jax.make_user_context(None)
 
-# Inside a function that a row names, nothing else is asked.
-AS_CALLED = Policy("the rule of the call", ())
+# Inside a function that a row names, nothing else is asked; what it adds up low is rounded once.
+_SUMS = [Row(f"jax:{name}", Rule.FP32_KEEP) for name in ("gather", "scatter-add", "scatter-sub")]
+AS_CALLED = Policy("the rule of the call", tuple(_SUMS))
 
 _MARK = re.compile(r"polymp:[\w.:-]+")
 

@@ -223,7 +223,9 @@ def decision(row: Row, side: str = "torch", policy: str = "", low: str = "") -> 
     op, policy, low = one_op(row.op), policy or row.policy, low or row.low
     dtypes = getattr(row, side).dtypes
     inside = Region(side, "cpu", enabled=True, dtype=low, cache=True)
-    decided = polymp.policy(policy).decide(op, dtypes, inside) if op else None
+    names = vocabulary().ops[op].jax if op and side == "jax" else ()
+    spelled = f"jax:{names[0]}" if names else ""
+    decided = polymp.policy(policy).decide(op, dtypes, inside, spelled) if op else None
     return None if decided is None or decided.rule is Rule.PARTS else decided
 
 

@@ -31,5 +31,8 @@ REASONS: dict[str, frozenset[str]] = {
     "its order is an array in JAX, and one of ones is float32 as written": frozenset({"polygamma"}),
     "a number that float16 cannot hold takes float32 in JAX": frozenset({"x - tiny number"}),
     "a gather in JAX, where only libraries' modules are an embedding": frozenset({"embedding"}),
+    "JAX's scatter-add, which gradients of reading are made of, rounds once": frozenset(
+        {"scatter_add"}
+    ),
     "torch adds its products up in the dtype of the arguments": frozenset({"bilinear"}),
 }  # fmt: skip

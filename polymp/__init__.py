@@ -15,11 +15,10 @@ from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
 from polymp.rules.region import Region
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.versions import __version__
 
 if typing.TYPE_CHECKING:
     from polymp.diagnostics.report import Report
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BackendMissingError", "Decisions", "ForbiddenOpError", "Policy", "PolicyError",

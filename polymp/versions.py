@@ -1,4 +1,4 @@
-"""The versions of torch and jax that polymp is tested with, and a warning beyond the last."""
+"""polymp's own version, and those of torch and jax that it is tested with; a warning beyond."""
 
 import re
 import warnings
@@ -6,6 +6,8 @@ from functools import cache
 
 from polymp.code_origin import outside
 from polymp.errors import VersionWarning
+
+__version__ = "0.1.0"
 
 # By framework: the first version, and the first that is not tested any more.
 SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {

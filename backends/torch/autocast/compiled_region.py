@@ -120,6 +120,8 @@ def _set(
         autocast_increment_nesting()
         if enabled:
             regions.note(device, dtype)
+        else:
+            dynamo.compile_by(policy_code.codes.digest)
     elif autocast_decrement_nesting() == 0:
         region_casts.forget_mine()
     set_autocast_enabled(device, enabled)

@@ -21,7 +21,7 @@ from polymp.backends.torch.autocast import (
     torch_table,
 )
 from polymp.backends.torch.autocast.validate import check
-from polymp.backends.torch.compat import accelerators, dispatcher, dynamo, modes
+from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
@@ -53,8 +53,6 @@ def prepare(region: Region) -> None:
     """Do what a region needs once, before it can be entered: install kernels, watch writes."""
     with now.lock:
         checkpoint.keep_policies()  # also before there is one: backward may run under the first
-        if not region.enabled:
-            dynamo.backward_outside()
         if region.policy is not None:
             install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
@@ -73,7 +71,6 @@ def installed(device: str) -> tuple[str, ...]:
 def install(policy: Policy, device: str, dtype: str = "") -> None:
     """Put kernels on the ops in which a policy differs from torch's kernels on a device."""
     check(policy, device, dtype)
-    dynamo.backward_outside()
     checkpoint.keep_policies()
     put(device, sorted(differing(policy, device)))
 

@@ -11,7 +11,9 @@ are gone, too, a policy is refused.
 
 import threading
 from collections.abc import Iterator
+from dataclasses import astuple
 from functools import cache
+from hashlib import sha256
 from itertools import chain
 
 import torch
@@ -22,6 +24,7 @@ from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
+from polymp.versions import __version__
 
 Code = tuple[torch.dtype, ...]
 
@@ -55,6 +58,7 @@ class Codes:
             ever used, and the code in force need not be read.
         free: the codes that are left.
         three: True once there are codes of three dtypes.
+        digest: what the policies and their codes are known by in other processes.
         lock: held while a code is given out.
     """
 
@@ -64,6 +68,7 @@ class Codes:
         more = ((a, b, c) for c in NAMES if c != NO_THIRD for a, b in pairs)
         self.free: Iterator[Code] = chain(pairs, more)
         self.three: bool = False
+        self.digest: str = f"polymp {__version__}"
         self.lock: threading.Lock = threading.Lock()
 
 
@@ -94,6 +99,8 @@ def in_force() -> Code:
 @dynamo.no_frame
 def write(code: Code) -> None:
     """Put the policies of a code in force in this thread."""
+    if code != NONE:
+        dynamo.compile_by(codes.digest)
     for slot, dtype in zip(SLOTS, code[:2], strict=True):
         set_autocast_enabled(slot, code != NONE)
         set_autocast_dtype(slot, dtype)
@@ -140,5 +147,10 @@ def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
                 "of which equal ones count once, or start another process."
             )
         codes.three = len(code) == 3
+        known = sorted(
+            (device, p.name, p.halves, p.fp8, [astuple(row)[:-1] for row in p.rows])  # no source
+            for device, p in policies
+        )
+        codes.digest = sha256(f"{codes.digest} {known}".encode()).hexdigest()
         codes.policies[code] = dict(policies)
         return code

@@ -84,6 +84,8 @@ def enter(ticket: str, entered: T) -> T:
                 note(device, dtype)
             else:
                 entries.latest[device] = dtype
+        else:
+            dynamo.compile_by(codes.digest)
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(cache and keep(device, dtype, enabled, depth))

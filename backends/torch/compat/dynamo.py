@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -64,16 +65,37 @@ def in_graph(fn: Callable[..., Any]) -> None:
     trace_rules.get_torch_obj_rule_map()[fn] = variables.TorchInGraphFunctionVariable
 
 
-def backward_outside() -> None:
-    """Have compiled backward passes run outside of regions, as eager ones, in this thread.
+_rules: ContextVar[str] = ContextVar("rules", default="")  # as torch keeps its settings
 
-    torch traces them in the region around the forward pass, which would cast again what a policy
-    keeps wide. What the user has set stays. `backward_pass_autocast` since torch 2.9.
+
+def compile_by(rules: str) -> None:
+    """Have what this thread compiles keep our rules, and torch's caches on disk tell them apart.
+
+    torch traces a backward pass in the region around its forward pass, which would cast again what
+    a policy keeps wide. It finds graphs of other processes by the autocast state, in which a policy
+    is a code that holds for one process. What the user has set stays. `backward_pass_autocast`
+    since torch 2.9, `cache_key_tag` since torch 2.7.
+
+    Args:
+        rules: what stands for the policies of this process, in all processes alike.
     """
-    import torch._functorch.config as config
+    before = _rules.get()
+    if rules != before:
+        _set_rules(before, rules)
 
-    if config.backward_pass_autocast == "same_as_forward":
-        config.backward_pass_autocast = "off"
+
+def _set_rules(before: str, rules: str) -> None:
+    import torch._functorch.config as backward
+    import torch.compiler.config as caches
+
+    if not before and backward.backward_pass_autocast == "same_as_forward":
+        backward.backward_pass_autocast = "off"
+    caches.cache_key_tag = caches.cache_key_tag.removesuffix(before) + rules
+    _rules.set(rules)
+
+
+for _each in (compile_by, _set_rules):
+    no_frame(_each, inside=True)
 
 
 def after_tracing(undo: Callable[[], object]) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import textwrap
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,8 @@ from torch._dynamo.exc import Unsupported
 import polymp.torch
 from polymp import PolicyError, policy
 from polymp.torch import autocast
+from tests.support import forks
+from tests.support.threads import in_thread
 from tests.support.torch.compiled import (
     AS_OBJECT,
     KEEPS_LINEAR,
@@ -32,6 +38,7 @@ from tests.support.torch.version_changes import VERSION
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = (FP16, BF16)
 
 
 # --- around --------------------------------------------------------------------------------------
@@ -123,38 +130,99 @@ def test_the_weights_of_a_compiled_model_may_change(
 # --- backward passes ---
 
 
-class Wide(nn.Module):
-    """A module whose own region is disabled."""
+class Head(nn.Module):
+    """A module whose gradient is beyond float16's range: the region may not reach it."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x @ torch.full((8, 8), 3e-4))
+
+
+class Disabled(Head):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with autocast("cpu", enabled=False):
-            return torch.exp(x.float() @ torch.full((8, 8), 0.3) / 3)
+            return super().forward(x.float())
 
 
-class Head(nn.Module):
+class OwnPolicy(Head):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(x @ torch.full((8, 8), 0.3) / 3)
+        with autocast("cpu", dtype=FP16, policy=WIDE):
+            return super().forward(x)
 
 
-@pytest.mark.parametrize("head", ["disabled", "scoped"])
-def test_a_compiled_backward_pass_keeps_what_is_wide(head: str, count: Count, net: Net) -> None:
-    """The region is around: torch would trace the backward pass in it."""
-    model = nn.Sequential(net, Wide() if head == "disabled" else Head())
+WIDE = {"name": "wide", "rules": {"all": "fp32"}}
+HEADS = {"disabled": Disabled, "scoped": Head, "own policy": OwnPolicy}
+SIDES = ("around", "decorator", "inside")
+
+
+# Inductor compiles C++ for most of its time.
+LONG, SHORT = pytest.mark.long, ("inductor", "scoped", FP16, "around")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize(
+    ("backend", "head", "dtype", "side"),
+    [
+        pytest.param(*case, marks=() if case == SHORT or case[0] == "aot_eager" else LONG)
+        for case in itertools.product(("aot_eager", "inductor"), HEADS, LOW, SIDES)
+    ],
+)
+def test_a_compiled_backward_pass_keeps_what_is_wide(
+    backend: str, head: str, dtype: torch.dtype, side: str, count: Count, net: Net
+) -> None:
+    """The region is around, and another thread compiles: torch would trace the backward in it."""
+    model = nn.Sequential(net, HEADS[head]())
     if head == "scoped":
-        polymp.torch.scoped(model[1], {"name": "wide", "rules": {"all": "fp32"}})
+        polymp.torch.scoped(model[1], WIDE)
     x = torch.linspace(-1, 1, 24).reshape(3, 8)
 
-    def gradients(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        with autocast("cpu", dtype=BF16):
-            y = function(x)
-        return list(torch.autograd.grad(y.float().square().sum(), list(net.parameters())))
+    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    compiler = backend if options else count
+    region = autocast("cpu", dtype=dtype)
 
-    expected = gradients(model)
-    compiled = torch.compile(model, backend=count)
-    assert all(map(torch.equal, gradients(compiled), expected))
-    decorated = autocast("cpu", dtype=BF16)(compiled)
-    found = torch.autograd.grad(decorated(x).float().square().sum(), list(net.parameters()))
-    assert all(map(torch.equal, found, expected))
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", dtype=dtype):
+            return model(x)
+
+    def gradients(compiled: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
+        if side == "around":
+            with region:
+                y = compiled(model)(x)
+        else:
+            y = compiled(inside)(x) if side == "inside" else region(compiled(model))(x)
+        return torch.autograd.grad(y.sum() * 1e5, list(net.parameters()))
+
+    expected = gradients(lambda f: f)
+    assert all(g.isfinite().all() for g in expected)
+    ours = in_thread(lambda: gradients(partial(torch.compile, backend=compiler, options=options)))
+    for found, eager in zip(ours, expected, strict=True):
+        if backend == "inductor":
+            torch.testing.assert_close(found, eager)
+        else:
+            assert torch.equal(found, eager)
+
+
+def test_graphs_on_disk_are_found_under_their_own_policy_alone(tmp_path: Path) -> None:
+    """torch keys them by the autocast state, in which a policy is a code of one process."""
+    program = """
+        import os, sys
+        os.environ["TORCHINDUCTOR_CACHE_DIR"], rule = sys.argv[1:]
+        import torch
+        import torch._dynamo
+        from torch._dynamo.utils import counters
+        from torch._functorch import config
+        from polymp.torch import autocast
+
+        config.force_autograd_cache = config.bundled_autograd_cache = True
+        net = torch.nn.Linear(4, 4)
+        compiled = torch.compile(net, backend="aot_eager")
+        policy = {"name": "mine", "rules": {"linear": rule}}
+        with torch.no_grad(), autocast("cpu", dtype=torch.float16, policy=policy):
+            print(compiled(torch.ones(1, 4)).dtype, counters["aot_autograd"]["autograd_cache_hit"])
+    """
+    printed = [
+        forks.program(textwrap.dedent(program), tmp_path, rule) for rule in ("lower", "fp32")
+    ]
+    assert printed == ["torch.float16 0\n", "torch.float32 0\n"]
 
 
 # --- graph breaks --------------------------------------------------------------------------------

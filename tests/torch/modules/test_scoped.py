@@ -571,13 +571,8 @@ def test_with_the_tools_of_torch_func(x: torch.Tensor) -> None:
         torch.testing.assert_close(batched, model(x), rtol=2e-2, atol=2e-2)
 
 
-# Else torch.compile traces the backward in the region around the call, and float32 goes low there.
-EAGER_BACKWARD = torch._functorch.config.patch(backward_pass_autocast="off")
-
-
 @A_PART
 @pytest.mark.parametrize("kind", REGIONS)
-@EAGER_BACKWARD
 def test_compiled_it_is_eager(x: torch.Tensor, count: Count, kind: str) -> None:
     model = seeded(Model)
     compiled = torch.compile(model, backend=count, fullgraph=True)

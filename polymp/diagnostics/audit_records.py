@@ -39,6 +39,8 @@ class Measured(NamedTuple):
             in float32 on the same inputs, the root of the sum of squares relative to that of the
             float32 results; the largest of all calls. None if it was not measured.
         drift: likewise, from the results of the same steps in float32 from their start.
+        unsummed: True of a product that a row lowered, though it has no dimension to sum over, or
+            one of size 1: it is a multiplication, in low precision.
     """
 
     op: str
@@ -53,6 +55,7 @@ class Measured(NamedTuple):
     numbers: tuple[float, ...] = ()
     rounding: float | None = None
     drift: float | None = None
+    unsummed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return its numbers, with the shares in each dtype, as plain data."""

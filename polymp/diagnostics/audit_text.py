@@ -124,6 +124,7 @@ def head(audit: AuditRecord) -> Iterator[str]:
         yield from (*([] if audit.backward else [""]), error)
     if audit.lost_updates:
         yield from ("", *lost(audit))
+    yield from unsummed(audit)
 
 
 def legend(audit: AuditRecord) -> list[str]:
@@ -175,6 +176,21 @@ def lost(audit: AuditRecord) -> list[str]:
         f"updates of low weights that were rounded away: {share}{advice}",
         *(f"  {each.name} ({each.dtype}): {text_table.share(each.share)}" for each in worst),
     ]
+
+
+def unsummed(audit: AuditRecord) -> list[str]:
+    """The products that sum over nothing and were lowered, each with the row that mends it."""
+    lines = {}
+    for m in audit.results:
+        if m.unsummed and m.row is not None:
+            where = f'[scopes."{m.module}"]' if m.module else "[rules]"
+            lines[f"{m.op} {m.source}", m.module] = (
+                f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
+                f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
+            )
+    rest = len(lines) - _WORST
+    more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
+    return ["", *list(lines.values())[:_WORST], *(more if rest > 0 else [])] if lines else []
 
 
 def cells(measured: Measured, name: str) -> tuple[str, ...]:

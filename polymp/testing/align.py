@@ -11,6 +11,7 @@ both have at the same place, in other dtypes, is one. Nothing here knows a frame
 import math
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
+from functools import cache
 from itertools import chain, permutations
 from typing import Any, NamedTuple
 
@@ -154,20 +155,59 @@ def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None
     return None
 
 
-def partner(call: Call, one: Iterable[Call], other: Iterable[Call]) -> Call | None:
-    """The call of the other run at the place of a call of this one."""
-    left = [c for c in one if c.direction == call.direction]
-    right = [c for c in other if c.direction == call.direction]
-    at = next((i for i, c in enumerate(left) if c is call), None)
-    if at is None:
-        return None
-    names = [name_of(c) for c in left], [name_of(c) for c in right]
-    matcher = SequenceMatcher(None, *names, autojunk=False)
-    for what, i, to_i, j, to_j in matcher.get_opcodes():
-        if i <= at < to_i:
-            if what == "equal":
-                return right[j + at - i]
-            return right[min(j + at - i, to_j - 1)] if j < to_j else None
+def partner(at: int, kept: Run, moved: Sequence[Run], theirs: Run) -> Call | None:
+    """The JAX call at the place of a torch step: one that reads the same values.
+
+    Of several, those of the same op, in the order of torch's; or else the first, as where torch has
+    one call for a gelu and JAX has many. A loop's values are not known: there it is the call that
+    the names say.
+    """
+    steps, call = kept.steps, kept.steps[at].call
+
+    @cache
+    def twins(source: int) -> frozenset[int]:
+        if not steps[source].values:
+            return frozenset()
+        value, limit = _with_limit(source, kept, moved)
+        places = enumerate(theirs.steps)
+        same = (
+            i
+            for i, s in places
+            if any(x.size == value.size and _near(value, x, limit) for x in s.values)
+        )
+        return frozenset(same)
+
+    @cache
+    def sources(reader: int) -> frozenset[int]:
+        return frozenset().union(*(twins(r) or sources(r) for r in steps[reader].reads))
+
+    def alike(one: Call, other: Call) -> bool:
+        return one.direction == other.direction and name_of(one) == name_of(other)
+
+    mine = sources(at)
+    readers = [
+        step.call
+        for i, step in enumerate(theirs.steps)
+        if step.call.direction == call.direction
+        and i not in mine
+        and (step.reads & mine if mine else step.values and not step.reads)
+        and not _silent(step.call)
+    ]
+    same = [c for c in readers if alike(c, call)]
+    if same:
+        rank = sum(alike(steps[i].call, call) and sources(i) == mine for i in range(at))
+        return same[min(rank, len(same) - 1)]
+    return readers[0] if readers else _by_names(call, kept, theirs)
+
+
+def _by_names(call: Call, kept: Run, theirs: Run) -> Call | None:
+    left, right = ([s.call for s in run.steps] for run in (kept, theirs))
+    ours, others = ([(c.direction, name_of(c)) for c in side] for side in (left, right))
+    at = next(i for i, c in enumerate(left) if c is call)
+    matcher = SequenceMatcher(None, ours, others, autojunk=False)
+    for i, j, count in matcher.get_matching_blocks():
+        if i <= at < i + count:
+            return right[j + at - i]
     return None
 
 
@@ -210,10 +250,7 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
         if not step.values:
             met.append(None)  # its values are not known
             continue
-        value = step.values[0]
-        probes = [run.steps[at].values[0] for run in moved]
-        around = spread(value, probes)
-        limit = math.sqrt(2) * factor(value.size) * around.max(initial=0.0)
+        value, limit = _with_limit(at, kept, moved)
         met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
     healed = [bool(found) for found in met]
     for at in reversed(range(len(steps))):
@@ -221,6 +258,13 @@ def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
             for source in steps[at].reads:
                 healed[source] |= steps[at].call.direction == steps[source].call.direction
     return next((at for at, fine in enumerate(healed) if not fine and met[at] is False), None)
+
+
+def _with_limit(at: int, kept: Run, moved: Sequence[Run]) -> tuple[Any, float]:
+    """The value of a step, and how far from it the same value in JAX may be."""
+    value = kept.steps[at].values[0]
+    around = spread(value, [run.steps[at].values[0] for run in moved])
+    return value, math.sqrt(2) * factor(value.size) * float(around.max(initial=0.0))
 
 
 def _near(one: Any, other: Any, limit: float) -> bool:

@@ -218,8 +218,7 @@ class _Pair:
         if at is None:
             return _error(f"do not return the same: {gaps[worst]}", None, gaps)
         call = kept.steps[at].call
-        mine, yours = [s.call for s in kept.steps], [s.call for s in theirs.steps]
-        other_call = align.partner(call, mine, yours)
+        other_call = align.partner(at, kept, moved, theirs)
         return _error("compute other values", Parted(call, other_call, ""), gaps)
 
 

@@ -5,6 +5,7 @@ The ops are those of `cases`, called on what a matrix product in the region has 
 
 from __future__ import annotations
 
+import linecache
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +16,7 @@ import pytest
 import polymp
 from polymp.testing import Parity, ParityError, assert_parity
 from tests.conftest import FRAMEWORKS, need
-from tests.support import cases, frameworks
+from tests.support import cases, frameworks, parity_pairs
 from tests.support.cases import LOW
 from tests.support.parity_pairs import (
     MISMATCHES,
@@ -139,6 +140,49 @@ def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
             mismatch.torch(), mismatch.jax(), given, dtype=mismatch.dtype, probes=6,
             float32_first=False,
         ).margin > 1  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "changed", "op", "line"),
+    [
+        (0, {"approximate": True}, "gelu", "jax.nn.gelu("),
+        (1, {"approximate": True}, "gelu", "jax.nn.gelu("),
+        (1, {"eps": 1e-3}, "layer_norm", "x = x - x.mean("),
+        (1, {"axis": -2}, "softmax", "jax.nn.softmax("),
+        (0, {"power": -0.4}, "mul", "** power"),
+    ],
+)
+def test_the_columns_show_the_same_place(at: int, changed: Any, op: str, line: str) -> None:
+    """Of two blocks, in each of which many ops of JAX have the name of one in torch."""
+    for name in FRAMEWORKS:
+        need(name)
+    import jax
+
+    blocks = [torch_block()] * 2, [jax_block(**changed) if i == at else jax_block() for i in (0, 1)]
+
+    def ours(x: Any, p: Any) -> Any:
+        for block in blocks[0]:
+            x = block(x, p)
+        return x
+
+    def theirs(x: Any, p: Any) -> Any:
+        for i, block in enumerate(blocks[1]):
+            with jax.named_scope(f"block{i}"):
+                x = block(x, p)
+        return x
+
+    with pytest.raises(ParityError) as raised:
+        assert_parity(ours, theirs, block_inputs(0), dtype=None, grads=False, probes=6)
+    assert raised.value.op == op
+    rows = [row.split() for row in raised.value.side_by_side.splitlines()]
+    (module,) = (row[-1] for row in rows if row[:1] == ["module"])
+    (source,) = (row[-1] for row in rows if row[:1] == ["source"])
+    file, number = source.split(":")
+    assert file == "parity_pairs.py"
+    assert (module, line in linecache.getline(parity_pairs.__file__, int(number))) == (
+        f"block{at}",
+        True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,10 @@ def torch_block() -> Callable[..., Any]:
     return block
 
 
-def jax_block(eps: float = 1e-5) -> Callable[..., Any]:
-    """The same in JAX."""
+def jax_block(
+    eps: float = 1e-5, approximate: bool = False, axis: int = -1, power: float = -0.5
+) -> Callable[..., Any]:
+    """The same in JAX, by default."""
     import jax
     import jax.numpy as jnp
 
@@ -210,11 +212,11 @@ def jax_block(eps: float = 1e-5) -> Callable[..., Any]:
     def block(x: Any, p: Any) -> Any:
         h = norm(x, p["scale1"], p["shift1"])
         q, k, v = map(split, jnp.split(h @ p["qkv"].T + p["qkv_bias"], 3, -1))
-        a = jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) * q.shape[-1] ** -0.5, -1) @ v
+        a = jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) * q.shape[-1] ** power, axis) @ v
         a = jnp.swapaxes(a, -2, -3).reshape(x.shape)
         x = x + (a @ p["out"].T + p["out_bias"])
         h = norm(x, p["scale2"], p["shift2"])
-        h = jax.nn.gelu(h @ p["up"].T + p["up_bias"], approximate=False)
+        h = jax.nn.gelu(h @ p["up"].T + p["up_bias"], approximate=approximate)
         return x + (h @ p["down"].T + p["down_bias"])
 
     return block

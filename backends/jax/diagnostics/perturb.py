@@ -142,16 +142,23 @@ class Program:
     def kept(self) -> Run:
         """The results, and the calls with their values, those in loops aside."""
         wanted = [[_address(s) for s in sites] for _, sites in self._sites()]
+        walk = _Evaluation(None)
 
         def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-            walk = _Evaluation(None)
             outs = walk.program(self.closed, flat)
             return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
 
         outs, values = jax.jit(keeping, compiler_options=_QUICK)(*self._flat)
         calls = [call for call, _ in self._sites()]
-        pairs = zip(calls, values, strict=True)
-        steps = (Step(call, tuple(map(_array, v))) for call, v in pairs)
+        place = {address: at for at, group in enumerate(wanted) for address in group}
+        reads: dict[_Address, frozenset[int]] = {}  # of an equation that is in no call, its own
+        for address, sources in walk.reads.items():
+            known = [{place[s]} if s in place else reads[s] for s in sources]
+            reads[address] = frozenset().union(*known)
+        steps = (
+            Step(call, tuple(map(_array, v)), frozenset().union(*(reads.get(a, ()) for a in group)))
+            for call, v, group in zip(calls, values, wanted, strict=True)
+        )
         return self._run(outs, tuple(steps))
 
     def _sites(self) -> list[tuple[Call, list[Site]]]:
@@ -177,6 +184,7 @@ class _Evaluation:
 
     Attributes:
         made: the float results of the equations that are in no loop, by place.
+        reads: the places of the equations whose results an equation reads, by its own.
 
     Args:
         seed: of the movements, uint32 []; None to move nothing.
@@ -185,6 +193,8 @@ class _Evaluation:
     def __init__(self, seed: jax.Array | None) -> None:
         self.seed: Any = seed
         self.made: dict[_Address, list[jax.Array]] = {}
+        self.reads: dict[_Address, list[_Address]] = {}
+        self._makers: dict[int, tuple[_Address, jax.Array]] = {}  # alive, so that ids stay theirs
         self._moves = 0
 
     def program(
@@ -209,7 +219,10 @@ class _Evaluation:
         outs = list(compat.put(eqn.primitive, values, eqn.params))
         if self.seed is not None:
             return [self._moved(eqn, values, x) for x in outs]
-        self.made[parent, id(eqn)] = [x for x in outs if is_float(x)]
+        address = parent, id(eqn)
+        self.made[address] = [x for x in outs if is_float(x)]
+        self.reads[address] = [self._makers[id(v)][0] for v in values if id(v) in self._makers]
+        self._makers.update((id(x), (address, x)) for x in outs)
         return outs
 
     def _scan(self, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:

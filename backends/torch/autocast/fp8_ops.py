@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.autocast.fp8_product import product
+from polymp.backends.torch.autocast.fp8_product import product, sum_of
 from polymp.backends.torch.autocast.fp8_weight import WeightInBits
 from polymp.backends.torch.compat import modes
 from polymp.fp8 import fallback
@@ -75,22 +75,19 @@ def why_not(
         return f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
     given, _ = _given(name, args, kwargs)
     a, b = (given[0], given[1]) if name != "addmm" else (given[1], given[2])
-    for operand in (a, b):
-        if not isinstance(operand, torch.Tensor):
-            return "an operand is a Python number"
-        if why := _of_class(operand):
-            return why
-    return _of_product(op, region, recipe, a, b, transposed=name == "linear")
-
-
-def _of_class(operand: torch.Tensor) -> str:
-    if modes.in_transform(operand):
-        return "it runs inside a transform of torch.func"
-    if hasattr(type(operand), "__tensor_flatten__") and not isinstance(operand, WeightInBits):
-        return f"an operand is a {type(operand).__name__}, whose numbers are in other tensors"
     if modes.has_tangents():
         return "forward-mode derivatives are computed"
-    return ""
+    if modes.is_transformed():
+        return "it runs inside a transform of torch.func"
+    for operand in given:
+        if operand is None:  # no bias
+            continue
+        if not isinstance(operand, torch.Tensor):
+            return "an operand is a Python number"
+        if hasattr(type(operand), "__tensor_flatten__") and not isinstance(operand, WeightInBits):
+            kind = type(operand).__name__
+            return f"an operand is a {kind}, whose numbers are in other tensors"
+    return _of_product(op, region, recipe, a, b, transposed=name == "linear")
 
 
 def _of_product(
@@ -145,8 +142,7 @@ def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any
         made = made * parts.alpha
     if parts.added is None or parts.beta == 0:
         return made
-    added = parts.added.to(made.dtype)
-    return made + (added if parts.beta == 1 else added * parts.beta)
+    return sum_of(made, parts.added, parts.beta)
 
 
 def _given(

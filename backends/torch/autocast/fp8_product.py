@@ -35,8 +35,23 @@ def product(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tens
     return made
 
 
+def sum_of(result: torch.Tensor, added: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return `result + added * beta` in the result's dtype; sum the gradient of `added` in its own.
+
+    A bias's gradient is float32, as where torchao's layer runs in float32.
+    """
+    made: torch.Tensor = _Sum.apply(result, added, beta)  # type: ignore[no-untyped-call]
+    return made
+
+
 def _how(recipe: Recipe, product: str, role: str, summed: int) -> Quantisation:
     return Quantisation(recipe, role, recipe.scale_axis(product, role, summed))
+
+
+def _without_rows(gradient: torch.Tensor) -> dispatcher.ExcludeKeys:
+    """A backward pass that runs inside a region: its ops have no rows."""
+    key = dispatcher.autocast_key(gradient.device.type)
+    return dispatcher.ExcludeKeys(dispatcher.keyset(str(key)))
 
 
 class _Product(torch.autograd.Function):
@@ -77,9 +92,7 @@ class _Product(torch.autograd.Function):
         gradient = gradient.reshape(-1, gradient.shape[-1])
         how = _how(recipe, INPUT_GRADIENT, GRADIENT, 1)
         low = of_x = of_weight_ = None
-        # Where a backward pass runs inside a region, its ops have no rows.
-        key = dispatcher.autocast_key(gradient.device.type)
-        with dispatcher.ExcludeKeys(dispatcher.keyset(str(key))):
+        with _without_rows(gradient):
             if wants[0]:
                 low = how(gradient)
                 low_weight = InBits(weight, weight_scale)
@@ -95,6 +108,27 @@ class _Product(torch.autograd.Function):
                 turned = InBits(low.array.t(), _turned(low.scale))
                 of_weight_ = _scaled(turned, InBits(x, x_scale), ctx.weight_dtype)
         return of_x, of_weight_, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, added: torch.Tensor, beta: float) -> torch.Tensor:
+        ctx.shape, ctx.dtype, ctx.beta = added.shape, added.dtype, beta
+        return torch.add(result, added.to(result.dtype), alpha=beta)
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (gradient,) = gradients
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
+        before = gradient.dim() - len(ctx.shape)
+        repeated = [*range(before), *(before + i for i, n in enumerate(ctx.shape) if n == 1)]
+        with _without_rows(gradient):
+            total = gradient.sum(repeated, dtype=ctx.dtype) if repeated else gradient.to(ctx.dtype)
+            total = total.view(ctx.shape)
+            return gradient, total if ctx.beta == 1 else total * ctx.beta, None
 
 
 def _is_parameter(weight: torch.Tensor) -> bool:

@@ -134,6 +134,7 @@ def _results(
             op, spelling, place.module, place.source, direction, region, row, run,
             magnitudes, tuple(sorted(site.numbers)),
             largest(site.bins.rounding), largest(site.bins.drift),
+            site.sums_nothing - {None} == {True},
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)
     return list(map(together, found.values()))

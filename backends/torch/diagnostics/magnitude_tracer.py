@@ -20,7 +20,9 @@ from polymp.backends.torch.diagnostics.rounding_errors import RoundingErrors
 from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
 from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.blame import DIVIDING
-from polymp.diagnostics.call_record import BACKWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.rules.row import LOW, Rule
+from polymp.rules.vocabulary import vocabulary
 
 # At each call site, one of so many calls is compared with float32, the first among them.
 _EVERY = 16
@@ -34,12 +36,14 @@ class Site(NamedTuple):
         numbers: numbers in the program that the dtype made zero.
         number: of the site.
         reads: of gradients, the numbers of the sites whose results they were made of.
+        sums_nothing: for each of its kernels, whether it is of a product that only multiplies.
     """
 
     bins: Bins
     numbers: set[float]
     number: int
     reads: set[int]
+    sums_nothing: set[bool | None]
 
 
 class MagnitudeTracer(ValueTracer):
@@ -143,13 +147,16 @@ class MagnitudeTracer(ValueTracer):
         )  # fmt: skip
         found = self.sites.get(key)
         if found is None:
-            found = self.sites[key] = Site(self._bins(results[0]), set(), len(self.sites), set())
+            found = self.sites[key] = Site(
+                self._bins(results[0]), set(), len(self.sites), set(), set()
+            )
         self._bins_at = found.bins
         for t, number in zip(results, event.ranges, strict=True):
             found.bins.add(t, number)
         if event.lost is not None:
             found.bins.lost.append(event.lost)
         found.numbers.update(event.numbers)
+        found.sums_nothing.add(_sums_nothing(event, inputs))
         if back:
             self._made_at[len(self.events)] = found.number
             found.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
@@ -213,3 +220,21 @@ class MagnitudeTracer(ValueTracer):
             self.samples.append((self._sample, self._sample.counts()))
         if self.rounding is not None:
             self.rounding.clear()
+
+
+# Kernels of products, and which of their tensors is summed over its last dimension.
+_SUMMED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
+
+
+def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
+    """True of a product that a row lowered, though it only multiplies; None of other kernels."""
+    op_call = event.op_call
+    lowered = op_call.row is not None and op_call.row.rule is Rule.LOWER and event.run in LOW
+    if event.func is None or not lowered or op_call.direction != FORWARD:
+        return None
+    name = event.func.overloadpacket.__name__
+    if name in _SUMMED:
+        return inputs[_SUMMED[name]].size(-1) == 1
+    op = vocabulary().ops.get(op_call.op)
+    product = op is not None and op.kind == "matmul"
+    return True if product and name in ("mul", "addr") else None

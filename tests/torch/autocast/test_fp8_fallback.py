@@ -151,10 +151,15 @@ def test_transforms_of_torch_func_fall_back():
     def loss(w):
         return F.linear(X, w).float().square().sum()
 
+    def of_others(bias, factor=1):
+        return (F.linear(X, W, bias) * factor).float().square().sum()
+
     def both():
         return (
             torch.func.grad(loss)(W),
             torch.vmap(lambda x: F.linear(x, W))(X.view(2, 16, 64)),
+            torch.func.grad(of_others)(torch.zeros(48)),
+            torch.func.grad(of_others, 1)(None, torch.ones(())),
         )
 
     with explain() as report, autocast("cpu", policy="fp8"):

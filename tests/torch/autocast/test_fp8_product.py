@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import ml_dtypes
@@ -96,6 +97,17 @@ def test_the_bits_of_torchao(recipe, dtype, shape, outputs, seed):
         assert torch.equal(ours[2], low[2].float())
     else:
         assert torch.equal(ours[2], theirs[2])
+
+
+def test_a_biass_gradient_is_that_of_torchao():
+    ao = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    layer, x, gradient = torch.nn.Linear(64, 48), torch.randn(4, 32, 64), torch.randn(4, 32, 48)
+    theirs = ao.convert_to_float8_training(torch.nn.Sequential(copy.deepcopy(layer)))
+    theirs(x).backward(gradient.bfloat16().float())
+    with autocast("cpu", policy="fp8"):
+        y = layer(x)
+    y.backward(gradient.bfloat16())
+    assert torch.equal(layer.bias.grad, theirs[0].bias.grad)
 
 
 def by_hand(recipe, x, weight, gradient):
@@ -284,6 +296,32 @@ def test_a_call_in_8_bits(call):
     assert y.shape == right.shape
     error = (y.float() - right).norm() / right.norm()
     assert 1e-3 < error < 0.06, "it is in 8 bits, and right"
+
+
+ADDED = {  # a term, what is called with it, and the factor of its gradient
+    "a bias": ((48,), lambda c: F.linear(X, W, c), 1),
+    "a bias, compiled": ((48,), torch.compile(lambda c: F.linear(X, W, c), backend="aot_eager"), 1),
+    "a row, with factors": ((48,), lambda c: torch.addmm(c, X, W.t(), beta=0.5, alpha=3), 0.5),
+    "a column": ((32, 1), lambda c: torch.addmm(c, X, W.t()), 1),
+    "a number": ((1,), lambda c: torch.addmm(c, X, W.t()), 1),
+    "a matrix": ((32, 48), lambda c: torch.addmm(c, X, W.t()), 1),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "backward in the region"])
+@pytest.mark.parametrize("call", ADDED)
+def test_the_gradient_of_what_is_added_is_summed_in_its_dtype(call, inside):
+    shape, added, factor = ADDED[call]
+    c, gradient = torch.randn(shape).requires_grad_(), torch.randn(32, 48).bfloat16()
+    with autocast("cpu", policy="fp8"):
+        y = added(c)
+        if inside:
+            y.backward(gradient)
+    if not inside:
+        y.backward(gradient)
+    right = gradient.float().sum_to_size(shape) * factor
+    assert c.grad.dtype is torch.float32
+    assert torch.equal(c.grad, right)
 
 
 def test_a_second_derivative_is_refused():

@@ -50,7 +50,6 @@ LONGEST = (
     "torch/weights/test_freeze_models.py",
     "torch/autocast/test_random_policies.py",
     "jax/autocast/test_hlo.py",
-    "core/cli/test_doctor_measure.py",
     "jax/autocast/test_known_functions.py",
     "torch/autocast/test_random_programs.py",
     "site/test_examples_ranks.py",

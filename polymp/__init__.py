@@ -13,7 +13,6 @@ from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, Po
 from polymp.rules.decision_log import Decisions
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
-from polymp.rules.region import Region
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 if typing.TYPE_CHECKING:
@@ -23,7 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendMissingError", "Decisions", "ForbiddenOpError", "Policy", "PolicyError",
-    "PolympError", "Region", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
+    "PolympError", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
     "explain", "policy", "recording", "register_op",
 ]  # fmt: skip
 

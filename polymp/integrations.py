@@ -74,14 +74,6 @@ INTEGRATIONS: tuple[Integration, ...] = (
         'polymp.transformers.use(trainer, policy="lean")',
         "polymp.transformers",
     ),
-    Integration(
-        "torchtitan",
-        "torch",
-        (0, 2),
-        (0, 3),
-        'register_model_converter(lambda *_: polymp.torch.torchtitan.Converter("lean"), "polymp")',
-        "polymp.torch.torchtitan",
-    ),
     Integration("peft", "torch", (0, 21), (0, 22), "polymp.torch.freeze(model, inputs)"),
     Integration(
         "keras", "jax", (3, 15), (3, 16), 'polymp.keras.use(model, policy="lean")', "polymp.keras"

@@ -15,13 +15,12 @@ from polymp.backends.jax.scaler.flax_steps import linen_train_step, nnx_train_st
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.backends.jax.scaler.optax_wrapper import scaled
 from polymp.backends.jax.scaler.optimizer_step import ScaledState
-from polymp.backends.jax.scaler.stuck_watch import StuckWatch
 from polymp.backends.jax.weights.freeze import Frozen, freeze
 from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
 from polymp.backends.jax.weights.needs_float32 import needs_float32
 
 __all__ = [
-    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "ScaledState", "StuckWatch",
+    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "ScaledState",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
     "fp8_policy", "freeze", "linen_train_step", "locate", "low_weights", "lower", "needs_float32",
     "nnx_train_step", "pin", "register", "scaled", "scoped", "upper",

@@ -28,6 +28,12 @@ def example(text: str) -> Example:
 
     The module is imported as `python -m` would import it, with the current folder first.
 
+    Args:
+        text: MODULE:FUNCTION.
+
+    Returns:
+        The model and its inputs.
+
     Raises:
         UsageError: there is no such function, it fails, or it returns something else.
     """

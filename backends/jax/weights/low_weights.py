@@ -71,7 +71,6 @@ def low_weights(
         mode          beside each bfloat16 weight           bytes a parameter, with Adam
         "master"      a float32 copy                        16
         "split"       the other 16 bits, int16              14
-        "kahan"       what was rounded off, bfloat16        14
         "stochastic"  nothing; rounds up or down at random  12
 
     The optimizer takes its step in float32, with gradients cast to float32. In "master" and "split"

@@ -87,7 +87,7 @@ INTEGRATIONS: tuple[Integration, ...] = (
         "eqx.filter_value_and_grad(polymp.jax.autocast(loss_fn))",
     ),
     Integration("dm-haiku", "jax", (0, 0, 17), (0, 1), _AUTOCAST_LOSS),
-    Integration("optax", "jax", (0, 2, 8), (0, 3), "polymp.jax.scaled(optimizer)"),
+    Integration("optax", "jax", (0, 2, 8), (0, 3), "scaler.step(grads, update, params, opt_state)"),
     Integration(
         "numpyro",
         "jax",

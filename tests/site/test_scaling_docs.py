@@ -15,7 +15,7 @@ CODE = " ".join(re.findall(r"`([^`\n]+)`", TEXT))
 HELPERS = {
     "torch": {"GradScaler", "expect_scaler"},
     "jax": {
-        "GradScaler", "expect_scaler", "linen_train_step", "nnx_train_step", "scaled",
+        "GradScaler", "expect_scaler",
     },
 }  # fmt: skip
 

@@ -63,8 +63,7 @@ LONGEST = (
     "site/test_site.py",
     "jax/autocast/test_random_policies.py",
     "torch/modules/test_scoped.py",
-    "jax/scaler/test_optax_wrapper.py",
-    "jax/scaler/test_flax_steps.py",
+    "jax/scaler/test_flax.py",
     "jax/weights/test_freeze_serving.py",
     "jax/scaler/test_checkpoint.py",
 )

@@ -77,7 +77,7 @@ def low_weights(
     its weights are those of a float32 run, given the same gradients.
 
     Put the whole optimizer inside: `low_weights(optax.chain(clip, adam))`. Where it is a part of
-    something else, such as `optax.multi_transform` or `polymp.jax.scaled`, nothing may change its
+    something else, such as `optax.multi_transform`, nothing may change its
     updates afterwards.
 
     Args:

@@ -17,7 +17,7 @@ import pytest
 
 from polymp.backends.jax.weights.low_leaf import LowLeaf
 from polymp.errors import PolicyError
-from polymp.jax import GradScaler, LowWeightsState, low_weights, scaled
+from polymp.jax import GradScaler, LowWeightsState, low_weights
 from polymp.weights import modes
 from tests.support.jax.scaler_tools import bits
 
@@ -226,24 +226,6 @@ def test_a_skipped_step_leaves_every_bit(mode):
         by_hand = jax.jit(step_of(tx))(*by_hand, gradients(number))
     assert bits(by_hand) == bits((params, state))
     assert int(state.step) == 3
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("mode", MODES)
-def test_inside_of_scaled(mode):
-    tx = low_weights(optax.sgd(2**-5, momentum=0.5), mode)
-    outer = scaled(tx, GradScaler(4.0, growth_interval=1000))
-    params, state = tx.weights(PARAMS), outer.init(PARAMS)
-    want = tx.weights(PARAMS), tx.init(PARAMS)
-    for number in range(3):
-        grads = jax.tree.map(lambda g: 4 * g, gradients(number))
-        params, state = jax.jit(step_of(outer))(params, state, grads)
-        want = jax.jit(step_of(tx))(*want, gradients(number))
-    assert bits((params, state.inner)) == bits(want)
-    before = bits((params, state.inner))
-    spoiled = jax.tree.map(lambda g: g * jnp.nan, gradients(0))
-    params, state = jax.jit(step_of(outer))(params, state, spoiled)
-    assert bits((params, state.inner)) == before
 
 
 @pytest.mark.one_in(2)

@@ -20,7 +20,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.jax import scaled
 from tests.support.jax import planted_run
 from tests.support.jax.planted_run import RATE, cost, first_params, first_scaler, step
 
@@ -99,17 +98,21 @@ def by_value_and_grad(scaler: GradScaler, params: Any, x: Any, probe: Any) -> An
 
 
 def by_optimizer(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
-    optimizer = scaled(optax.sgd(RATE))
-    state = optimizer.init(params)._replace(scaler=scaler)
+    optimizer = optax.chain(optax.identity(), optax.sgd(RATE))
 
     def loss(params: Any) -> Any:
         value = cost(params, x)
-        return state.scaler.scale(value), value
+        return scaler.scale(value), value
+
+    def update(grads: Any, params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
     grads, value = jax.grad(loss, has_aux=True)(params)
     grads = jax.tree.map(jnp.add, lax.psum(grads, "data"), infinite(probe))
-    updates, state = optimizer.update(grads, state, params, loss=value)
-    return state.scaler, optax.apply_updates(params, updates), state.finite
+    state = optimizer.init(params)
+    (params, _), scaler, finite = scaler.step(grads, update, params, state, loss=value)
+    return scaler, params, finite
 
 
 @jax.custom_vjp

@@ -8,9 +8,8 @@ of the user's own follow policies, `polymp.explain` says which op ran in which d
 import typing
 
 from polymp import dtypes
-from polymp._api import explain, recording, register_op
+from polymp._api import explain, register_op
 from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
-from polymp.rules.decision_log import Decisions
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
@@ -21,9 +20,9 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BackendMissingError", "Decisions", "ForbiddenOpError", "Policy", "PolicyError",
+    "BackendMissingError", "ForbiddenOpError", "Policy", "PolicyError",
     "PolympError", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
-    "explain", "policy", "recording", "register_op",
+    "explain", "policy", "register_op",
 ]  # fmt: skip
 
 

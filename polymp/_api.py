@@ -1,18 +1,15 @@
-"""The functions for both backends: `polymp.explain`, `polymp.recording`, `polymp.register_op`.
+"""The functions for both backends: `polymp.explain` and `polymp.register_op`.
 
 Each imports a backend when it is needed: `explain` the one that the function or its arguments
-belong to, `register_op` the one of each spelling given. `recording` imports none.
+belong to, `register_op` the one of each spelling given.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from polymp import backends, dtypes
-from polymp.rules import decision_log
-from polymp.rules.decision_log import Decisions
 from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
@@ -94,28 +91,6 @@ def _leaves(tree: object) -> Iterator[object]:
     inner: Iterable[object] = tree
     for leaf in inner:
         yield from _leaves(leaf)
-
-
-@contextmanager
-def recording() -> Iterator[Decisions]:
-    """Record the decisions made inside, in this thread, by every backend that is imported.
-
-        with polymp.recording() as record:
-            loss = loss_fn(model(x), y)
-
-    Ops take longer inside. Code that torch.compile or jax.jit compiled before is not decided again,
-    and leaves no entries.
-
-    Yields:
-        The record, which fills while ops run.
-    """
-    recorder = decision_log.Recorder()
-    kernels = sys.modules.get("polymp.backends.torch.autocast.kernel_registry")
-    with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
-        if kernels is not None:  # torch's compiled kernels record nothing: ours take their place
-            kernels.put_everywhere(stack)
-        decision_log.recorded_by(stack, recorder, passes_on=False)
-        yield recorder.record
 
 
 def register_op(

@@ -37,7 +37,7 @@ class Asking(Protocol):
 
 
 class RowsUsed(Protocol):
-    """A record of a run, such as `Decisions` or `Report`, that knows which rows won in it."""
+    """A record of a run, such as a report of `explain`, that knows which rows won in it."""
 
     def rows(self) -> set[Row]: ...
 
@@ -353,7 +353,7 @@ class Policy:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.
 
         Args:
-            record: of a run under this policy, made by `polymp.recording`.
+            record: of a run under this policy: the report of `explain`.
 
         Returns:
             The rows, in the policy's order.

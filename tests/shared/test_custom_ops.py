@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp import Region
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.rules.region import Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
 from tests.support import frameworks, processes
+from tests.support.decisions import recording
 from tests.support.random_policies import vocabulary_put_back
 
 X = np.linspace(-1.7, 1.9, 12).reshape(3, 4)
@@ -384,7 +385,7 @@ def test_recorded(way: str) -> None:
     fw, op = made(way)
     policy = policy_of({"OP": {"float16": "lower"}}, op.name)
     for low in LOW:
-        with polymp.recording() as report:
+        with recording() as report:
             in_region(fw, op.call, fw.array(X, "float32"), low, policy)
         (entry,) = report.of(op.name)
         assert entry.decision == decision(policy, op.name, low)

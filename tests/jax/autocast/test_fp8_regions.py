@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import polymp
 from polymp.backends.jax.autocast import fp8_quantise
 from polymp.errors import PolicyError
 from polymp.jax import GradScaler, autocast, explain, fp8_policy, freeze, locate, lower
@@ -45,11 +44,9 @@ def test_float16_is_refused():
         autocast(loss, policy="fp8", dtype="float16")
 
 
-def test_a_recording_has_the_recipe_and_the_reason():
-    with polymp.recording() as record:
-        autocast(jnp.matmul, policy="fp8")(X, W)
-        autocast(jnp.matmul, policy="fp8")(X, W[:, :10])
-    told = [(entry.recipe, entry.fallback) for entry in record.of("linear")]
+def test_a_report_has_the_recipe_and_the_reason():
+    report = explain(lambda w: (X @ w, X @ w[:, :10]), W, policy="fp8", dtype="bfloat16")
+    told = [(call.recipe, call.fallback) for call in report.of("linear")]
     assert told == [("tensorwise", ""), ("", "n = 10 is not a multiple of 16")]
 
 

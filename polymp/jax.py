@@ -1,7 +1,6 @@
 """Mixed precision for JAX: `from polymp.jax import autocast, GradScaler`."""
 
 from polymp.backends.jax.autocast.api import autocast, call_in, lower, upper
-from polymp.backends.jax.autocast.known_functions import register
 from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
@@ -20,7 +19,7 @@ __all__ = [
     "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
     "fp8_policy", "freeze", "locate", "low_weights", "lower", "needs_float32",
-    "pin", "register", "scoped", "upper",
+    "pin", "scoped", "upper",
 ]  # fmt: skip
 
 

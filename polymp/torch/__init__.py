@@ -9,7 +9,6 @@ import typing
 
 from polymp.backends.torch.autocast.api import autocast, is_autocast_available
 from polymp.backends.torch.autocast.custom_function import custom_bwd, custom_fwd
-from polymp.backends.torch.autocast.custom_ops import register
 from polymp.backends.torch.modules.pin import pin
 from polymp.backends.torch.modules.scoped import scoped
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
@@ -32,7 +31,7 @@ __all__ = [
     "Frozen", "GradScaler", "UpdateWatch", "audit", "autocast", "bake", "catch", "cpu", "cuda",
     "custom_bwd", "custom_fwd", "expect_scaler", "explain", "fp8_policy", "freeze",
     "is_autocast_available", "locate", "low_weights",
-    "needs_float32", "pin", "register", "scoped",
+    "needs_float32", "pin", "scoped",
 ]  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from polymp.backends.jax.autocast.api import autocast, call_in, lower, upper
 from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
-from polymp.backends.jax.diagnostics.fp8_policy import fp8_policy
 from polymp.backends.jax.diagnostics.locate import locate
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin
@@ -18,7 +17,7 @@ from polymp.backends.jax.weights.needs_float32 import needs_float32
 __all__ = [
     "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
-    "fp8_policy", "freeze", "locate", "low_weights", "lower", "needs_float32",
+    "freeze", "locate", "low_weights", "lower", "needs_float32",
     "pin", "scoped", "upper",
 ]  # fmt: skip
 

@@ -334,6 +334,28 @@ class Policy:
             )
         return replace(self, fp8=recipe)
 
+    def without_fp8(self, *paths: str) -> "Policy":
+        """Return this policy with the products of some modules by rule `lower` instead of `fp8`.
+
+            policy = polymp.policy("fp8").without_fp8("embed", "head")
+
+        Args:
+            paths: of modules, or patterns as those of scopes.
+
+        Returns:
+            A new policy of the same name, with a scope for each path.
+
+        Raises:
+            PolicyError: no row has rule fp8, or a path is none.
+        """
+        rules = {row.of: "lower" for row in self.rows if row.rule is Rule.FP8}
+        if not rules:
+            raise PolicyError(
+                f"without_fp8(): policy {self.name!r} runs no product in 8 bits. Take policy "
+                "'fp8', or one with rows of rule fp8."
+            )
+        return self.override(name=self.name, scopes=dict.fromkeys(paths, rules))
+
     def over(self, base: "Policy") -> "Policy":
         """Return this policy with the rows of another that it does not replace.
 

@@ -18,7 +18,6 @@ if typing.TYPE_CHECKING:
     from polymp.backends.torch.diagnostics.audit import audit
     from polymp.backends.torch.diagnostics.catch import catch
     from polymp.backends.torch.diagnostics.explain import explain
-    from polymp.backends.torch.diagnostics.fp8_policy import fp8_policy
     from polymp.backends.torch.diagnostics.locate import locate
     from polymp.backends.torch.scaler.expect_scaler import expect_scaler
     from polymp.backends.torch.weights.bake import bake
@@ -29,7 +28,7 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "Frozen", "GradScaler", "UpdateWatch", "audit", "autocast", "bake", "catch", "cpu", "cuda",
-    "custom_bwd", "custom_fwd", "expect_scaler", "explain", "fp8_policy", "freeze",
+    "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze",
     "is_autocast_available", "locate", "low_weights",
     "needs_float32", "pin", "scoped",
 ]  # fmt: skip
@@ -48,7 +47,6 @@ _LATE = {
     "catch": "diagnostics.catch",
     "expect_scaler": "scaler.expect_scaler",
     "explain": "diagnostics.explain",
-    "fp8_policy": "diagnostics.fp8_policy",
     "freeze": "weights.freeze",
     "locate": "diagnostics.locate",
     "low_weights": "weights.low_weights",

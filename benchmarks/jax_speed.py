@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import ways_jax as ways
 import workloads_jax as workloads
 from pairing import Row, Timed, machine, measure, missed, row, save, show, timed
-from ways_jax import FEW, FEW_FROZEN, FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS, WEAK
+from ways_jax import FEW, FEW_FROZEN, FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS
 from workloads_jax import DYNAMIC, LARGE, PLAIN, SCALED, SKIPPING, SMALL, Made, Size
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -76,7 +76,7 @@ PLANS = {
         "Transformer, {lm.layers} layers of width {lm.width}: a train step of {lm.batch} x "
         "{lm.length} tokens",
         workloads.train,
-        (OURS, HAND, FULL, WEAK, *RIVALS),
+        (OURS, HAND, FULL, *RIVALS),
         bars={HAND: 0.80, FULL: 0.70},
         casts=0.8,
         kept=1.0,
@@ -145,7 +145,6 @@ GRADIENTS = "gradients"  # a part beside the plans: how far they are from float3
 NOTES = (
     'In the rows "by hand", softmax is float32, too, and trained parameters have a float32 master '
     "copy. jmp and mpx run the same program; they make its casts of parameters and inputs.",
-    '"autocast, weak" is polymp with `promotion="weak"`.',
     "Training steps use plain gradient descent. The tables about Adam compare scalers; all their "
     "arithmetic is float32.",
     'Decoding has batch 1 and uses a cache of keys and values. In its rows "by hand", the '
@@ -283,7 +282,7 @@ class Bench:
     def gradients(self, seeds: int) -> None:
         """How far the transformer's gradients are from float32's, by hand and under autocast."""
         plain = partial(transformer.loss, heads=self.size.lm.heads)
-        made = {way: jax.jit(jax.grad(ways.under(way, plain))) for way in (FULL, HAND, OURS, WEAK)}
+        made = {way: jax.jit(jax.grad(ways.under(way, plain))) for way in (FULL, HAND, OURS)}
         errors: dict[str, list[float]] = {way: [] for way in made}
         for seed in range(seeds):
             given = (
@@ -296,7 +295,6 @@ class Bench:
         title = "The same transformer: distance of its gradient from float32's"
         self.tables[title] = [
             row(f"error of the gradient: {OURS} / {HAND}", errors[HAND], errors[OURS], 1.0, "%"),
-            row(f"error of the gradient: {WEAK} / {HAND}", errors[HAND], errors[WEAK], None, "%"),
         ]
         show(title, self.tables[title])
 

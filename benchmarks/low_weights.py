@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import job
 import train_torch
 
-MODES = ("master", "split", "stochastic", "kahan")
+MODES = ("master", "split", "stochastic")
 BAR_COMPILED = 1.25
 BAR_LOSS = 0.005
 
@@ -71,7 +71,7 @@ def without_rounding(step: Callable[[], Any]) -> Callable[[], Any]:
         low_traced,
         load=lambda mode, low, rest: low if rest is None else low + rest,
         keep=lambda mode, full, random: (full, full),
-        opened=lambda mode, beside: None if beside is None else beside.to(torch.float32),
+        opened=lambda beside: None if beside is None else beside.to(torch.float32),
     )
 
     def run() -> None:

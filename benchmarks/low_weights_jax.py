@@ -38,9 +38,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 import job
 import train_jax
 
-MODES = ("master", "split", "stochastic", "kahan")
+MODES = ("master", "split", "stochastic")
 BAR_COST, BAR_LOSS, WINDOW = 1.15, 0.005, 50
-BYTES = {"master": 16.1, "split": 14.1, "stochastic": 12.1, "kahan": 14.1}
+BYTES = {"master": 16.1, "split": 14.1, "stochastic": 12.1}
 
 
 @dataclass(frozen=True)

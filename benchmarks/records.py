@@ -31,7 +31,6 @@ PARTS = {
     "low-weights-jax": "Weights in 16 bits in JAX",
     "trainers": "Lightning, accelerate and transformers",
     "trainers-jax": "Keras",
-    "advice": "Predictions of polymp doctor",
     "policies": "The cost of a policy in PyTorch",
     "gpu-machine": "The machine with the GPU",
     "exactness": "Every op on a GPU",

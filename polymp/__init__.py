@@ -8,12 +8,10 @@ of the user's own follow policies, `polymp.explain` says which op ran in which d
 import typing
 
 from polymp import dtypes
-from polymp._api import explain, recording, register_op
+from polymp._api import explain, register_op
 from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
-from polymp.rules.decision_log import Decisions
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
-from polymp.rules.region import Region
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.versions import __version__
 
@@ -21,9 +19,9 @@ if typing.TYPE_CHECKING:
     from polymp.diagnostics.report import Report
 
 __all__ = [
-    "BackendMissingError", "Decisions", "ForbiddenOpError", "Policy", "PolicyError",
-    "PolympError", "Region", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
-    "explain", "policy", "recording", "register_op",
+    "BackendMissingError", "ForbiddenOpError", "Policy", "PolicyError",
+    "PolympError", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
+    "explain", "policy", "register_op",
 ]  # fmt: skip
 
 

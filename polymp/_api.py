@@ -1,18 +1,15 @@
-"""The functions for both backends: `polymp.explain`, `polymp.recording`, `polymp.register_op`.
+"""The functions for both backends: `polymp.explain` and `polymp.register_op`.
 
 Each imports a backend when it is needed: `explain` the one that the function or its arguments
-belong to, `register_op` the one of each spelling given. `recording` imports none.
+belong to, `register_op` the one of each spelling given.
 """
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from polymp import backends, dtypes
-from polymp.rules import decision_log
-from polymp.rules.decision_log import Decisions
 from polymp.rules.op_registration import checked
 from polymp.rules.vocabulary import CUSTOM, vocabulary
 
@@ -96,34 +93,13 @@ def _leaves(tree: object) -> Iterator[object]:
         yield from _leaves(leaf)
 
 
-@contextmanager
-def recording() -> Iterator[Decisions]:
-    """Record the decisions made inside, in this thread, by every backend that is imported.
-
-        with polymp.recording() as record:
-            loss = loss_fn(model(x), y)
-
-    Ops take longer inside. Code that torch.compile or jax.jit compiled before is not decided again,
-    and leaves no entries.
-
-    Yields:
-        The record, which fills while ops run.
-    """
-    recorder = decision_log.Recorder()
-    kernels = sys.modules.get("polymp.backends.torch.autocast.kernel_registry")
-    with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
-        if kernels is not None:  # torch's compiled kernels record nothing: ours take their place
-            kernels.put_everywhere(stack)
-        decision_log.recorded_by(stack, recorder, passes_on=False)
-        yield recorder.record
-
-
 def register_op(
     name: str, rule: str, torch: Any = None, jax: Any = None, *, kind: str = CUSTOM
-) -> None:
+) -> Any:
     """Register an op of one's own, so that policies decide for it and regions cast its inputs.
 
         register_op("my_norm", "fp32", torch="mylib::my_norm", jax=my_norm)
+        MyNorm = register_op("my_norm", "fp32", torch=MyNorm)  # an autograd.Function
 
     In an enabled region its inputs are cast as the rule says, and the ops inside it run in these
     dtypes; backward runs in the dtypes of forward. A policy may give it another rule, by its name
@@ -136,10 +112,15 @@ def register_op(
         rule: how it runs under a policy that has no row for it: lower, fp32, fp32_keep, widest,
             first, keep, forbid or parts.
         torch: an op of `torch.library` (Triton kernels are reached through one): "mylib::my_op", a
-            list of such names, or what `torch.library.custom_op` returned. For an
-            `autograd.Function` or a Python function, use the decorator `polymp.torch.register`.
+            list of such names, or what `torch.library.custom_op` returned; or an
+            `autograd.Function` or a Python function, which runs with autocast off and gets its
+            inputs in the dtype of the rule.
         jax: a primitive, or a function: plain, jitted, `jax.custom_jvp` or `jax.custom_vjp`.
         kind: its class, for rows of "class:KIND".
+
+    Returns:
+        What is called: of an `autograd.Function` or a Python function of torch, an object in its
+        place that asks the policy. Of everything else what was given, `torch` before `jax`.
 
     Raises:
         PolicyError: the name or a spelling is taken, the rule or class unknown, torch has no such
@@ -151,6 +132,7 @@ def register_op(
     op = checked(name, rule, kind, where)
     if torch is None and jax is None:
         raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
+    called = jax
     aten: tuple[str, ...] = ()
     primitives: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
@@ -158,7 +140,7 @@ def register_op(
         backends.get("torch")
         from polymp.backends.torch.autocast import custom_ops
 
-        aten = custom_ops.overloads(torch, where)
+        aten, called = custom_ops.spelled(torch, name, where)
     if jax is not None:
         backends.get("jax")
         from polymp.backends.jax.autocast.known_functions import FUNCTIONS, spelled
@@ -169,3 +151,4 @@ def register_op(
         custom_ops.install(aten)
     if functions:
         FUNCTIONS.add(jax, name)
+    return called

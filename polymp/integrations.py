@@ -74,14 +74,6 @@ INTEGRATIONS: tuple[Integration, ...] = (
         'polymp.transformers.use(trainer, policy="lean")',
         "polymp.transformers",
     ),
-    Integration(
-        "torchtitan",
-        "torch",
-        (0, 2),
-        (0, 3),
-        'register_model_converter(lambda *_: polymp.torch.torchtitan.Converter("lean"), "polymp")',
-        "polymp.torch.torchtitan",
-    ),
     Integration("peft", "torch", (0, 21), (0, 22), "polymp.torch.freeze(model, inputs)"),
     Integration(
         "keras", "jax", (3, 15), (3, 16), 'polymp.keras.use(model, policy="lean")', "polymp.keras"
@@ -95,7 +87,7 @@ INTEGRATIONS: tuple[Integration, ...] = (
         "eqx.filter_value_and_grad(polymp.jax.autocast(loss_fn))",
     ),
     Integration("dm-haiku", "jax", (0, 0, 17), (0, 1), _AUTOCAST_LOSS),
-    Integration("optax", "jax", (0, 2, 8), (0, 3), "polymp.jax.scaled(optimizer)"),
+    Integration("optax", "jax", (0, 2, 8), (0, 3), "scaler.step(grads, update, params, opt_state)"),
     Integration(
         "numpyro",
         "jax",

@@ -1,30 +1,24 @@
 """Mixed precision for JAX: `from polymp.jax import autocast, GradScaler`."""
 
 from polymp.backends.jax.autocast.api import autocast, call_in, lower, upper
-from polymp.backends.jax.autocast.known_functions import register
 from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
-from polymp.backends.jax.diagnostics.fp8_policy import fp8_policy
 from polymp.backends.jax.diagnostics.locate import locate
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin
 from polymp.backends.jax.modules.scoped import scoped
 from polymp.backends.jax.scaler.expect_scaler import expect_scaler
-from polymp.backends.jax.scaler.flax_steps import linen_train_step, nnx_train_step
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.backends.jax.scaler.optax_wrapper import scaled
-from polymp.backends.jax.scaler.optimizer_step import ScaledState
-from polymp.backends.jax.scaler.stuck_watch import StuckWatch
 from polymp.backends.jax.weights.freeze import Frozen, freeze
 from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
 from polymp.backends.jax.weights.needs_float32 import needs_float32
 
 __all__ = [
-    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "ScaledState", "StuckWatch",
+    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
-    "fp8_policy", "freeze", "linen_train_step", "locate", "low_weights", "lower", "needs_float32",
-    "nnx_train_step", "pin", "register", "scaled", "scoped", "upper",
+    "freeze", "locate", "low_weights", "lower", "needs_float32",
+    "pin", "scoped", "upper",
 ]  # fmt: skip
 
 

@@ -89,13 +89,6 @@ def _tests(framework: str, seconds: int) -> Step:
     return Step(f"tests: {framework}", "gpu-tests", run, seconds, "tests", needs, args=args)
 
 
-def _advice(framework: str, seconds: int) -> Step:
-    run, args = "gpu_steps.advice:held", {"framework": framework}
-    dry = framework == "torch"
-    return Step(f"advice, {framework}", "advice", run, seconds, "advice", (framework,), dry=dry,
-                args=args)  # fmt: skip
-
-
 def _steps() -> Iterator[Step]:
     yield Step("machine", "gpu-machine", "gpu_steps.machine:look", 40, "machine")
     yield _tests("torch", 150)
@@ -113,8 +106,6 @@ def _steps() -> Iterator[Step]:
     yield _torch_speed("accumulate", 40)
     yield _torch_speed("decode", 60)
     yield _torch_speed("lora", 40)
-    yield _advice("torch", 60)
-    yield _advice("jax", 90)
     yield _ask("torch_scaler:launches", 30)
     yield _ask("torch_questions:writes", 40, cuda=False)
     yield _ask("torch_questions:recurrent", 30)

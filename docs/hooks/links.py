@@ -33,7 +33,6 @@ PAGES = {
     "polymp/__init__.py": "api/polymp.md",
     "polymp/torch/__init__.py": "api/torch.md",
     "polymp/torch/fsdp.py": "api/torch.fsdp.md",
-    "polymp/torch/torchtitan.py": "api/torch.torchtitan.md",
     "polymp/jax.py": "api/jax.md",
     "polymp/keras/__init__.py": "api/keras.md",
     "polymp/testing/__init__.py": "api/testing.md",

@@ -30,7 +30,6 @@ MODULES = (
     "polymp",
     "polymp.torch",
     "polymp.torch.fsdp",
-    "polymp.torch.torchtitan",
     "polymp.jax",
     "polymp.keras",
     "polymp.lightning",

@@ -146,7 +146,7 @@ def low_weights(colors: Colors) -> Figure:
             note = {"textcoords": "offset points", "color": color, "ha": "right"}
             lower.annotate("plain bfloat16", (steps[-1], above[-1]), (0, 6), **note)
     lower.annotate(
-        "master, split, stochastic, kahan", (steps[-1], 0), (0, 8), color=colors["main"],
+        "master, split, stochastic", (steps[-1], 0), (0, 8), color=colors["main"],
         textcoords="offset points", ha="right",
     )  # fmt: skip
     upper.set_ylabel("loss, nats", color=colors["ink"])

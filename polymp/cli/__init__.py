@@ -18,11 +18,10 @@ from typing import Any
 
 import polymp
 from polymp import backends, dtypes, progress
-from polymp.cli import check, doctor, doctor_inputs, measurement, policies
+from polymp.cli import check, doctor, model_times, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
 from polymp.rules import policy_files
 from polymp.rules.row import LOW
-from polymp.speed import product_times
 
 Data = dict[str, Any]
 
@@ -181,34 +180,16 @@ def _parser() -> argparse.ArgumentParser:
         _doctor,
         lambda d: not d["ok"],
     )
-    of = examine.add_mutually_exclusive_group()
-    of.add_argument(
-        "--measure", action="store_true", help="measure some matrix products in every dtype, 5 s"
-    )
-    of.add_argument(
+    examine.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="measure the products of the model that the function returns with example inputs",
-    )
-    of.add_argument(
-        "--shapes",
-        type=doctor_inputs.shapes,
-        metavar="MxKxN,...",
-        help="measure linear layers: rows x inputs x outputs, as 512x512x2048",
-    )
-    examine.add_argument(
-        "--framework",
-        action="extend",
-        nargs="+",
-        default=[],
-        choices=backends.NAMES,
-        help="measure in this one, or both; if left out, torch where it is installed",
+        help="time the model that the function returns with example inputs, in each dtype",
     )
     examine.add_argument(
         "--seconds",
-        type=doctor_inputs.seconds,
+        type=_seconds,
         metavar="S",
-        help=f"time to measure for; {product_times.BUDGET} if left out",
+        help=f"time to measure the model for; {model_times.BUDGET} if left out",
     )
     return parser
 
@@ -228,16 +209,22 @@ def _region_dtype(given: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.5 <= seconds <= 600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.5 to 600.")
+    return seconds
+
+
 def _doctor(args: argparse.Namespace) -> Data:
-    measures = args.measure or args.model or args.shapes
-    if not measures and (args.framework or args.seconds):
-        given = "--framework" if args.framework else "--seconds"
-        raise UsageError(f"{given}: nothing is measured without --measure, --model or --shapes.")
-    found: Data = {}
-    if measures:
-        frameworks = list(dict.fromkeys(args.framework))
-        timed = measurement.measured(args.model, args.shapes, frameworks, args.seconds)
-        found = {"measurements": timed}
+    if args.seconds and not args.model:
+        raise UsageError("--seconds: nothing is timed without --model.")
+    step: Data = {}
+    if args.model:
+        step = {"step": model_times.timed(args.model, args.seconds or model_times.BUDGET)}
     with progress.line("polymp doctor") as line:
         line.stage("asking the frameworks")
-        return doctor.diagnose(doctor.gather()) | found
+        return doctor.diagnose(doctor.gather()) | step

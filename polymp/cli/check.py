@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polymp import backends, progress
-from polymp.cli import doctor_inputs
+from polymp.cli import user_model
 from polymp.cli.policies import path_inside, row_data
 from polymp.errors import NoPolicyError, PolicyError, UsageError
 from polymp.rules import policy_files, scopes
@@ -72,7 +72,7 @@ def _paths(text: str) -> list[str]:
     """The paths of the modules of a model, as rules by path have them."""
     with progress.line("polymp check") as line:
         line.stage("loading the model")
-        framework, model, inputs = doctor_inputs.example(text)
+        framework, model, inputs = user_model.example(text)
     if framework == "torch":
         return [path for path, _ in model.named_modules() if path]
     from polymp.backends.jax.diagnostics.explain import explain
@@ -81,7 +81,7 @@ def _paths(text: str) -> list[str]:
         report = explain(model, *inputs, dtype=LOW[1])
         modules = {call.module for call in report}
     except (Exception, SystemExit) as error:
-        raise doctor_inputs.failed(text, error) from error
+        raise user_model.failed(text, error) from error
     names = [module.split(".") for module in modules if module]
     return sorted({".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)})
 

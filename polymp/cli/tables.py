@@ -15,7 +15,6 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polymp.cli import advice_table
 from polymp.diagnostics.report_text import by
 from polymp.rules.row import LOW, Row, Rule
 
@@ -183,10 +182,8 @@ def _few(ops: Sequence[str]) -> str:
 
 def _doctor(data: Data) -> Iterator[RenderableType]:
     yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}\n"
-    if "measurements" in data:  # the advice then rests on them, not on the hardware's features
-        for at, found in enumerate(data["measurements"]):
-            yield from ([""] if at else [])
-            yield from advice_table.advice_parts(found)
+    if "step" in data:  # the advice then rests on it, not on the hardware's features
+        yield from _step(data["step"])
     else:
         yield from _facts(data)
     yield ""
@@ -194,6 +191,30 @@ def _doctor(data: Data) -> Iterator[RenderableType]:
     yield from (f"problem: {text}" for text in data["problems"])
     if data["ok"]:
         yield "nothing is wrong"
+
+
+def _step(data: Data) -> Iterator[RenderableType]:
+    yield (
+        f"{data['model']} in {data['framework']} on {data['device']}, {data['passes']}: "
+        f"{data['rounds']} rounds in {data['took']:.1f} s\n"
+    )
+    ratios = {
+        dtype: f"{r['ratio']:.2f}  ({r['low']:.2f} to {r['high']:.2f})"
+        for dtype, r in data["ratio"].items()
+    }
+    yield _table(
+        ("dtype", "time", "of float32's"),
+        ((dtype, _time(s), ratios.get(dtype, "1")) for dtype, s in data["seconds"].items()),
+    )
+    yield f"\nuse {data['use']}: {data['why']}"
+    yield from (f"{dtype} does not run: {why}" for dtype, why in data["lacking"].items())
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def _facts(data: Data) -> Iterator[RenderableType]:

@@ -1,10 +1,7 @@
 """A record of the decisions of a run: every op that a row decided for, with its dtypes.
 
-    with polymp.recording() as record:
-        loss = loss_fn(model(x), y)
-    print(policy.unused(record))
-
-The backends add to the record of the context they run in. Nothing here knows a framework.
+The backends tell the recorder of the context they run in, which is one of `explain` or its like.
+Nothing here knows a framework.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,51 +47,15 @@ class Entry(NamedTuple):
     fallback: str = ""
 
 
-class Decisions:
-    """The entries of a run, in the order in which they were decided.
-
-    torch decides at every call, JAX once for each equation when it plans a function.
-
-    Attributes:
-        entries: all of them.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-
-    def rows(self) -> set[Row]:
-        """Return the rows that won at least once."""
-        return {entry.row for entry in self.entries if entry.row is not None}
-
-    def of(self, op: str) -> list[Entry]:
-        """Return the entries of an op.
-
-        Args:
-            op: its name in the vocabulary.
-
-        Returns:
-            The entries, in the order in which they were decided.
-        """
-        return [entry for entry in self.entries if entry.op == op]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __repr__(self) -> str:
-        return f"Decisions({len(self.entries)} entries, {len(self.rows())} rows)"
-
-
 class Recorder:
     """Receives the decisions of a run from the backends, whose tracers override its methods.
 
     Attributes:
-        record: the entries so far.
         tried: a policy with rule fp8 that does not hold: what its products would lose in 8 bits is
             measured; None to try none.
     """
 
     def __init__(self) -> None:
-        self.record: Decisions = Decisions()
         self.tried: Policy | None = None
         self.outer: Recorder | None = None  # which notes the same
 
@@ -104,11 +65,7 @@ class Recorder:
         return run(*args)
 
     def note(self, entry: Entry) -> None:
-        """Note what was decided of an op that runs next; an op without a row is passed over."""
-        recorder: Recorder | None = self
-        while recorder is not None and entry.row is not None:
-            recorder.record.entries.append(entry)
-            recorder = recorder.outer
+        """Note what was decided of an op that runs next."""
 
     def follow(self, what: Any, low: str, policy: str = "") -> str | None:
         """Return a name for the call that was decided last, to be put on all that it becomes."""
@@ -125,23 +82,10 @@ def current() -> Recorder | None:
     return _current.get()
 
 
-@contextmanager
-def repeated() -> Iterator[None]:
-    """Keep no entries of a block, in which is decided again what was recorded before."""
-    recorders, it = list[Recorder](), current()
-    while it is not None:
-        recorders.append(it)
-        it = it.outer
-    counts = [len(one.record) for one in recorders]
-    yield
-    for one, count in zip(recorders, counts, strict=True):
-        del one.record.entries[count:]
-
-
-def recorded_by(stack: ExitStack, recorder: Recorder, passes_on: bool = True) -> None:
+def recorded_by(stack: ExitStack, recorder: Recorder) -> None:
     """Send the decisions made until a stack is closed to a recorder."""
     before = _current.get()
-    recorder.outer = before if passes_on else None
+    recorder.outer = before
     stack.callback(_current.set, before)
     _current.set(recorder)
 

@@ -1,7 +1,7 @@
 """The checks of an op that a user registers, so that policies can have rows for it.
 
-`polymp.register_op` and the backends' decorators check it here, find its spellings, and add it to
-the vocabulary.
+`polymp.register_op` checks it here, asks the backends for its spellings, and adds it to the
+vocabulary.
 """
 
 from polymp.errors import PolicyError

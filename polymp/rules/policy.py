@@ -37,7 +37,7 @@ class Asking(Protocol):
 
 
 class RowsUsed(Protocol):
-    """A record of a run, such as `Decisions` or `Report`, that knows which rows won in it."""
+    """A record of a run, such as a report of `explain`, that knows which rows won in it."""
 
     def rows(self) -> set[Row]: ...
 
@@ -334,6 +334,28 @@ class Policy:
             )
         return replace(self, fp8=recipe)
 
+    def without_fp8(self, *paths: str) -> "Policy":
+        """Return this policy with the products of some modules by rule `lower` instead of `fp8`.
+
+            policy = polymp.policy("fp8").without_fp8("embed", "head")
+
+        Args:
+            paths: of modules, or patterns as those of scopes.
+
+        Returns:
+            A new policy of the same name, with a scope for each path.
+
+        Raises:
+            PolicyError: no row has rule fp8, or a path is none.
+        """
+        rules = {row.of: "lower" for row in self.rows if row.rule is Rule.FP8}
+        if not rules:
+            raise PolicyError(
+                f"without_fp8(): policy {self.name!r} runs no product in 8 bits. Take policy "
+                "'fp8', or one with rows of rule fp8."
+            )
+        return self.override(name=self.name, scopes=dict.fromkeys(paths, rules))
+
     def over(self, base: "Policy") -> "Policy":
         """Return this policy with the rows of another that it does not replace.
 
@@ -353,7 +375,7 @@ class Policy:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.
 
         Args:
-            record: of a run under this policy, made by `polymp.recording`.
+            record: of a run under this policy: the report of `explain`.
 
         Returns:
             The rows, in the policy's order.

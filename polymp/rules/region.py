@@ -31,8 +31,6 @@ class Region:
         cache: True if the casts of parameters may be kept until the region ends.
         policy: the table that decides; None for the backend's own table of that device.
         scope: path of the module that the region is in, names joined by dots.
-        promotion: of a float32 array that meets low ones in an op. "strong": the op runs in
-            float32; "weak": only if the array was made float32 by a row or a cast.
     """
 
     backend: str
@@ -42,7 +40,6 @@ class Region:
     cache: bool
     policy: Policy | None = None
     scope: str = ""
-    promotion: str = "strong"
 
     def __post_init__(self) -> None:
         # Only a disabled region has another dtype than a float one, by torch's own name.

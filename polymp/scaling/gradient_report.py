@@ -67,13 +67,11 @@ class GradientReport(NamedTuple):
         rule: the scaler's constants.
         state: the scaler's state, as Python numbers.
         gradients: one entry for each gradient.
-        of: name of the loss that the scaler is for, if it is one of several.
     """
 
     rule: ScaleRule
     state: ScaleState
     gradients: tuple[Gradient, ...]
-    of: str = ""
 
     @property
     def bad(self) -> tuple[Gradient, ...]:
@@ -160,9 +158,8 @@ def _trouble(gradient: Gradient) -> tuple[int, float]:
 
 def _scale(report: GradientReport) -> str:
     state = report.state
-    whose = f" of {report.of!r}" if report.of else ""
     bound = " (its lower bound)" if state.scale <= report.rule.min_scale else ""
-    return f"the loss scale{whose} is {state.scale:g}{bound}"
+    return f"the loss scale is {state.scale:g}{bound}"
 
 
 def _skips(state: ScaleState) -> str:

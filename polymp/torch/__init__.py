@@ -8,9 +8,7 @@ import importlib
 import typing
 
 from polymp.backends.torch.autocast.api import autocast, is_autocast_available
-from polymp.backends.torch.autocast.checkpoint import checkpoint
 from polymp.backends.torch.autocast.custom_function import custom_bwd, custom_fwd
-from polymp.backends.torch.autocast.custom_ops import register
 from polymp.backends.torch.modules.pin import pin
 from polymp.backends.torch.modules.scoped import scoped
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
@@ -20,10 +18,8 @@ if typing.TYPE_CHECKING:
     from polymp.backends.torch.diagnostics.audit import audit
     from polymp.backends.torch.diagnostics.catch import catch
     from polymp.backends.torch.diagnostics.explain import explain
-    from polymp.backends.torch.diagnostics.fp8_policy import fp8_policy
     from polymp.backends.torch.diagnostics.locate import locate
     from polymp.backends.torch.scaler.expect_scaler import expect_scaler
-    from polymp.backends.torch.scaler.loss_scalers import LossScalers
     from polymp.backends.torch.weights.bake import bake
     from polymp.backends.torch.weights.freeze import Frozen, freeze
     from polymp.backends.torch.weights.low_weights import low_weights
@@ -31,10 +27,10 @@ if typing.TYPE_CHECKING:
     from polymp.backends.torch.weights.update_watch import UpdateWatch
 
 __all__ = [
-    "Frozen", "GradScaler", "LossScalers", "UpdateWatch", "audit", "autocast", "bake", "catch",
-    "checkpoint", "cpu", "cuda", "custom_bwd", "custom_fwd", "expect_scaler", "explain",
-    "fp8_policy", "freeze", "is_autocast_available", "locate", "low_weights",
-    "needs_float32", "pin", "register", "scoped",
+    "Frozen", "GradScaler", "UpdateWatch", "audit", "autocast", "bake", "catch", "cpu", "cuda",
+    "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze",
+    "is_autocast_available", "locate", "low_weights",
+    "needs_float32", "pin", "scoped",
 ]  # fmt: skip
 
 
@@ -45,14 +41,12 @@ def __dir__() -> list[str]:
 # The modules of what is imported late.
 _LATE = {
     "Frozen": "weights.freeze",
-    "LossScalers": "scaler.loss_scalers",
     "UpdateWatch": "weights.update_watch",
     "audit": "diagnostics.audit",
     "bake": "weights.bake",
     "catch": "diagnostics.catch",
     "expect_scaler": "scaler.expect_scaler",
     "explain": "diagnostics.explain",
-    "fp8_policy": "diagnostics.fp8_policy",
     "freeze": "weights.freeze",
     "locate": "diagnostics.locate",
     "low_weights": "weights.low_weights",

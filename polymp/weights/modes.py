@@ -1,4 +1,4 @@
-"""The four ways to keep a weight in 16 bits, as data."""
+"""The three ways to keep a weight in 16 bits, as data."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Mode(NamedTuple):
         return 2 + _BYTES[self.beside]
 
 
-_BYTES = {"": 0, "int16": 2, "bfloat16": 2, "float32": 4}
+_BYTES = {"": 0, "int16": 2, "float32": 4}
 _BF16 = ("bfloat16",)
 
 MODES: dict[str, Mode] = {
@@ -36,7 +36,6 @@ MODES: dict[str, Mode] = {
         Mode("master", "float32", True, ("bfloat16", "float16"), "a float32 copy of each weight"),
         Mode("split", "int16", True, _BF16, "the other 16 bits of the float32 weight"),
         Mode("stochastic", "", False, _BF16, "nothing; each step rounds up or down at random"),
-        Mode("kahan", "bfloat16", False, _BF16, "what rounding has cut off, rounded to bfloat16"),
     )
 }
 

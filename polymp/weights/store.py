@@ -4,14 +4,13 @@
     master       cast, to nearest                the float32 number         what is beside
     split        to nearest, ties from zero      the other 16 bits          both joined: exact
     stochastic   up or down at random            nothing                    the low number
-    kahan        cast, to nearest                what was cut off           the sum of both
 
 An optimizer takes its step on what `load` returns, in float32, and `store` keeps the result.
 """
 
 from typing import Any
 
-from polymp.weights import kahan, split, stochastic
+from polymp.weights import split, stochastic
 from polymp.weights.modes import Mode
 from polymp.weights.verbs import Verbs
 
@@ -20,8 +19,6 @@ def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -
     """Return a float32 weight as it is kept."""
     if mode.name == "split":
         return split.split(verbs, full)
-    if mode.name == "kahan":
-        return kahan.store(verbs, full)
     if mode.name == "stochastic":
         return stochastic.rounded(verbs, full, random), None
     return verbs.narrow(full, dtype), full
@@ -41,8 +38,6 @@ def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
     """Return the float32 weight that an optimizer steps on."""
     if mode.name == "split":
         return split.join(verbs, low, beside)
-    if mode.name == "kahan":
-        return kahan.load(verbs, low, beside)
     if mode.name == "stochastic":
         return verbs.wide(low)
     return beside
@@ -53,17 +48,12 @@ def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) 
 
     A weight that was written holds the value that was written, and what stood beside it no longer
     belongs to it. In `master` every such element shows: rounding the copy does not give the weight.
-    In `kahan` it shows where the sum of both would round to another weight. Elsewhere in `kahan`,
-    and in `split`, nothing shows, and the error is at most half of the last place of what was
-    written; a caller who knows that an array was written avoids that, too.
+    In `split` nothing shows, and the error is at most half of the last place of what was written; a
+    caller who knows that an array was written avoids that, too.
     """
     if mode.name == "master":
         same = verbs.bits16(verbs.narrow(beside, dtype)) == verbs.bits16(low)
         return verbs.where(same, beside, as_float32(verbs, low, dtype))
-    if mode.name == "kahan":
-        again = verbs.narrow(kahan.load(verbs, low, beside), dtype)
-        same = verbs.bits16(again) == verbs.bits16(low)
-        return verbs.bfloat16(verbs.where(same, verbs.bits16(beside), kahan.NONE))
     if mode.name == "split":
         return verbs.where(split.is_torn(verbs, low, beside), 0, beside)
     return beside

@@ -24,7 +24,6 @@ DOORS = (
     "polymp.torch.cpu",
     "polymp.torch.cuda",
     "polymp.torch.fsdp",
-    "polymp.torch.torchtitan",
     "polymp.jax",
     "polymp.keras",
     "polymp.lightning",

@@ -26,7 +26,6 @@ rules policies
 scaling
 weights
 diagnostics
-speed
 backends
 backends.torch backends.jax
 backends.torch.compat backends.jax.compat
@@ -37,7 +36,6 @@ backends.torch.autocast backends.jax.autocast
 backends.torch.modules
 backends.torch.weights backends.torch.scaler backends.jax.weights backends.jax.scaler
 backends.torch.diagnostics backends.jax.diagnostics
-backends.torch.speed backends.jax.speed
 _api torch jax
 _accelerator
 accelerate keras lightning
@@ -149,7 +147,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             "scaling.scale_rule",
         ),
         ("dtypes.planted", "if TYPE_CHECKING:\n    import polymp.errors", "errors"),
-        ("speed.planted", "from polymp import backends", "backends"),
+        ("diagnostics.planted", "from polymp import backends", "backends"),
         (
             "backends.torch.scaler.planted",
             "import polymp.backends.jax.compat",

@@ -1,8 +1,7 @@
-"""Recording a run: what is in the report is what ran, and recording leaves nothing behind."""
+"""What `explain` reports is what the policy decides and what ran, and it leaves nothing behind."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 import polymp
 from polymp.dtypes import widest
-from polymp.errors import ForbiddenOpError, PolicyWarning
-from polymp.rules import decision_log
+from polymp.errors import PolicyWarning
 from polymp.rules.row import LOW, Rule
 from tests.conftest import FRAMEWORKS, need
 from tests.support import frameworks, processes
@@ -72,54 +70,48 @@ def arguments(fw: Any) -> list[Any]:
     return [fw.array(X, "float32"), fw.array(X[:, :4], "float32")]
 
 
-def ruled(found: decision_log.Decisions) -> list[decision_log.Entry]:
-    return [entry for entry in found.entries if entry.decision.rule is not Rule.PARTS]
+def report_of(fw: Any, low: str, policy: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """The report of a call in a region."""
+    if fw.name == "torch":
+        return polymp.torch.explain(region(fw, low, policy)(fn), *args)
+    return polymp.jax.explain(region(fw, low, policy)(fn), *args)
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_entries_are_what_ran(fw: Any, low: str) -> None:
-    run = region(fw, low, POLICY)(steps(fw))
-    before = [fw.dtype(y) for y in run(*arguments(fw))]
-    with polymp.recording() as found:
-        results = [fw.dtype(y) for y in run(*arguments(fw))]
-    assert results == before, "recording changed what runs"
-    entries = ruled(found)
-    assert [e.op for e in entries] == ["linear", "exp", "softmax", "tanh", "add", "sum"]
-    for entry, result in zip(entries, results, strict=True):
-        out = entry.decision.out or entry.decision.run or widest(entry.dtypes)
-        assert (entry.op, out) == (entry.op, result)
-        assert (entry.backend, entry.low, entry.scope) == (fw.name, low, "")
-        assert entry.row == POLICY.winner(entry.op, low)
-        assert entry.decision == POLICY.apply(entry.row, entry.dtypes, low)
-        assert entry in found.of(entry.op)
-    arrived = [e.dtypes for e in entries]
+def test_calls_are_what_ran(fw: Any, low: str) -> None:
+    results = [fw.dtype(y) for y in region(fw, low, POLICY)(steps(fw))(*arguments(fw))]
+    report = report_of(fw, low, POLICY, steps(fw), *arguments(fw))
+    calls = [call for call in report if call.row is not None and call.rule != Rule.PARTS]
+    assert [call.op for call in calls] == ["linear", "exp", "softmax", "tanh", "add", "sum"]
+    for call, result in zip(calls, results, strict=True):
+        assert (call.op, call.outputs) == (call.op, (result,))
+        assert (call.backend, call.region, call.module) == (fw.name, low, "")
+        assert call.row == POLICY.winner(call.op, low)
+        decision = POLICY.apply(call.row, call.inputs, low)
+        assert call.outputs == (decision.out or decision.run or widest(call.inputs),)
+    arrived = [call.inputs for call in calls]
     assert arrived[1:4] == [(low,), ("float32",), (results[2],)]
     assert arrived[0] == ("float32", "float32")
-    assert repr(found) == f"Decisions({len(found.entries)} entries, {len(found.rows())} rows)"
-    assert len(found) == len(found.entries)
 
 
-def test_an_op_is_recorded_as_often_as_it_is_there(fw: Any) -> None:
+def test_an_op_is_counted_as_often_as_it_is_there(fw: Any) -> None:
     def run(x: Any) -> Any:
         for _ in range(3):
             x = fw.ops["exp"](x)
         return x
 
-    with polymp.recording() as found:
-        region(fw, "bfloat16", POLICY)(run)(fw.array(X, "float32"))
-    assert [e.op for e in found.entries] == ["exp"] * 3
+    report = report_of(fw, "bfloat16", POLICY, run, fw.array(X, "float32"))
+    assert sum(call.times for call in report.of("exp")) == 3
 
 
 def test_unused_rows_are_those_that_ruled_nothing(fw: Any) -> None:
-    with polymp.recording() as found:
-        region(fw, "float16", POLICY)(steps(fw))(*arguments(fw))
-    unused = {(row.of, row.dtype) for row in POLICY.unused(found)}
+    report = report_of(fw, "float16", POLICY, steps(fw), *arguments(fw))
+    unused = {(row.of, row.dtype) for row in POLICY.unused(report)}
     assert unused == {("erfinv", ""), ("fft_fft", ""), ("softmax", "bfloat16")}
-    with polymp.recording() as nothing:
-        pass
+    nothing = report_of(fw, "float16", POLICY, lambda x: x, fw.array(X, "float32"))
     assert POLICY.unused(nothing) == POLICY.rows
     other = POLICY.override(name="other", fp32=["erfinv"])
-    assert len(other.unused(found)) >= len(unused) - 1
+    assert len(other.unused(report)) >= len(unused) - 1
 
 
 def test_a_scope_that_never_matched_is_unused() -> None:
@@ -151,9 +143,9 @@ def _unused_in_torch(policy: polymp.Policy) -> Any:
     model.add_module("head", Head())
     with pytest.warns(PolicyWarning, match=r"'\*\.haed': did you mean '\*\.head'\?"):
         handle = scoped(model, policy)
-    with handle, polymp.recording() as found, autocast("cpu"):
+    with handle, polymp.torch.explain() as report, autocast("cpu"):
         assert model(torch.ones(3)).dtype is torch.bfloat16
-    return policy.unused(found)
+    return policy.unused(report)
 
 
 def _unused_in_jax(fw: Any, policy: polymp.Policy) -> Any:
@@ -163,95 +155,21 @@ def _unused_in_jax(fw: Any, policy: polymp.Policy) -> Any:
         with jax.named_scope("head"):
             return fw.ops["exp"](x)
 
-    with polymp.recording() as found:
-        with pytest.warns(PolicyWarning, match=r"'\*\.haed': did you mean '\*\.head'\?"):
-            out = region(fw, "bfloat16", policy)(run)(fw.array(X, "float32"))
-    assert out.dtype == "bfloat16"
-    (entry,) = found.of("exp")
-    assert entry.scope == "head"
-    return policy.unused(found)
+    with pytest.warns(PolicyWarning, match=r"'\*\.haed': did you mean '\*\.head'\?"):
+        report = report_of(fw, "bfloat16", policy, run, fw.array(X, "float32"))
+    (call,) = report.of("exp")
+    assert (call.outputs, call.module) == (("bfloat16",), "head")
+    return policy.unused(report)
 
 
 def test_a_disabled_region_and_no_region_decide_nothing(fw: Any) -> None:
     x = fw.array(X, "float32")
-    with polymp.recording() as found:
-        fw.ops["exp"](x)
-        fw.run(fw.ops["exp"], [x], ("off",))
-    assert found.entries == []
 
+    def run(x: Any) -> Any:
+        return fw.ops["exp"](x), fw.run(fw.ops["exp"], [x], ("off",))
 
-def test_recordings_nest(fw: Any) -> None:
-    """A decision belongs to the innermost recording."""
-    run = region(fw, "bfloat16", POLICY)(fw.ops["exp"])
-    tanh = region(fw, "bfloat16", POLICY)(fw.ops["tanh"])
-    x = fw.array(X, "float32")
-    with polymp.recording() as outer:
-        run(x)
-        with polymp.recording() as inner:
-            assert decision_log.current().record is inner
-            tanh(x)
-        run(x)
-        assert decision_log.current().record is outer
-    assert decision_log.current() is None
-    assert [e.op for e in outer.entries] == ["exp", "exp"]
-    assert [e.op for e in inner.entries] == ["tanh"]
-
-
-def test_an_error_ends_a_recording(fw: Any) -> None:
-    forbids = {"name": "no", "rules": {"exp": "forbid", "tanh": "fp32"}}
-    tanh, exp = (region(fw, "bfloat16", forbids)(fw.ops[name]) for name in ("tanh", "exp"))
-    x = fw.array(X, "float32")
-
-    def run() -> decision_log.Decisions:
-        with polymp.recording() as found:
-            kept.append(found)
-            tanh(x)
-            exp(x)
-        return found
-
-    kept: list[decision_log.Decisions] = []
-    with pytest.raises(ForbiddenOpError):
-        run()
-    assert decision_log.current() is None
-    assert [(e.op, e.decision.rule) for e in kept[0].entries] == [
-        ("tanh", Rule.FP32),
-        ("exp", Rule.FORBID),
-    ]
-    tanh(x)
-    assert len(kept[0]) == 2, "it went on recording"
-
-
-def test_each_thread_records_its_own(fw: Any) -> None:
-    names = ("exp", "tanh")
-    runs = {name: region(fw, "bfloat16", POLICY)(fw.ops[name]) for name in names}
-    x, found = fw.array(X, "float32"), {}
-    recording, ran = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
-
-    def work(name: str, records: bool) -> None:
-        if not records:
-            recording.wait()
-            assert decision_log.current() is None
-            runs[name](x)
-            ran.wait()
-            return
-        with polymp.recording() as its:
-            recording.wait()
-            runs[name](x)
-            ran.wait()
-        found[name] = [e.op for e in its.entries]
-
-    for records in (False, True):
-        threads = [
-            threading.Thread(target=work, args=(names[0], True)),
-            threading.Thread(target=work, args=(names[1], records)),
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wanted = {"exp": ["exp"]} | ({"tanh": ["tanh"]} if records else {})
-        assert found == wanted
-        found.clear()
+    report = polymp.explain(run, x)
+    assert report.rows() == set()
 
 
 # --- torch: nothing of ours stays -----------------------------------------------------------------
@@ -260,7 +178,7 @@ def test_each_thread_records_its_own(fw: Any) -> None:
 NATIVE = """
 import sys
 import polymp, torch
-from polymp.torch import autocast
+from polymp.torch import autocast, explain
 from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.autocast import kernel_registry, torch_table
 
@@ -281,8 +199,9 @@ with autocast("cpu"):
     before = dispatcher.registered(dispatcher.autocast_key("cpu"))
     print(kernel_registry.installed("cpu"), ours())
     for _ in range(2):
-        with polymp.recording() as found:
-            print(ours(), [entry.op for entry in found.entries])
+        with explain() as report:
+            print(ours())
+        print([call.op for call in report])
         print(kernel_registry.installed("cpu"), ours())
         print(dispatcher.registered(dispatcher.autocast_key("cpu")) == before)
 """
@@ -291,11 +210,11 @@ with autocast("cpu"):
 def test_torch_runs_its_own_kernels_again() -> None:
     """In a fresh process, where none of ours is on an op."""
     need("torch")
-    again = ["['autocast_kernel.py'] ['mm']", "() []", "True"]
+    again = ["['autocast_kernel.py']", "['mm']", "() []", "True"]
     assert processes.run(NATIVE).splitlines() == ["() []", *again, *again]
 
 
-def test_a_policy_first_used_in_a_recording_works_after_it() -> None:
+def test_a_policy_first_used_in_an_explanation_works_after_it() -> None:
     need("torch")
     import torch
 
@@ -304,16 +223,16 @@ def test_a_policy_first_used_in_a_recording_works_after_it() -> None:
     x = torch.tensor(X, dtype=torch.bfloat16)
     low = torch.bfloat16
     first = {"name": "first", "rules": {"bmm": "fp32", "cdist": "keep", "quantile": "keep"}}
-    with polymp.recording() as found, autocast("cpu", policy=first):
+    with polymp.torch.explain() as report, autocast("cpu", policy=first):
         assert torch.bmm(x[None], x.t()[None]).dtype is torch.float32
-    assert len(found.of("bmm")) == 1
+    assert len(report.of("bmm")) == 1
     for policy, dtype in ((first, torch.float32), ("torch-cpu", low), (None, low), ("amp", low)):
         with autocast("cpu", policy=policy):
             assert torch.bmm(x[None], x.t()[None]).dtype is dtype
             assert torch.cdist(x.float(), x.float()).dtype is torch.float32
 
 
-def test_a_number_beside_a_tensor_is_recorded_like_any_op() -> None:
+def test_a_number_beside_a_tensor_is_explained_like_any_op() -> None:
     """A kernel of ours is given the number, where a compiled one is given a tensor."""
     need("torch")
     import torch
@@ -333,7 +252,7 @@ def test_a_number_beside_a_tensor_is_recorded_like_any_op() -> None:
     for name, call in calls.items():
         with autocast("cpu"):
             wanted = call()
-            with polymp.recording():
+            with polymp.torch.explain():
                 got = call()
         assert got.dtype is wanted.dtype, name
         assert torch.equal(got, wanted), name

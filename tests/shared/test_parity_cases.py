@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-import polymp
 from polymp.testing import Parity, ParityError, assert_parity
 from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks, parity_pairs
 from tests.support.cases import LOW
+from tests.support.decisions import recording
 from tests.support.parity_pairs import (
     MISMATCHES,
     Mismatch,
@@ -43,7 +43,7 @@ OPS = tuple(name.strip() for name in OPS)
 @pytest.fixture(scope="module", autouse=True)
 def _prepared() -> Iterator[None]:
     """Do the set-up of a recording once, for all tests here."""
-    with polymp.recording():
+    with recording():
         yield
 
 

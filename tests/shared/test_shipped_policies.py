@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 
 import polymp
-from polymp import Region
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files
+from polymp.rules.region import Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, framework_differences, frameworks
+from tests.support.decisions import recording
 from tests.support.framework_differences import NEUTRAL
 from tests.support.sizes import LONG, size
 
@@ -167,7 +168,7 @@ def made_of(framework: str, op: str) -> tuple[str, ...]:
 def _made_of(framework: str) -> dict[str, tuple[str, ...]]:
     found = {}
     keep = region(framework, "bfloat16", KEEP)
-    with polymp.recording() as report:
+    with recording() as report:
         for op in cases.OPS:
             case = cases.Case(op.name, "float32", "bfloat16", "on", "", "", "")
             found[op.name] = tuple(p.op for p in call(framework, op.name, keep, case, report).parts)
@@ -183,7 +184,7 @@ def rows_of(policies: Iterable[str], wanted: Callable[[cases.Op, str], bool]) ->
         for policy in policies
         for low in lows(policy)
     }
-    with polymp.recording() as report:
+    with recording() as report:
         for (policy, low), regions in opened_by.items():
             for op in cases.OPS:
                 if wanted(op, policy):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import polymp
 from polymp.testing import ParityError, assert_parity
 from tests.conftest import FRAMEWORKS, need
+from tests.support.decisions import recording
 from tests.support.examples import modules
 from tests.support.sizes import size
 
@@ -24,7 +24,7 @@ SIZES = argparse.Namespace(
 def example() -> Iterator[Any]:
     for name in FRAMEWORKS:
         need(name)
-    with modules("compare_models", "train_torch", "train_jax", "job") as found, polymp.recording():
+    with modules("compare_models", "train_torch", "train_jax", "job") as found, recording():
         yield SimpleNamespace(it=found.compare_models, job=found.job)
 
 

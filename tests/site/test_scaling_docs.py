@@ -13,9 +13,9 @@ CODE = " ".join(re.findall(r"`([^`\n]+)`", TEXT))
 
 # What the page says of both under one name.
 HELPERS = {
-    "torch": {"GradScaler", "LossScalers", "expect_scaler"},
+    "torch": {"GradScaler", "expect_scaler"},
     "jax": {
-        "GradScaler", "StuckWatch", "expect_scaler", "linen_train_step", "nnx_train_step", "scaled",
+        "GradScaler", "expect_scaler",
     },
 }  # fmt: skip
 

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polymp.errors import ScalerWarning
+
 GOOD, OVERFLOW, LOST = "good", "overflow", "lost"
 BEFORE, AFTER, INTERVAL = 20, 600, 4
 
@@ -78,9 +80,6 @@ class Torch:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-
-    def finish(self) -> None:
-        pass
 
     def weights(self) -> np.ndarray:
         return np.concatenate([p.detach().numpy().ravel() for p in self.model.parameters()])
@@ -149,9 +148,6 @@ class Jax:
     def stepped(self, grads: Any) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
-
     def weights(self) -> np.ndarray:
         params = self.state[0]
         return np.concatenate([np.ravel(params["weight"]), np.ravel(params["bias"])])
@@ -178,19 +174,18 @@ class Jax:
 
 
 class PolympJax(Jax):
-    """The same with polymp's scaler, its watch and its dictionaries."""
+    """The same with polymp's scaler, its dictionaries, and its report of many skips in a row."""
 
-    def __init__(self, train_step: Callable[..., Any], **watched: Any) -> None:
-        from polymp.jax import GradScaler, StuckWatch
+    def __init__(self, train_step: Callable[..., Any], stuck_after: int = 50) -> None:
+        from polymp.jax import GradScaler
 
         super().__init__(GradScaler(growth_interval=INTERVAL), train_step)
-        self.watch = StuckWatch(**watched)
+        self.stuck_after = stuck_after
 
     def stepped(self, grads: Any) -> None:
-        self.watch.watch(self.state[2], grads)
-
-    def finish(self) -> None:
-        self.watch.finish()
+        scaler = self.state[2]
+        if scaler.state.skips == self.stuck_after:
+            warnings.warn(scaler.report(grads).why_stuck, ScalerWarning, stacklevel=2)
 
     def scale(self) -> float:
         return float(self.state[2].state.scale)
@@ -222,7 +217,7 @@ def _apply(optimizer: Any, grads: Any, params: Any, opt: Any) -> Any:
     return optax.apply_updates(params, updates), opt
 
 
-def polymp_jax(**watched: Any) -> Jax:
+def polymp_jax(**options: Any) -> Jax:
     def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
         import jax
 
@@ -235,10 +230,10 @@ def polymp_jax(**watched: Any) -> Jax:
         (params, opt), scaler, _ = scaler.step(grads, update, params, opt, loss=loss)
         return params, opt, scaler, grads
 
-    return PolympJax(train_step, **watched)
+    return PolympJax(train_step, **options)
 
 
-def polymp_jax_value_and_grad(**watched: Any) -> Jax:
+def polymp_jax_value_and_grad(**options: Any) -> Jax:
     def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
         from jax import lax
 
@@ -251,7 +246,7 @@ def polymp_jax_value_and_grad(**watched: Any) -> Jax:
         )
         return params, opt, scaler, grads
 
-    return PolympJax(train_step, **watched)
+    return PolympJax(train_step, **options)
 
 
 def flax_dynamic_scale() -> Jax:
@@ -363,7 +358,6 @@ def run(make: Callable[[], Any], kill: Kill) -> Outcome:
             if at == BEFORE + kill.steps:
                 scale = it.scale()
             it.step(kind, *batch(at, kind))
-        it.finish()
     finite = bool(np.isfinite(it.weights()).all())
     return Outcome(finite, first, scale, before, error(it), tuple(said))
 

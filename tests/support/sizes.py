@@ -50,7 +50,6 @@ LONGEST = (
     "torch/weights/test_freeze_models.py",
     "torch/autocast/test_random_policies.py",
     "jax/autocast/test_hlo.py",
-    "core/cli/test_doctor_measure.py",
     "jax/autocast/test_known_functions.py",
     "torch/autocast/test_random_programs.py",
     "site/test_examples_ranks.py",
@@ -64,8 +63,7 @@ LONGEST = (
     "site/test_site.py",
     "jax/autocast/test_random_policies.py",
     "torch/modules/test_scoped.py",
-    "jax/scaler/test_optax_wrapper.py",
-    "jax/scaler/test_flax_steps.py",
+    "jax/scaler/test_flax.py",
     "jax/weights/test_freeze_serving.py",
     "jax/scaler/test_checkpoint.py",
 )

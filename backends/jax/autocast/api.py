@@ -30,7 +30,6 @@ T = TypeVar("T")
 PolicyLike = policy_files.Source | None
 
 # What a float32 array may do to a low one: widen it always, or only if something made it float32.
-PROMOTIONS = ("strong", "weak")
 
 
 @overload
@@ -40,7 +39,6 @@ def autocast(
     dtype: jax.typing.DTypeLike = ...,
     policy: PolicyLike = ...,
     enabled: bool = ...,
-    promotion: str = ...,
 ) -> F: ...
 
 
@@ -51,7 +49,6 @@ def autocast(
     dtype: jax.typing.DTypeLike = ...,
     policy: PolicyLike = ...,
     enabled: bool = ...,
-    promotion: str = ...,
 ) -> "Autocast": ...
 
 
@@ -61,7 +58,6 @@ def autocast(
     dtype: jax.typing.DTypeLike = "bfloat16",
     policy: PolicyLike = None,
     enabled: bool = True,
-    promotion: str = "strong",
 ) -> "Callable[..., object] | Autocast":
     """Run a function's ops in the dtypes that suit them, or mark a region inside such a function.
 
@@ -79,13 +75,6 @@ def autocast(
         dtype: the low dtype, bfloat16 or float16.
         policy: the table that decides: a policy, the name of one, a dict or a path; None for "amp".
         enabled: False runs the ops in the dtypes they are written in.
-        promotion: what a float32 array does to a low one that it meets in an op without a rule.
-            "strong": both go to float32, as in torch. "weak": only if something made it float32,
-            which is an op that the policy runs in float32, `upper`, an `astype`, a loop, or code
-            that runs as written; parameters and what is made of them follow the low one. That
-            saves memory, and costs digits where float32 was there for a sum: an accumulator that
-            starts as zeros and takes low terms becomes low. Start it with `upper(zeros)` to keep
-            it. From TensorFlow's auto_mixed_precision grappler pass.
 
     Returns:
         A function with `fn`'s signature, or an object that is a decorator and a context manager.
@@ -93,7 +82,7 @@ def autocast(
     Raises:
         TypeError: `fn` is no function, `dtype` no dtype or `enabled` no bool, or an argument after
             `fn` came without its name.
-        ValueError: `dtype` is not a low dtype, or `promotion` neither "strong" nor "weak".
+        ValueError: `dtype` is not a low dtype.
         PolicyError: `policy` names none, is wrong, or has a row that jax cannot follow.
     """
     if others:
@@ -101,7 +90,7 @@ def autocast(
             f"autocast takes one function and nothing else without a name, and no device; got "
             f"{', '.join(map(repr, (fn, *others)))}. Write autocast(fn, dtype=...)."
         )
-    region = _region(dtype, policy, enabled, promotion)
+    region = _region(dtype, policy, enabled)
     return Autocast(region) if fn is None else transformed(fn, region)
 
 
@@ -146,8 +135,7 @@ class Autocast:
         region = self.region
         name = region.policy.name if region.policy else None
         return (
-            f"polymp.jax.autocast(dtype={region.dtype}, policy={name!r}, "
-            f"enabled={region.enabled}, promotion={region.promotion!r})"
+            f"polymp.jax.autocast(dtype={region.dtype}, policy={name!r}, enabled={region.enabled})"
         )
 
 
@@ -225,9 +213,7 @@ def _marked(leaf: object, name: str) -> object:
     return leaf
 
 
-def _region(
-    dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool, promotion: str
-) -> Region:
+def _region(dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool) -> Region:
     try:
         name = float_dtype(dtype).name
     except TypeError:
@@ -242,10 +228,6 @@ def _region(
             f"autocast(dtype={name}): the low dtype of a region is bfloat16 or float16. "
             "For a region in which ops run as written, use enabled=False."
         )
-    if not (isinstance(promotion, str) and promotion in PROMOTIONS):
-        raise ValueError(
-            f"autocast(promotion={promotion!r}): write promotion='strong' or promotion='weak'."
-        )
     table: Policy = policy_files.load("amp" if policy is None else policy)
     check(table)
-    return Region("jax", "any", bool(enabled), name, True, table, promotion=promotion)
+    return Region("jax", "any", bool(enabled), name, True, table)

@@ -31,7 +31,7 @@ def planned(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -
     """Plan a call of such a function, with the rules of its kind."""
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
-    outs = [Known(k.dtype, product=k.product, weak=k.weak) for k in plan.outs]
+    outs = [Known(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=rules(frame, eqn, plan)), outs
 

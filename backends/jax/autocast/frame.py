@@ -79,7 +79,6 @@ class Planner:
     Args:
         one: plans the program of a frame.
         off: names of the passes that are switched off; see `passes`.
-        tracks_weak: True if some region promotes weakly, so that plans note which results are weak.
         kept: plans of earlier calls; None for none.
         settings: all that a plan depends on besides the arguments of `plan`.
     """
@@ -88,15 +87,13 @@ class Planner:
         self,
         one: "Callable[[Frame], Plan]",
         off: Set[str],
-        tracks_weak: bool,
         kept: PlanCache | None,
         settings: Hashable,
     ) -> None:
         self.one = one
         self.off = off
-        self.tracks_weak = tracks_weak
         self.kept = kept
-        self.settings: Hashable = (settings, off, tracks_weak)
+        self.settings: Hashable = (settings, off)
         self.plans: dict[Hashable, Plan] = {}
         self.stacks: NameStacks = NameStacks()
         self.unknown: set[str] = set()

@@ -224,10 +224,10 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
         reads = [declared(atom) for atom in section.invars]
     else:
         reads = [(run or k.dtype) if k.dtype else None for k in known]
-    met = [k._replace(dtype=f, weak=False) for k, f in zip(known, reads, strict=True)]
+    met = [k._replace(dtype=f) for k, f in zip(known, reads, strict=True)]
     plan = frame.planner.plan(section, met, inside)
     writes = tuple(k.dtype for k in plan.outs)
-    outs = [k._replace(numbers=(), weak=False) for k in plan.outs]
+    outs = [k._replace(numbers=()) for k in plan.outs]
     returns = None
     if decision.out is not None and writes != (decision.out,) * len(writes):
         # Of a normalisation that is the result, not the statistics that it keeps; and not what

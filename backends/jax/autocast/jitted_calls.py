@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import run
 from polymp.backends.jax.autocast.plan import Plan
 from polymp.backends.jax.jaxprs import JITTED
@@ -67,7 +66,7 @@ def key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key 
         return None
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None
-    settings = compat.trace_context(), len(vocabulary().registered), regions.any_weak()
+    settings = compat.trace_context(), len(vocabulary().registered)
     return Key(tuple(map(jax.typeof, arrays)), kinds, settings)
 
 

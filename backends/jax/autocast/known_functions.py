@@ -10,7 +10,6 @@ the place of its function. Nothing is patched, and a function need not leave a c
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from types import CodeType
 from typing import NamedTuple, TypeVar
 
@@ -22,8 +21,7 @@ from polymp.backends.jax.autocast import op_facts
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import JITTED, RULED, ends_at_tolerance, inside
 from polymp.errors import PolicyError
-from polymp.rules.op_registration import checked
-from polymp.rules.vocabulary import CUSTOM, vocabulary
+from polymp.rules.vocabulary import vocabulary
 
 T = TypeVar("T")
 
@@ -207,35 +205,3 @@ def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]
     if FUNCTIONS.ops.get(id(code)):
         raise PolicyError(f"{where}: {given!r} is known already, as {FUNCTIONS.ops[id(code)]!r}.")
     return (), (f"{given.__module__}.{code.co_qualname}",)
-
-
-def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
-    """Decorator: a function, or a primitive, follows policies as one op.
-
-        @polymp.jax.register("my_norm", "fp32")
-        @jax.custom_vjp
-        def my_norm(x): ...
-
-    Args:
-        name: for policies.
-        rule: the one that it follows where a policy has no row for it; see `polymp.register_op`.
-        kind: its class.
-
-    Returns:
-        A decorator that returns what it was given.
-
-    Raises:
-        PolicyError: see `polymp.register_op`.
-        TypeError: what is decorated is neither a function nor a primitive.
-    """
-
-    def decorate(given: T) -> T:
-        where = f"register_op({name!r})"
-        op = checked(name, rule, kind, where)
-        primitives, functions = spelled(given, where)
-        vocabulary().register(replace(op, jax=primitives, functions=functions))
-        if functions:
-            FUNCTIONS.add(given, name)
-        return given
-
-    return decorate

@@ -24,7 +24,7 @@ from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.pass_switches import Pass
 from polymp.backends.jax.autocast.plan import Kind
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, Origin, declared, fixed
+from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, Origin, declared
 from polymp.backends.jax.compat.programs import Equation
 from polymp.dtypes import widest
 from polymp.rules import decision_log
@@ -62,8 +62,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     origin, numbers = promotion.converted(atom, known)
     if new is None:
         numbers = ()
-    weak = frame.planner.tracks_weak and new == "float32" and not fixed(atom) and old is None
-    return frame.step(eqn, [None], [new]), [Known(new, origin, numbers=numbers, weak=weak)]
+    return frame.step(eqn, [None], [new]), [Known(new, origin, numbers=numbers)]
 
 
 def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
@@ -109,8 +108,7 @@ def _plan_of(
     frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region
 ) -> _OpPlan | None:
     """How an op that is free in its dtype runs; None for as written."""
-    weak = region.promotion == "weak"
-    hard = promotion.deciding(eqn, op, known, weak)
+    hard = promotion.deciding(eqn, op, known)
     if not hard:
         return None
     decision = frame.decision(op_of(op), hard, region, op)
@@ -125,7 +123,7 @@ def _plan_of(
         groups = {f: decision.run for f in dtypes if f}
     else:
         fold = Pass.BIAS_FOLD not in frame.planner.off
-        groups = promotion.alike(eqn, op, known, weak, fold)
+        groups = promotion.alike(eqn, op, known, fold)
     reads = [groups[f] if f else None for f in dtypes]
     writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
     finals = [decision.out or f if f else None for f in writes]
@@ -139,22 +137,14 @@ def _plan_of(
     # Spread over more elements, a product is no longer what a bias is added to.
     moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
-    ruled = decision.rule in (Rule.FP32, Rule.FP32_KEEP)
-    stays = frame.planner.tracks_weak and not ruled and promotion.stays_weak(known)
-    outs = [
-        Known(f, origin, product and f in LOW, numbers, stays and f == "float32")
-        if f
-        else Known(None)
-        for f in finals
-    ]
+    outs = [Known(f, origin, product and f in LOW, numbers) if f else Known(None) for f in finals]
     return _OpPlan(reads, tuple(writes), returns, outs, kind)
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A sum of products: the primitive of polymp, where it runs low."""
     known = [frame.known(atom) for atom in eqn.invars]
-    weak = region.promotion == "weak"
-    hard = promotion.deciding(eqn, eqn.primitive.name, known, weak)
+    hard = promotion.deciding(eqn, eqn.primitive.name, known)
     spelled = spelling(eqn)
     if not hard:
         return _not_eligible(frame, eqn, known, spelled, region)

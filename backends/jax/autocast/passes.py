@@ -23,7 +23,6 @@ from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Step
 from polymp.backends.jax.autocast.values import LOW, Known, Origin, declared, fits
 from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.jaxprs import JITTED
-from polymp.rules import decision_log
 
 # What is computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = op_facts.ELEMENTWISE | {
@@ -181,8 +180,7 @@ class _Walk:
         known, results = plan.known, [k.dtype for k in outs]
         while True:
             if results != [k.dtype for k in plan.outs] or known != plan.known:
-                with decision_log.repeated():
-                    plan = frame.planner.plan(plan.jaxpr, known, plan.region, results, keep=True)
+                plan = frame.planner.plan(plan.jaxpr, known, plan.region, results, keep=True)
             known = _widened(eqn.invars, plan.known, plan.reads)
             if known == plan.known:
                 break

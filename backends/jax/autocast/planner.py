@@ -18,7 +18,6 @@ from polymp.backends.jax.autocast import (
     op_handlers,
     pass_switches,
     passes,
-    regions,
     sharded_weights,
 )
 from polymp.backends.jax.autocast.frame import Frame, Handler, PlanCache, Planner
@@ -56,12 +55,11 @@ def planner(region: Region, kept: PlanCache | None = None) -> Planner:
     """The planner of a program in a region."""
     FUNCTIONS.refresh()
     contraction_rules.register_rules()
-    tracks_weak = region.promotion == "weak" or regions.any_weak()
     if decision_log.current() is not None:
         kept = None
     # What else plans depend on: jax's configuration, and the ops that are known by now.
     settings = compat.trace_context(), len(vocabulary().registered), len(FUNCTIONS.ops)
-    return Planner(_planned, pass_switches.off(), tracks_weak, kept, settings)
+    return Planner(_planned, pass_switches.off(), kept, settings)
 
 
 def _planned(frame: Frame) -> Plan:

@@ -3,7 +3,6 @@
     numbers, masks, integers follow
     scalar arguments         follow arrays
     a bias                   follows the contraction's result that it is added to
-    weak float32 values      follow low ones, in a region that promotes weakly
 
 Everything else decides, and the widest dtype wins. Nothing here makes a step.
 """
@@ -23,16 +22,16 @@ from polymp.dtypes import FORMATS, widest
 from polymp.rules.vocabulary import vocabulary
 
 
-def deciding(eqn: Equation, op: str, known: Sequence[Known], weak: bool) -> tuple[str, ...]:
+def deciding(eqn: Equation, op: str, known: Sequence[Known]) -> tuple[str, ...]:
     """The dtypes that decide: those of the operands that do not follow the others."""
     if any(map(fixed, eqn.invars)):
         return ()
     pairs = zip(known, eqn.invars, strict=True)
-    hard = [k.dtype for k, a in pairs if k.dtype and not _follows(k, a, eqn, op, weak)]
+    hard = [k.dtype for k, a in pairs if k.dtype and not _soft(k, a, eqn, op)]
     return tuple(hard or [k.dtype for k in known if k.dtype])
 
 
-def alike(eqn: Equation, op: str, known: Sequence[Known], weak: bool, fold: bool) -> dict[str, str]:
+def alike(eqn: Equation, op: str, known: Sequence[Known], fold: bool) -> dict[str, str]:
     """Operands declared alike stay alike: for each declared dtype, the widest actual one."""
     atoms = eqn.invars
     groups: dict[str, str] = {}
@@ -41,7 +40,7 @@ def alike(eqn: Equation, op: str, known: Sequence[Known], weak: bool, fold: bool
         members = [
             (k, a) for k, a, f in zip(known, atoms, dtypes, strict=True) if f == one and k.dtype
         ]
-        hard = [k for k, a in members if not _follows(k, a, eqn, op, weak)]
+        hard = [k for k, a in members if not _soft(k, a, eqn, op)]
         if fold and op_of(op) == "add" and _is_bias(hard):
             hard = [k for k in hard if k.product]
         run = widest(k.dtype for k in hard or [k for k, _ in members] if k.dtype)
@@ -122,21 +121,6 @@ def meets_scalar(eqn: Equation, known: Sequence[Known]) -> bool:
         k.dtype == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
         for k, atom in zip(known, eqn.invars, strict=True)
     ) and any(k.dtype in LOW for k in known)
-
-
-def stays_weak(known: Iterable[Known]) -> bool:
-    """True if no operand is low, and none is a float32 value that something made float32."""
-    return all(k.dtype is None or (k.dtype == "float32" and _untainted(k)) for k in known)
-
-
-def _untainted(known: Known) -> bool:
-    return known.weak or known.origin is not Origin.COMPUTED
-
-
-def _follows(known: Known, atom: Atom, eqn: Equation, op: str, weak: bool) -> bool:
-    if weak and known.dtype == "float32" and _untainted(known):
-        return True
-    return _soft(known, atom, eqn, op)
 
 
 def _soft(known: Known, atom: Atom, eqn: Equation, op: str) -> bool:

@@ -46,7 +46,6 @@ class _Marks:
         self.lock = threading.Lock()
         self.regions: dict[str, Region] = {}
         self.names: dict[Region, str] = {}
-        self.weak = False
 
     def name(self, region: Region) -> str:
         with self.lock:
@@ -55,7 +54,6 @@ class _Marks:
                 taken = sum(name.split("-")[0] == plain for name in self.regions)
                 name = f"{plain}-{taken}" if taken else plain
                 self.names[region], self.regions[name] = name, region
-                self.weak |= region.promotion == "weak"
             return self.names[region]
 
 
@@ -154,11 +152,6 @@ def innermost(stack: NameStack) -> Region | None:
     """The region of an equation: that of the last mark on its name stack; None without a mark."""
     marks = [name for name in _MARK.findall(str(stack)) if is_mark(name)]
     return _MARKS.regions[marks[-1]] if marks else None
-
-
-def any_weak() -> bool:
-    """True if a region that promotes weakly may have left its mark on a trace."""
-    return _MARKS.weak
 
 
 def is_mark(name: str) -> bool:

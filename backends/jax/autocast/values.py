@@ -49,15 +49,12 @@ class Known(NamedTuple):
         product: True for the low result of a contraction, to which a bias may be added.
         numbers: the few that its elements are, where those are known: one of a literal, zero and
             one of bools. Of integers, which may be any, these stand for a mask's.
-        weak: True for a float32 result that is float32 because its operands are, and none of them
-            was made float32 by a rule, a mark or a cast; see `Planner.tracks_weak`.
     """
 
     dtype: str | None
     origin: Origin = Origin.COMPUTED
     product: bool = False
     numbers: tuple[float, ...] = ()
-    weak: bool = False
 
     @property
     def number(self) -> float | None:

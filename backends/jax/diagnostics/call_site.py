@@ -11,7 +11,7 @@ from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.compat.programs import ClosedProgram, NameStack
-from polymp.backends.jax.scaler import grad_scaler, optax_wrapper, optimizer_step, scale_update
+from polymp.backends.jax.scaler import grad_scaler, optimizer_step, scale_update
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 
 
@@ -108,9 +108,7 @@ def _updates(filename: str) -> bool:
     return filename in _SCALING or f"{os.sep}optax{os.sep}_src{os.sep}" in filename
 
 
-_SCALING = frozenset(
-    module.__file__ for module in (grad_scaler, optax_wrapper, optimizer_step, scale_update)
-)
+_SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step, scale_update))
 
 _NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 

@@ -59,7 +59,6 @@ class Record(decision_log.Recorder):
         self._latest: decision_log.Entry | None = None
 
     def note(self, entry: decision_log.Entry) -> None:
-        super().note(entry)
         self._latest = entry
 
     def follow(self, what: Step, low: str, policy: str = "") -> str:

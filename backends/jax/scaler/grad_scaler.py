@@ -227,9 +227,11 @@ class GradScaler:
             TypeError: `update` is no function, or changed the structure, a shape, a dtype, or what
                 is no array.
         """
-        return stepped(
-            self, optimizer_step.step, grads, update, state, loss=loss, axis_names=axis_names
+        rule = self.rule if self.enabled else None
+        result, after, finite = optimizer_step.step(
+            rule, self.state, grads, update, state, loss=loss, axis_names=axis_names
         )
+        return result, self._with(after), finite
 
     def value_and_grad(
         self,
@@ -352,18 +354,6 @@ class GradScaler:
 
     def _with(self, state: ScaleState) -> "GradScaler":
         return self if state is self.state else _make(state, self.rule, self.enabled)
-
-
-def stepped(
-    scaler: GradScaler,
-    function: Callable[..., tuple[T, ScaleState, jax.Array]],
-    *args: object,
-    **options: object,
-) -> tuple[T, GradScaler, jax.Array]:
-    """Call `optimizer_step.step` or `choose` for a scaler; the next scaler comes for the state."""
-    rule = scaler.rule if scaler.enabled else None
-    result, state, finite = function(rule, scaler.state, *args, **options)
-    return result, scaler._with(state), finite
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(GradScaler))

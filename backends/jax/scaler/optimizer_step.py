@@ -14,7 +14,7 @@ the results are selected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as core
@@ -40,20 +40,6 @@ Axes = str | Sequence[str] | None
 SELECTING = ("cuda", "rocm")
 
 
-class ScaledState(NamedTuple):
-    """The state of an optimizer in `polymp.jax.scaled`.
-
-    Attributes:
-        scaler: scales the next loss.
-        inner: the state of the optimizer inside.
-        finite: bool []; False if the last step was skipped.
-    """
-
-    scaler: Any
-    inner: Any
-    finite: jax.Array
-
-
 def look(
     state: ScaleState, grads: object, loss: object, axis_names: Axes
 ) -> tuple[jax.Array, jax.Array]:
@@ -74,7 +60,6 @@ def choose(
     skip: Callable[[], T],
     *,
     loss: object = None,
-    as_is: object = (),
     axis_names: Axes = None,
 ) -> tuple[T, ScaleState, jax.Array]:
     """Call `take` with the true gradients, or `skip` if something is not finite."""
@@ -82,8 +67,6 @@ def choose(
         return take(grads), state, jnp.asarray(True)
     scale, grads = factor(state), tree_math.settled(grads)
     finite, loss_finite = look(state, grads, loss, axis_names)
-    if jax.tree.leaves(as_is):
-        finite &= tree_math.all_finite(as_is, jnp.float32(1), axis_names)
 
     def apply(grads: G) -> T:
         # Divided again and not kept from the check: XLA fuses the quotients into their use.
@@ -139,7 +122,6 @@ def step(
         raise TypeError(
             f"step(grads, update, *state) needs a function for update, got {type(update)}."
         )
-    refuse_scaled(state, "step")
     kept, together = apart(state, tree_math.is_carried)
 
     def take(grads: object) -> list[jax.Array]:
@@ -155,34 +137,24 @@ def step(
     return after[0] if len(state) == 1 else after, scaling, finite
 
 
-def refuse_scaled(tree: object, name: str) -> None:
-    """Raise if there is a state of `polymp.jax.scaled` in the tree."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaledState))
-    if any(isinstance(x, ScaledState) for x in leaves):
-        raise TypeError(
-            f"{name} was given the state of an optimizer that polymp.jax.scaled has wrapped: it "
-            "scales by itself, and gradients would be divided twice. Give the optimizer inside."
-        )
-
-
-def check_replaces(old: tuple[object, ...], new: object, name: str = "update") -> None:
+def check_replaces(old: tuple[object, ...], new: object) -> None:
     """Raise if the new state is not of the old one's structure, shapes and dtypes."""
     if not isinstance(new, tuple) or len(new) != len(old):
         got = f"a tuple of {len(new)}" if isinstance(new, tuple) else type(new).__name__
         if not old:
             raise TypeError(
-                f"step(grads, update) got no state to update, and {name} returned {got}. Write "
+                f"step(grads, update) got no state to update, and update returned {got}. Write "
                 "step(grads, update, params)."
             )
         raise TypeError(
-            f"step(grads, update, *state) got {len(old)} states, so {name} must return a tuple of "
+            f"step(grads, update, *state) got {len(old)} states, so update must return a tuple of "
             f"the {len(old)} new ones, in the same order; it returned {got}."
         )
     given: jax.tree_util.PyTreeDef = jax.tree.structure(old)
     returned: jax.tree_util.PyTreeDef = jax.tree.structure(new)
     if given != returned:
         raise TypeError(
-            f"{name} must return the state in the structure that it came in, {given}; "
+            f"update must return the state in the structure that it came in, {given}; "
             f"it returned {returned}."
         )
     was = jax.tree_util.tree_leaves_with_path(old)
@@ -196,6 +168,6 @@ def check_replaces(old: tuple[object, ...], new: object, name: str = "update") -
         if not same:
             where = jax.tree_util.keystr(path)
             raise TypeError(
-                f"{name} must keep the shapes and dtypes of the state, and what is no array; "
+                f"update must keep the shapes and dtypes of the state, and what is no array; "
                 f"state{where} was {before} and came back as {after}."
             )

@@ -21,12 +21,12 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 S = TypeVar("S")
 
 
-def with_scale(
-    scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool, name: str
+def _with_scale(
+    scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
     """Wrap a loss function so that it returns the scaled loss to differentiate."""
     if not callable(fun):
-        raise TypeError(f"{name} needs the function that computes the loss, got {fun!r}.")
+        raise TypeError(f"value_and_grad needs the function that computes the loss, got {fun!r}.")
 
     def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[jax.Array, object]]:
         out: Any
@@ -35,14 +35,14 @@ def with_scale(
         if has_aux:
             if not isinstance(out, tuple) or len(out) != 2:
                 raise TypeError(
-                    f"with has_aux=True, the function given to {name} must return (loss, aux), "
-                    f"got {_shown(out)}."
+                    "with has_aux=True, the function given to value_and_grad must return (loss, "
+                    f"aux), got {_shown(out)}."
                 )
             out, aux = out
         if _shown(out) not in _LOSSES:
             hint = " Or pass has_aux=True, if it returns (loss, aux)." if not has_aux else ""
             raise TypeError(
-                f"the function given to {name} must return a loss that is one float, got "
+                f"the function given to value_and_grad must return a loss that is one float, got "
                 f"{_shown(out)}. Reduce it to one, by .mean() for instance.{hint}"
             )
         loss = jnp.asarray(out)
@@ -74,7 +74,7 @@ def value_and_grad(
     given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
         raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
-    scaled_loss = with_scale(scale, fun, has_aux, "value_and_grad")
+    scaled_loss = _with_scale(scale, fun, has_aux)
     differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, **options)
 
     def call(*args: object, **kwargs: object) -> tuple[tuple[Any, Any], S, jax.Array]:

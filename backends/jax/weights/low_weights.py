@@ -71,14 +71,13 @@ def low_weights(
         mode          beside each bfloat16 weight           bytes a parameter, with Adam
         "master"      a float32 copy                        16
         "split"       the other 16 bits, int16              14
-        "kahan"       what was rounded off, bfloat16        14
         "stochastic"  nothing; rounds up or down at random  12
 
     The optimizer takes its step in float32, with gradients cast to float32. In "master" and "split"
     its weights are those of a float32 run, given the same gradients.
 
     Put the whole optimizer inside: `low_weights(optax.chain(clip, adam))`. Where it is a part of
-    something else, such as `optax.multi_transform` or `polymp.jax.scaled`, nothing may change its
+    something else, such as `optax.multi_transform`, nothing may change its
     updates afterwards.
 
     Args:

@@ -9,9 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ParamSpec, TypeVar, cast
-
-import torch.utils.checkpoint
+from typing import ParamSpec, TypeVar
 
 from polymp.backends.torch.autocast import compiled_region, policy_code, region_casts
 from polymp.backends.torch.autocast.compiled_region import open_regions
@@ -20,25 +18,6 @@ from polymp.backends.torch.compat import autograd
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Call `torch.utils.checkpoint.checkpoint`, which keeps polymp's policies by itself.
-
-        y = checkpoint(block, x, use_reentrant=False)
-
-    Recomputation in backward runs under the policies of the forward pass. torch's own function
-    does the same once polymp.torch is imported and a region was made.
-
-    Args:
-        function: run now, and once more in backward.
-        args: of the function.
-        kwargs: of the function, and torch's options, such as `use_reentrant`.
-
-    Returns:
-        The result of `function(*args)`.
-    """
-    return cast(R, torch.utils.checkpoint.checkpoint(function, *args, **kwargs))
 
 
 @cache

@@ -8,8 +8,7 @@ function that asks the policy at every call.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,11 +25,20 @@ from polymp.backends.torch.autocast.run_op import forbid
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import decision_log
-from polymp.rules.op_registration import checked
 from polymp.rules.row import Rule
-from polymp.rules.vocabulary import CUSTOM, vocabulary
+from polymp.rules.vocabulary import vocabulary
 
-T = TypeVar("T")
+_PYTHON = "python::"  # before the names of what asks the policy by itself
+
+
+def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
+    """Return the spellings of what is registered, and what is called in its place."""
+    if not callable(given) or dispatcher.qualified_name(given) is not None:
+        return overloads(given, where), given
+    spelling = (f"{_PYTHON}{given.__module__}.{given.__qualname__}",)
+    if isinstance(given, type) and issubclass(given, torch.autograd.Function):
+        return spelling, _Decided(given, name)
+    return spelling, functools.wraps(given)(functools.partial(_decided, name, given, given))
 
 
 def overloads(given: object, where: str) -> tuple[str, ...]:
@@ -43,9 +51,8 @@ def _overload(given: object, where: str) -> str:
     name = dispatcher.qualified_name(given)
     if name is None:
         raise TypeError(
-            f"{where}: torch={given!r} is no op. Give its name, such as 'mylib::my_op', or what "
-            "torch.library.custom_op returned; decorate other functions with "
-            "polymp.torch.register."
+            f"{where}: torch={given!r} is no op. Give its name, such as 'mylib::my_op', what "
+            "torch.library.custom_op returned, an autograd.Function or a function."
         )
     if "::" not in name:
         raise PolicyError(f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.")
@@ -69,57 +76,10 @@ def _overload(given: object, where: str) -> str:
 
 
 def install(names: Sequence[str]) -> None:
-    """Put our kernel on the autocast keys of ops; `overloads` has checked their names."""
+    """Put our kernel on the autocast keys of ops, which `spelled` has checked."""
+    ops = [name for name in names if not name.startswith(_PYTHON)]
     for device in torch_table.DEVICES:
-        kernel_registry.put(device, names)
-
-
-def register(name: str, rule: str, *, kind: str = CUSTOM) -> Callable[[T], T]:
-    """Make an op of `torch.library`, an `autograd.Function` or a function follow policies.
-
-        @polymp.torch.register("my_norm", "fp32")
-        class MyNorm(torch.autograd.Function): ...
-
-        MyNorm.apply(x)         # in float32, forward and backward, in any enabled region
-
-    A decorator. The code runs with autocast off, and gets its inputs in the dtype of the rule. By
-    the rule "parts" it runs in the region as if it were not registered.
-
-    Args:
-        name: the op's name in policies.
-        rule: its rule under policies that have no row for it; see `polymp.register_op`.
-        kind: its class, for rows such as "class:norm".
-
-    Returns:
-        A decorator. It returns an op as it is; a class with an `apply` that asks the policy, and a
-        function that asks the policy and then calls the decorated one.
-
-    Raises:
-        PolicyError: the name or a spelling is taken, or the rule or the class unknown.
-        TypeError: the decorated object is not callable.
-    """
-
-    def decorate(given: Any) -> Any:
-        if dispatcher.qualified_name(given) is not None:
-            where = f"register_op({name!r})"
-            op = checked(name, rule, kind, where)
-            names = overloads(given, where)
-            vocabulary().register(replace(op, aten=names))
-            install(names)
-            return given
-        if not callable(given):
-            raise TypeError(
-                f"polymp.torch.register({name!r}): {given!r} is not callable. Decorate an op of "
-                "torch.library, an autograd.Function or a function."
-            )
-        spelled = f"python::{given.__module__}.{given.__qualname__}"
-        op = checked(name, rule, kind, f"polymp.torch.register({name!r})")
-        vocabulary().register(replace(op, aten=(spelled,)))
-        if isinstance(given, type) and issubclass(given, torch.autograd.Function):
-            return _Decided(given, name)
-        return functools.wraps(given)(functools.partial(_decided, name, given, given))
-
-    return decorate
+        kernel_registry.put(device, ops)
 
 
 class _Decided:

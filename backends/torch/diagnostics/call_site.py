@@ -17,7 +17,6 @@ from polymp.backends.torch.compat import nn_modules
 from polymp.backends.torch.scaler import (
     fused_step,
     grad_scaler,
-    loss_scalers,
     properties,
     scale_update,
     unscale,
@@ -144,6 +143,5 @@ _TORCH_S = {
 _OPTIM = "optim" + os.sep
 _FSDP = str(Path("distributed", "fsdp", "_fully_shard")) + os.sep
 _SCALING = frozenset(
-    module.__file__
-    for module in (fused_step, grad_scaler, loss_scalers, properties, scale_update, unscale)
+    module.__file__ for module in (fused_step, grad_scaler, properties, scale_update, unscale)
 )

@@ -97,7 +97,6 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
         self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op whose kernel was called; ops that run meanwhile are part of it."""
-        super().note(entry)
         return self._within(entry, run, *args)
 
     def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
@@ -142,7 +141,6 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
 
     def note(self, entry: decision_log.Entry) -> None:
         """Note the decision for a registered op; its casts and the op run next."""
-        super().note(entry)
         self._next = entry
 
     # Called by the dispatch mode

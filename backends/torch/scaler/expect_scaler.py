@@ -15,13 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import optimizers
-from polymp.backends.torch.scaler import grad_scaler, loss_scalers, unscale
+from polymp.backends.torch.scaler import grad_scaler, unscale
 from polymp.errors import ScalerWarning, UnscaledError
 
 # Modules whose functions step optimizers for a scaler.
-_SCALERS = frozenset(
-    module.__name__ for module in (grad_scaler, loss_scalers, torch.amp.grad_scaler)
-)
+_SCALERS = (grad_scaler.__name__, torch.amp.grad_scaler.__name__)
 
 
 def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableHandle:
@@ -32,7 +30,7 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
 
     A step is flagged if a float16 region of polymp's was entered, with gradients on, since the last
     step, the optimizer has gradients on that device, and no scaler takes the step or has unscaled
-    its gradients: neither polymp's `GradScaler` or `LossScalers` nor torch.amp's. A disabled scaler
+    its gradients: neither polymp's `GradScaler` nor torch.amp's. A disabled scaler
     counts as one. An optimizer is not checked again after torch.amp's scaler has unscaled its
     gradients for a step by hand. Nothing is flagged in compiled code, or in another thread than
     that of the regions. Where a model in float16 without a scaler and one in float32 are trained in

@@ -81,7 +81,7 @@ class Findings:
 
         Only the optimizers that were stepped in the iteration before are known.
         """
-        if not self.has_scaled() or self.options.loss:
+        if not self.has_scaled():
             return False
         for key, before in self._before.items():
             now = self.entries.get(key)
@@ -197,10 +197,6 @@ class Findings:
             "this iteration or the last: call step(optimizer) or unscale_(optimizer) first."
         )
 
-    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the last iteration had an entry for the optimizer."""
-        return id(optimizer) in self._before
-
     def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """`GradScaler.found_inf`."""
         entry = self.latest(optimizer)
@@ -225,4 +221,4 @@ class Findings:
                     factor = torch.where(self.found(entry) != 0, one, entry["grad_scale"])
                 rows += gradient_stats.gradients(optimizer, names.of(optimizer), factor)
         state = self.state.read()
-        return GradientReport(self.state.rule, state, tuple(rows), self.options.loss)
+        return GradientReport(self.state.rule, state, tuple(rows))

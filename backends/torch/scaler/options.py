@@ -16,7 +16,7 @@ SkipOn = Literal["auto", "host", "device"]
 
 
 class Options(NamedTuple):
-    """Arguments of `GradScaler` by their names, and the name of the loss that it is for."""
+    """Arguments of `GradScaler` by their names."""
 
     on_stuck: OnStuck
     stuck_after: int
@@ -25,7 +25,6 @@ class Options(NamedTuple):
     check_loss: bool
     skip_on: SkipOn
     process_group: Any
-    loss: str = ""  # its name, if there are several
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Options":
         return self  # a process group cannot be copied

@@ -123,7 +123,7 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
         for p, grad, beside, place in zip(params, grads, besides, places, strict=True):
             full = p
             if place is not None:
-                full = low_traced.load(mode, p.to(torch.float32), low_traced.opened(mode, beside))
+                full = low_traced.load(mode, p.to(torch.float32), low_traced.opened(beside))
             full.grad = grad.to(torch.float32) if place is not None else grad
             fulls.append(full)
         twin = twin_class.__new__(twin_class)

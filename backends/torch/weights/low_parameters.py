@@ -25,9 +25,6 @@ OURS = (BESIDE, STEPS)
 
 OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 
-# Beside a weight that is exact in the low dtype.
-_NOTHING = {"split": 0, "kahan": -0.0}
-
 
 class LowWeights(NamedTuple):
     """How an optimizer keeps its parameters low.
@@ -213,5 +210,5 @@ def prepare(weights: LowWeights, state: OptimizerState, p: torch.Tensor) -> torc
         if weights.mode.name == "master":
             rest.copy_(low_arrays.flat(p))
         else:
-            rest.fill_(_NOTHING[weights.mode.name])
+            rest.zero_()
     return beside

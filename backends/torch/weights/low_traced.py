@@ -47,8 +47,7 @@ def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any
     """
     if mode.name == "master":
         return full, full
-    low, rest = store.store(VERBS, mode, "bfloat16", full, random)
-    return full if mode.name == "kahan" else low, rest
+    return store.store(VERBS, mode, "bfloat16", full, random)
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
@@ -65,8 +64,6 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
     if mode.name == "master":
         place = low.abs() * 2.0**-8 + 2.0**-126
         return torch.where((rest - low).abs() <= place, rest, low)
-    if mode.name == "kahan":
-        return torch.where(rest.abs() * 2.0**8 <= low.abs(), low + rest, low)
     return low
 
 
@@ -77,12 +74,11 @@ def viewed(beside: torch.Tensor | None) -> torch.Tensor | None:
     return beside
 
 
-def opened(mode: Mode, beside: torch.Tensor | None) -> Any:
+def opened(beside: torch.Tensor | None) -> Any:
     """Return what stands beside a weight, from `viewed`, as the verbs take it."""
     if beside is None or beside.dtype is torch.float32:
         return beside
-    wide = beside.to(torch.float32)
-    return wide.view(torch.int32) >> 16 if mode.name == "split" else wide
+    return beside.to(torch.float32).view(torch.int32) >> 16
 
 
 def put(beside: torch.Tensor, rest: torch.Tensor) -> None:

@@ -36,7 +36,6 @@ def low_weights(
         master        float32 copy                 16                             exact
         split         the other 16 bits            14                             exact
         stochastic    nothing                      12                             right on average
-        kahan         bfloat16 compensation        14                             about 16 bits
 
     Bytes are those of the weight, its gradient, what is beside it and Adam's state. Autocast on
     float32 parameters takes 18 while it holds casts.
@@ -64,7 +63,7 @@ def low_weights(
 
     Args:
         optimizer: any but SparseAdam.
-        mode: "master", "split", "stochastic" or "kahan".
+        mode: "master", "split" or "stochastic".
         dtype: bfloat16; with `master` float16, too.
         keep: what stays float32. A function that runs the model in its region, for the parameters
             that `needs_float32` finds; parameters; modules with parameters; or a list of these. Or

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from polymp.dtypes import FORMATS, widest
 from polymp.rules.answers import Decision
-from polymp.rules.fp8_ends import kept_lower
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load
 from polymp.rules.region import Region
@@ -120,19 +119,14 @@ def test_a_float16_region_has_no_8_bit_products():
 
 
 def test_modules_that_are_kept_out_of_8_bits():
-    policy = kept_lower(load("fp8"), ["head", "blocks[0].up"], "here")
+    policy = load("fp8").without_fp8("head", "blocks.0.up")
     assert policy.name == "fp8"
-    for path, rule in (("head", "lower"), ("blocks[0].up", "lower"), ("blocks[0].down", "fp8")):
+    for path, rule in (("head", "lower"), ("blocks.0.up", "lower"), ("blocks.0.down", "fp8")):
         assert policy.why("linear", "bf16", path).rule == rule
         assert policy.why("mm", "bf16", path).rule == rule
-    assert refusal(kept_lower, load("amp"), ["head"], "here") == (
-        "here: policy 'amp' runs no product in 8 bits. Give policy 'fp8', or one with rows of rule "
-        "fp8."
-    )
-    assert refusal(kept_lower, load("fp8"), ["", "head"], "here") == (
-        "here: the first or the last product is called outside of all submodules, so that no "
-        "module path is for it alone. Write Policy.override(scopes={...}) for the modules that are "
-        "to stay in bfloat16."
+    assert refusal(load("amp").without_fp8, "head") == (
+        "without_fp8(): policy 'amp' runs no product in 8 bits. Take policy 'fp8', or one with "
+        "rows of rule fp8."
     )
 
 

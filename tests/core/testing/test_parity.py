@@ -26,6 +26,7 @@ from polymp.testing import fw as fw
 from polymp.testing.align import first_parted, strictly_parted
 from tests.conftest import FRAMEWORKS, need
 from tests.support import processes
+from tests.support.decisions import recording
 from tests.support.dtype_spellings import spellings
 
 X = np.random.default_rng(0).standard_normal((5, 8))
@@ -35,7 +36,7 @@ W = np.random.default_rng(1).standard_normal((8, 8))
 @pytest.fixture(scope="module", autouse=True)
 def _prepared() -> Iterator[None]:
     """Do the set-up of a recording once, for all tests here."""
-    with polymp.recording():
+    with recording():
         yield
 
 

@@ -1,4 +1,4 @@
-"""The rule of the four modes: what is stored, what is read back, what a message says."""
+"""The rule of the modes: what is stored, what is read back, what a message says."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ FULL = np.concatenate([edges(), spread(2**12)])
 @pytest.mark.parametrize("name", modes.MODES)
 def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
     mode = modes.MODES[name]
-    full = FULL[~np.isnan(FULL)] if name in ("kahan", "split") else FULL
+    full = FULL[~np.isnan(FULL)] if name == "split" else FULL
     low, beside = store.first(NUMPY, mode, "bfloat16", full)
     read = store.load(NUMPY, mode, low, beside)
     random = random_bits.random16((1, 2), np.arange(read.size, dtype=np.int32))
@@ -32,7 +32,7 @@ def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16"), ("kahan", "bfloat16")],
+    [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")],
 )
 def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) -> None:
     mode = modes.MODES[name]
@@ -61,7 +61,7 @@ def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
 
 def test_bytes_a_weight() -> None:
     assert {name: mode.bytes_a_weight() for name, mode in modes.MODES.items()} == {
-        "master": 6, "split": 4, "stochastic": 2, "kahan": 4,
+        "master": 6, "split": 4, "stochastic": 2,
     }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_another_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="low_weights") as error:
         modes.mode("spilt")
     assert str(error.value) == (
-        "low_weights(): mode 'spilt' is not one of 'master', 'split', 'stochastic', 'kahan'."
+        "low_weights(): mode 'spilt' is not one of 'master', 'split', 'stochastic'."
     )
     with pytest.raises(ValueError, match=r"mode None is not one of"):
         modes.mode(None)
@@ -119,11 +119,3 @@ def test_naive_training_loses_what_every_mode_keeps() -> None:
     for low, _ in kept.values():
         moved = (low.astype(np.float64) - start).mean()
         assert abs(moved - 50 * 2**-10) <= 2**-8  # half of the last place
-
-
-def test_a_small_weight_written_in_the_place_of_a_large_one_has_no_old_compensation() -> None:
-    mode = modes.MODES["kahan"]
-    low, beside = store.first(NUMPY, mode, "bfloat16", np.full(4, 3.001, np.float32))
-    low = np.full(4, 1e-4, np.float32).astype(BF16)
-    rest = store.beside_written(NUMPY, mode, "bfloat16", low, beside)
-    assert (store.load(NUMPY, mode, low, rest) == low.astype(np.float32)).all()

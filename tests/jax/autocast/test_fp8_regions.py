@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import polymp
 from polymp.backends.jax.autocast import fp8_quantise
 from polymp.errors import PolicyError
-from polymp.jax import GradScaler, autocast, explain, fp8_policy, freeze, locate, lower
+from polymp.jax import GradScaler, autocast, explain, freeze, locate, lower
 from tests.support.jax.fp8_models import NAMES, Llama, batch, layers, loss, policy
 from tests.support.jax.hlo import residual_bytes
 from tests.support.sizes import LONG, size
@@ -45,11 +44,9 @@ def test_float16_is_refused():
         autocast(loss, policy="fp8", dtype="float16")
 
 
-def test_a_recording_has_the_recipe_and_the_reason():
-    with polymp.recording() as record:
-        autocast(jnp.matmul, policy="fp8")(X, W)
-        autocast(jnp.matmul, policy="fp8")(X, W[:, :10])
-    told = [(entry.recipe, entry.fallback) for entry in record.of("linear")]
+def test_a_report_has_the_recipe_and_the_reason():
+    report = explain(lambda w: (X @ w, X @ w[:, :10]), W, policy="fp8", dtype="bfloat16")
+    told = [(call.recipe, call.fallback) for call in report.of("linear")]
     assert told == [("tensorwise", ""), ("", "n = 10 is not a multiple of 16")]
 
 
@@ -66,27 +63,11 @@ class Three(nnx.Module):
 
 
 def test_the_first_and_the_last_product_stay_in_bfloat16():
-    kept = fp8_policy(Three(), batch(), policy=policy("rowwise"))
+    kept = policy("rowwise").without_fp8("first", "last")
     assert (kept.scopes, kept.fp8) == (("first", "last"), "rowwise")
     report = explain(autocast(lambda model, x: model(x), policy=kept), Three(), batch())
     runs = {call.module: call.run for call in report.of("linear")}
     assert runs == {"first": "bfloat16", "middle": "float8_e4m3fn", "last": "bfloat16"}
-
-
-def test_fp8_policy_refuses_what_has_no_modules():
-    with pytest.raises(PolicyError, match="fewer than three modules") as error:
-        fp8_policy(loss, layers(), batch())
-    assert "jax.named_scope" in str(error.value)
-
-    def named(params, x):
-        for name in sorted(params):
-            with jax.named_scope(name):
-                x = x @ params[name]
-        return x
-
-    assert fp8_policy(named, layers(), batch()).scopes == ("w0", "w2")
-    with pytest.raises(PolicyError, match="runs no product in 8 bits"):
-        fp8_policy(named, layers(), batch(), policy="lean")
 
 
 def test_freeze_leaves_the_weights_of_8_bit_products():

@@ -22,6 +22,7 @@ import polymp
 from polymp.backends.jax.autocast import known_functions
 from polymp.jax import autocast
 from polymp.rules.vocabulary import vocabulary
+from tests.support.decisions import recording
 from tests.support.jax.walker import equations
 
 X = jnp.linspace(-2.0, 2.0, 16, dtype=jnp.float32).reshape(4, 4)
@@ -40,7 +41,7 @@ class Ran(NamedTuple):
 
 
 def traced(fn: Callable[..., Any], *args: Any, policy: Any) -> Ran:
-    with polymp.recording() as report:
+    with recording() as report:
         out = jax.eval_shape(autocast(fn, policy=policy), *args)
     return Ran(
         [entry.op for entry in report.entries],
@@ -381,7 +382,7 @@ def test_callers_of_the_autocast_function_do_not_count() -> None:
     activation.defjvp(lambda xs, ts: (activation(*xs), ts[0] * jnp.exp(xs[0])))
     fn = autocast(activation, policy={"rules": {"rnn_tanh_cell": "forbid", "exp": "fp32"}})
     cell = nnx.SimpleCell(4, 4, activation_fn=fn, rngs=nnx.Rngs(0))
-    with polymp.recording() as report:
+    with recording() as report:
         jax.eval_shape(jax.grad(lambda x: cell(X, x)[1].sum()), X)
     assert {entry.op for entry in report.entries} == {"exp"}
     with pytest.raises(polymp.ForbiddenOpError, match="rnn_tanh_cell"):
@@ -594,7 +595,7 @@ def test_derivative_rules_run_in_the_scope_of_the_call() -> None:
 
     squared.defvjp(lambda x: (squared(x), x), lambda x, ct: (ct @ x,))
     fn = autocast(jax.named_scope("head")(squared), policy=HEAD)
-    with polymp.recording() as report:
+    with recording() as report:
         jax.eval_shape(jax.grad(lambda x: fn(x).sum()), X)
     assert {(entry.scope, str(entry.row.rule)) for entry in report.entries} == {("head", "fp32")}
 
@@ -659,7 +660,7 @@ def test_modules_are_scopes() -> None:
     haiku = hk.without_apply_rng(hk.transform(in_module_of_haiku))
     params = haiku.init(KEY, X)
     assert traced(haiku.apply, params, X, policy=HEAD).out == ("bfloat16", "float32")
-    with polymp.recording() as report:
+    with recording() as report:
         low, wide = autocast(lambda net, x: net(x), policy=HEAD)(Nnx(), X)
     assert [x.dtype.name for x in (low, wide)] == ["bfloat16", "float32"]
     assert [entry.scope for entry in report.entries] == ["body", "head"]

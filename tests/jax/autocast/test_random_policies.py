@@ -24,6 +24,7 @@ from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.jax import autocast
 from polymp.rules.row import LOW, Rule
 from tests.support import random_policies as given
+from tests.support.decisions import recording
 from tests.support.frameworks import in_jax as fw
 from tests.support.random_policies import MINE, NAMES, SIZE, WRONG, Call, Framework, Module
 from tests.support.sizes import size
@@ -150,7 +151,7 @@ def traced(call: Any) -> Any:
 def jitted() -> list[tuple[int, Policy, str, Any, list[Any]]]:
     """For each policy: the policy, the dtype, the dtypes of all values, and what was recorded."""
     found = []
-    with polymp.recording() as report:
+    with recording() as report:
         for seed in range(POLICIES):
             policy, low, start = given.policy(seed), LOW[seed % 2], len(report)
             dtypes = ran(seed, policy, low, arguments(0), traced)

@@ -23,7 +23,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report_text import ruled
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning
-from polymp.jax import GradScaler, autocast, explain, fp8_policy
+from polymp.jax import GradScaler, autocast, explain
 from polymp.rules.row import LOW, Rule
 from tests.jax.autocast.test_random_policies import MINE, arguments, function, mine
 from tests.support import examples
@@ -392,21 +392,6 @@ def test_a_symbolic_size_counts_as_one(name: str, policy: str) -> None:
         symbols = " = ".join(s for s in "bth" if any(s in shape for shape in shapes))
         assert f"(FLOPs and bytes for {symbols} = 1): " in str(report)
         assert report.flops["bfloat16"] > 0
-
-
-def test_fp8_policy_takes_symbolic_sizes() -> None:
-    def model(w: Any, x: Any) -> Any:
-        for name in "abcd":
-            with jax.named_scope(name):
-                x = x @ w
-        return x
-
-    (b,) = export.symbolic_shape("b")
-    rows = [
-        fp8_policy(model, jnp.ones((16, 16)), jax.ShapeDtypeStruct((n, 16), jnp.float32)).rows
-        for n in (b, 32)
-    ]
-    assert rows[0] == rows[1]
 
 
 ROWS = {

@@ -84,13 +84,6 @@ def test_lines_in_shard_map_in_a_region_are_the_users() -> None:
     assert {c.source for c in report} == {f"test_records_and_masks.py:{line}"}
 
 
-def test_a_record_around_an_explanation_has_its_decisions() -> None:
-    with polymp.recording() as record:
-        report = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)),
-                         dtype="bfloat16")  # fmt: skip
-    assert record.rows() == report.rows() != set()
-
-
 # --- locate ---------------------------------------------------------------------------------------
 
 

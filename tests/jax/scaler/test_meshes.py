@@ -52,12 +52,6 @@ def test_every_device_ends_with_the_same_parameters(found, way):
     assert found[way]["same"]
 
 
-@pytest.mark.parametrize("way", JITTED)
-def test_a_watch_follows_a_scaler_that_is_on_every_device_and_donated(found, way):
-    assert found[way]["seen"] == found["alone"]["history"][-1][:5]
-    assert found[way]["stuck"] == [2]
-
-
 def test_this_oracle_notices_devices_that_differ():
     with pytest.raises(AssertionError, match="devices differ"):
         planted_run.one(planted_run.jnp.array([1.0, 1.0, 2.0]))

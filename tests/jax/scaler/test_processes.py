@@ -89,13 +89,5 @@ def test_the_two_hold_different_shards_of_what_is_split_over_them(found):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_watch_in_each_tells_of_what_both_found(found, alone, rank, mesh):
-    seen = found[rank][mesh]
-    assert seen["seen"] == alone.history[-1][:5]
-    assert seen["stuck"] == [[2, "a (1 Inf, 0 NaN of 128)"]]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_report_counts_the_shards_of_both(found, rank, mesh):
     assert found[rank][mesh]["report"] == ["b (1 Inf, 0 NaN of 128)"]

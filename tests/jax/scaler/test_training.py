@@ -211,7 +211,7 @@ def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh):
 
 @pytest.mark.parametrize(
     "way",
-    ["value_and_grad-True", "value_and_grad-False", "scaled-True", "scaled-False", "linen-True"],
+    ["value_and_grad-True", "value_and_grad-False", "step-True", "step-False", "train state-True"],
 )
 def test_the_helpers_in_a_shard_map(on_mesh, way):
     """A loss of one device that is NaN is counted on all; gradients of 1e38 overflow."""
@@ -230,7 +230,7 @@ def test_the_helpers_in_a_shard_map(on_mesh, way):
         }
 
 
-def test_scaled_on_a_mesh_whose_shardings_are_types(on_mesh):
+def test_a_step_on_a_mesh_whose_shardings_are_types(on_mesh):
     healthy, sick = on_mesh["explicit-healthy"], on_mesh["explicit-sick"]
     assert healthy["finite"]
     assert all(healthy["updates"])
@@ -252,7 +252,7 @@ def test_the_scaler_leaves_a_shard_map_replicated(on_mesh):
     assert on_mesh["replicated-healthy"] == {"w": 1.0 - 28.0, "scale": [16.0] * 8}
 
 
-@pytest.mark.parametrize("way", ["step", "value_and_grad", "scaled", "linen"])
+@pytest.mark.parametrize("way", ["step", "value_and_grad", "train_state"])
 def test_a_sharded_parameter_beside_a_whole_one(on_mesh, way):
     assert on_mesh[f"fully-sharded-by_{way}-sick"] == [[1.0] * 8, 0.0, 4.0]
     assert on_mesh[f"fully-sharded-by_{way}-healthy"] == [[0.0] * 8, -1.0, 16.0]

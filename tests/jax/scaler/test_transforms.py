@@ -14,7 +14,7 @@ import pytest
 from jax import export
 
 from polymp.backends.jax.scaler import optimizer_step
-from polymp.jax import GradScaler, autocast, scaled, upper
+from polymp.jax import GradScaler, autocast, upper
 from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import KINDS, bits, flat, kinds, numbers, values, with_shape
 
@@ -314,17 +314,21 @@ def sgd(grads, w):
 
 
 def by_optimizer(scaler, loss, w):
-    optimizer = scaled(optax.sgd(1e4), scaler)
-    state = optimizer.init(w)
-    updates, state = optimizer.update(gradients(state.scaler, loss, w), state, w)
-    return optax.apply_updates(w, updates), state.finite
+    optimizer = optax.chain(optax.identity(), optax.sgd(1e4))
+
+    def update(grads, w, state):
+        updates, state = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    (w, _), _, finite = scaler.step(gradients(scaler, loss, w), update, w, optimizer.init(w))
+    return w, finite
 
 
 INSIDE = {
     "unscale": lambda s, loss, w: s.unscale(gradients(s, loss, w)),
     "value_and_grad": lambda s, loss, w: itemgetter(0, 2)(s.value_and_grad(loss)(w)),
     "step": lambda s, loss, w: itemgetter(0, 2)(s.step(gradients(s, loss, w), sgd, w)),
-    "scaled": by_optimizer,
+    "optax": by_optimizer,
     "scale of an array": lambda s, loss, w: (s.scale(X @ w), jnp.asarray(True)),
 }
 X = jnp.ones((2, 4))

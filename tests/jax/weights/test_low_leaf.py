@@ -16,7 +16,7 @@ from polymp.weights.random_bits import key, random16
 from tests.support.sizes import size
 
 KINDS = [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")]
-KINDS += [("stochastic", "bfloat16"), ("kahan", "bfloat16")]
+KINDS += [("stochastic", "bfloat16")]
 COUNT = size(1 << 17, 1 << 22)
 STEP = jnp.int32(3)
 

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.jax import GradScaler, linen_train_step, scaled
+from polymp.jax import GradScaler
 from tests.support.jax.scaler_problem import STEPS, excess, optimizer, problem, train_step
 
 SICK = 3  # the device whose gradient is made infinite
@@ -60,7 +60,6 @@ def shard_maps(sick: Any, healthy: Any) -> dict[str, Any]:
 def helpers() -> dict[str, Any]:
     """The helpers in a shard_map: data parallel, with a sick row on one device."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    optimizer_ = scaled(optax.sgd(2.0**-3), GradScaler(64.0, growth_interval=1))
     tx = optax.sgd(2.0**-3)
     net = TrainState.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=tx)
 
@@ -80,27 +79,30 @@ def helpers() -> dict[str, Any]:
         w = jnp.where(finite, w - mean(grads, check) * 2.0**-3, w)
         return w, scaler.state, finite
 
-    def by_scaled(check: bool, w: Any, x: Any) -> Any:
-        state = optimizer_.init(w)
-        loss, grads = jax.value_and_grad(lambda w: loss_fn(w, x))(w)
-        grads = state.scaler.scale(mean(grads, check))
-        updates, state = optimizer_.update(grads, state, w, loss=loss)
-        return optax.apply_updates(w, updates), state.scaler.state, state.finite
-
-    def by_linen(check: bool, w: Any, x: Any) -> Any:
+    def by_step(check: bool, w: Any, x: Any) -> Any:
         scaler = GradScaler(64.0, growth_interval=1)
-        _, state, scaler, finite = linen_train_step(scaler, net, averaged, x)
+        loss, grads = jax.value_and_grad(lambda w: loss_fn(w, x))(w)
+        grads = scaler.scale(mean(grads, check))
+        w, scaler, finite = scaler.step(grads, lambda g, w: w - g * 2.0**-3, w, loss=loss)
+        return w, scaler.state, finite
+
+    def by_train_state(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        loss, grads = jax.value_and_grad(lambda w: averaged(w, x))(net.params)
+        grads = scaler.scale(grads)
+        update = lambda grads, state: state.apply_gradients(grads=grads)  # noqa: E731
+        state, scaler, finite = scaler.step(grads, update, net, loss=loss)
         return state.params["w"], scaler.state, finite
 
     found = {}
     x = jnp.arange(8.0)
     for name, step in (
         ("value_and_grad", by_value_and_grad),
-        ("scaled", by_scaled),
-        ("linen", by_linen),
+        ("step", by_step),
+        ("train state", by_train_state),
     ):
         for check in (True, False):
-            if name == "linen" and not check:
+            if name == "train state" and not check:
                 continue  # the loss is averaged, and with the types off its gradient is not
             body = partial(step, check)
             rows = jax.shard_map(
@@ -119,20 +121,27 @@ def helpers() -> dict[str, Any]:
 
 
 def explicit() -> dict[str, Any]:
-    """`scaled` where shardings are types: both branches have to agree on them."""
+    """A step where shardings are types: both branches have to agree on them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
-        ours = scaled(optax.adam(0.5), GradScaler(8.0))
-        state = ours.init(w)
+        adam = optax.adam(0.5)
+        state = adam.init(w)
+
+        def update(grads: Any, w: Any, state: Any) -> Any:
+            updates, state = adam.update(grads, state, w)
+            return optax.apply_updates(w, updates), state
+
         found = {}
         for kind, value in (("healthy", 1.0), ("sick", jnp.inf)):
             grads = w.at[SICK].set(value, out_sharding=NamedSharding(mesh, P("data")))
-            updates, after = jax.jit(ours.update)(grads, state, w)
+            (after, _), _, finite = jax.jit(
+                lambda g, w, state: GradScaler(8.0).step(g, update, w, state)
+            )(grads, w, state)
             found[f"explicit-{kind}"] = {
-                "updates": updates.tolist(),
-                "spec": str(updates.sharding.spec),
-                "finite": bool(after.finite),
+                "updates": (after - w).tolist(),
+                "spec": str(after.sharding.spec),
+                "finite": bool(finite),
             }
     return found
 
@@ -190,20 +199,15 @@ def fully_sharded() -> dict[str, Any]:
         (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(p, x)
         return jax.tree.map(lambda new, p: jnp.where(finite, new, p), minus(p, grads), p), scaler, 0
 
-    def by_scaled(scaler: GradScaler, p: Any, x: Any) -> Any:
-        tx = scaled(optax.sgd(1.0), scaler)
-        state = tx.init(p)
-        grads = jax.grad(lambda p: state.scaler.scale(loss_fn(p, x)))(p)
-        updates, state = tx.update(grads, state, p)
-        return optax.apply_updates(p, updates), state.scaler, 0
-
-    def by_linen(scaler: GradScaler, p: Any, x: Any) -> Any:
+    def by_train_state(scaler: GradScaler, p: Any, x: Any) -> Any:
         state = TrainState.create(apply_fn=None, params=p, tx=optax.sgd(1.0))
-        _, state, scaler, _ = linen_train_step(scaler, state, loss_fn, x)
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(p)
+        update = lambda grads, state: state.apply_gradients(grads=grads)  # noqa: E731
+        state, scaler, _ = scaler.step(grads, update, state)
         return state.params, scaler, 0
 
     found = {}
-    for way in (by_step, by_value_and_grad, by_scaled, by_linen):
+    for way in (by_step, by_value_and_grad, by_train_state):
         run = jax.shard_map(
             lambda *args, way=way: way(*args)[:2],
             mesh=mesh,

@@ -20,7 +20,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.jax import StuckWatch, scaled
 from tests.support.jax import planted_run
 from tests.support.jax.planted_run import RATE, cost, first_params, first_scaler, step
 
@@ -39,32 +38,17 @@ def meshes() -> Iterator[tuple[str, dict[str, Any]]]:
         where = {"x": NamedSharding(mesh, P("data")), "probe": weights}
         everywhere = NamedSharding(mesh, P())
         scaler = jax.device_put(first_scaler(), everywhere)
-        reports: list[Any] = []
-        watch = StuckWatch(reports.append, 2)
         advance = jax.jit(
             step, donate_argnums=(0, 1), out_shardings=(everywhere, weights, everywhere)
         )
         history, params = planted_run.run(
-            watched(advance, watch),
+            advance,
             scaler,
             jax.device_put(first_params(), weights),
             lambda x, kind, where=where: jax.device_put(x, where[kind]),
         )
         assert len(params["a"].sharding.device_set) == 8
-        seen = list(watch.finish() or ())
-        stuck = [report.state.skips for report in reports]
-        yield f"jit-{shape[0]}x{shape[1]}", left(history, params, seen=seen, stuck=stuck)
-
-
-def watched(advance: Callable[..., Any], watch: StuckWatch) -> Callable[..., Any]:
-    """The step, with a look at the scaler that it returns."""
-
-    def run(*args: Any) -> Any:
-        out = advance(*args)
-        watch.watch(out[0])
-        return out
-
-    return run
+        yield f"jit-{shape[0]}x{shape[1]}", left(history, params)
 
 
 def on_each(advance: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,17 +98,21 @@ def by_value_and_grad(scaler: GradScaler, params: Any, x: Any, probe: Any) -> An
 
 
 def by_optimizer(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
-    optimizer = scaled(optax.sgd(RATE))
-    state = optimizer.init(params)._replace(scaler=scaler)
+    optimizer = optax.chain(optax.identity(), optax.sgd(RATE))
 
     def loss(params: Any) -> Any:
         value = cost(params, x)
-        return state.scaler.scale(value), value
+        return scaler.scale(value), value
+
+    def update(grads: Any, params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
     grads, value = jax.grad(loss, has_aux=True)(params)
     grads = jax.tree.map(jnp.add, lax.psum(grads, "data"), infinite(probe))
-    updates, state = optimizer.update(grads, state, params, loss=value)
-    return state.scaler, optax.apply_updates(params, updates), state.finite
+    state = optimizer.init(params)
+    (params, _), scaler, finite = scaler.step(grads, update, params, state, loss=value)
+    return scaler, params, finite
 
 
 @jax.custom_vjp

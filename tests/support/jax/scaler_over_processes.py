@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.jax import StuckWatch
 from tests.support.jax import planted_run
 
 
@@ -44,23 +43,12 @@ def main(rank: int, address: str) -> None:
         scaler = planted_run.first_scaler()
         scaler = jax.tree.map(put, scaler, jax.tree.map(lambda _, e=everywhere: e, scaler))
         params = jax.tree.map(put, planted_run.first_params(), weights)
-        reports: list[Any] = []
-        watch = StuckWatch(reports.append, 2)
         advance = jax.jit(planted_run.step, out_shardings=(everywhere, weights, everywhere))
-
-        def watched(*args: Any, advance: Any = advance, watch: Any = watch) -> Any:
-            out = advance(*args)
-            # The probe stands for gradients: this one is spread over the processes, too.
-            watch.watch(out[0], args[3])
-            return out
-
-        history, params = planted_run.run(watched, scaler, params, place)
+        history, params = planted_run.run(advance, scaler, params, place)
         assert not scaler.state.scale.is_fully_addressable
         report = planted_run.first_scaler().report(place(planted_run.probe(6), "probe"))
         found[name] = {
             "history": history,
-            "seen": list(watch.finish()),
-            "stuck": [[r.state.skips, *map(str, r.bad)] for r in reports],
             "report": [str(g) for g in report.bad],
             "params": {
                 name: [

@@ -18,7 +18,7 @@ from polymp.torch import low_weights
 from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import BATCH, CUTS, Cut, Toy, data, named, whole
 
-MODES = ("master", "split", "stochastic", "kahan")
+MODES = ("master", "split", "stochastic")
 STEPS, SAVED = 6, 3
 
 

@@ -21,10 +21,10 @@ from torch._dynamo.backends.debugging import aot_eager
 import polymp
 from polymp import Policy
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules import decision_log
 from polymp.rules.row import LOW
 from polymp.torch import autocast, scoped
 from tests.support import random_policies as given
+from tests.support.decisions import Decisions, recording
 from tests.support.frameworks import in_torch as fw
 from tests.support.random_policies import MINE, SIZE, WRONG, Call, Framework, Module
 
@@ -146,7 +146,7 @@ def eager(count: int) -> dict[str, Any]:
         if not given.contradicts(policy, given.program(seed)):
             for name, decide in WRONG.items():
                 noticed[name] += bool(mistakes(seed, policy, low, found, decide))
-    with polymp.recording() as it:
+    with recording() as it:
         for seed, low, policy, model, by_scope in cases(count):
             start = len(it)
             found = ran(model, policy, low, arguments(seed), by_scope, model)
@@ -162,7 +162,7 @@ def eager(count: int) -> dict[str, Any]:
     return {"wrong": wrong, "seen": seen, "noticed": noticed, "recorded": recorded, "stale": stale}
 
 
-def said(it: decision_log.Decisions, start: int) -> list[Any]:
+def said(it: Decisions, start: int) -> list[Any]:
     return [(e.op, e.decision) for e in it.entries[start:]]
 
 

@@ -46,17 +46,13 @@ FALLBACKS = {
 
 
 def falls_back(call: Any, reason: str, policy: Any = "fp8") -> None:
-    """A call has a reason in `explain` and in a recording, and runs as under lean."""
+    """A call has a reason in `explain`, and runs as under lean."""
     with explain() as report, autocast("cpu", policy=policy):
         y = call()
     told = [(c.recipe, c.fallback) for c in report if c.rule == "fp8"]
     assert told == [("", reason)]
     assert report.fallbacks == {reason: 1}
     assert f"1 as lower: {reason}" in " ".join(str(report).split())
-    with polymp.recording() as record, autocast("cpu", policy=policy):
-        call()
-    entry = record.entries[0]
-    assert (entry.row.rule, entry.recipe, entry.fallback) == ("fp8", "", reason)
     with autocast("cpu", policy="lean"):
         expected = call()
     assert y.dtype is expected.dtype

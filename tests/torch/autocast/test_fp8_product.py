@@ -15,7 +15,7 @@ import polymp
 from polymp.backends.torch.autocast.fp8_operand import VERBS, Quantisation, of_activation
 from polymp.fp8.quantise import quantised, scale_of
 from polymp.fp8.recipes import RECIPES
-from polymp.torch import autocast
+from polymp.torch import autocast, explain
 from tests.support.fp8_numpy import DTYPES
 from tests.support.fp8_numpy import VERBS as NUMPY
 from tests.support.sizes import size
@@ -287,10 +287,10 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_in_8_bits(call):
-    with polymp.recording() as record, autocast("cpu", policy="fp8"):
+    with explain() as report, autocast("cpu", policy="fp8"):
         y = CALLS[call]()
-    (entry,) = record.entries
-    assert (entry.recipe, entry.fallback) == ("tensorwise", "")
+    (call_site,) = (c for c in report if c.rule == "fp8")
+    assert (call_site.recipe, call_site.fallback) == ("tensorwise", "")
     assert y.dtype is torch.bfloat16
     right = CALLS[call]()
     assert y.shape == right.shape

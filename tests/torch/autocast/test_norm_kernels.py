@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import polymp
 from polymp.torch import autocast
 from tests.support import forks
+from tests.support.decisions import recording
 from tests.support.torch.norm_kernels import NORMS, SHAPE, Kernels
 
 LOW = ("bfloat16", "float16")
@@ -64,7 +64,7 @@ def test_a_record_changes_no_kernel_of_a_norm_on_a_cpu(norm: str) -> None:
     """The CPU's kernels take float32 weights beside a low input; a record lends every op ours."""
     x, low = torch.ones(SHAPE, dtype=torch.bfloat16), torch.bfloat16
     found = []
-    for record in (contextlib.nullcontext(), polymp.recording()):
+    for record in (contextlib.nullcontext(), recording()):
         with record, autocast("cpu", low, policy="lean"), Kernels() as kernels:
             NORMS[norm](x, lambda axis: torch.ones(SHAPE[axis]))
         found.append(kernels.found)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-import polymp
 from polymp.backends.torch.autocast import kernel_registry, torch_table
 from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules import policy_files
 from polymp.rules.vocabulary import vocabulary
-from polymp.torch import autocast, checkpoint
+from polymp.torch import autocast, explain
 from tests.support import forks
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -303,12 +303,12 @@ def test_what_is_written_into_a_tensor_takes_its_dtype(name, into, by, policy):
     expected = WRITES[name](whole.clone(), part.to(into))
     with pytest.raises((RuntimeError, IndexError)):
         WRITES[name](whole.clone(), part)
-    with polymp.recording() as record, autocast("cpu", BF16, policy=policy):
+    with explain() as report, autocast("cpu", BF16, policy=policy):
         made = WRITES[name](given := whole.clone(), part)
     assert made.dtype is into
     assert torch.equal(made, expected)
     assert (made is given) == name.endswith(("_", "= y"))
-    assert {row.rule for row in record.rows()} == {"first"}
+    assert {row.rule for row in report.rows()} == {"first"}
 
 
 @pytest.mark.parametrize("policy", [None, "torch-cuda"])

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import polymp.torch
 from polymp.torch import autocast
 from tests.support.threads import in_thread
 from tests.support.torch.compiled import mm, short
@@ -30,7 +29,7 @@ KEEPS_TANH = {"name": "keeps_tanh", "rules": {"linear": "lower", "tanh": "fp32"}
 
 
 def checkpointed(
-    amp: Any, kind: bool | None, where: str, checkpoint: Any = checkpoint, **arguments: Any
+    amp: Any, kind: bool | None, where: str, **arguments: Any
 ) -> tuple[list[Any], list[torch.Tensor]]:
     """Dtypes seen by the block, and loss and gradients.
 
@@ -88,10 +87,9 @@ def test_gradients_of_another_region_are_seen() -> None:
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("how", [checkpoint, polymp.torch.checkpoint], ids=["torch's", "ours"])
-def test_checkpoint_recomputes_under_the_policy(how: Any, reentrant: bool, where: str) -> None:
+def test_checkpoint_recomputes_under_the_policy(reentrant: bool, where: str) -> None:
     given = {"dtype": FP16, "policy": KEEPS_TANH}
-    seen, ours = checkpointed(autocast, reentrant, where, how, **given)
+    seen, ours = checkpointed(autocast, reentrant, where, **given)
     _, plain = checkpointed(autocast, None, where, **given)
     assert seen == [(True, FP16, FP32)] * 2
     assert all(map(torch.equal, ours, plain))

@@ -531,12 +531,7 @@ def under_inference_mode(x: torch.Tensor) -> None:
         x.exp()
 
 
-def recorded(x: torch.Tensor) -> None:
-    with polymp.recording():
-        x.exp()
-
-
-@pytest.mark.parametrize("program", [in_a_block, of_a_call, under_inference_mode, recorded])
+@pytest.mark.parametrize("program", [in_a_block, of_a_call, under_inference_mode])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(
     program: Callable[[torch.Tensor], None], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

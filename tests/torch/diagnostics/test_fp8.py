@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.errors import PolicyError
-from polymp.torch import GradScaler, autocast, explain, fp8_policy, locate, scoped
-from tests.support.torch.fp8_models import RECIPES, Llama, Net, policy
+from polymp.torch import GradScaler, autocast, explain, locate, scoped
+from tests.support.torch.fp8_models import RECIPES, Llama, policy
 
 # The scaler is there to find Inf and NaN alone.
 pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
@@ -230,9 +229,7 @@ class Two(nn.Module):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_the_first_and_the_last_product_stay_in_bfloat16():
     model, x = Two(), torch.randn(2, 16, 16)
-    policy = fp8_policy(model, x)
-    assert policy.scopes == ("head", "start")
-    assert all(p.grad is None for p in model.parameters())
+    policy = polymp.policy("fp8").without_fp8("start", "head")
     scoped(model, policy)
     with explain(model=model) as found, autocast("cpu", torch.bfloat16):
         model(x)
@@ -240,34 +237,3 @@ def test_the_first_and_the_last_product_stay_in_bfloat16():
     assert by_module.pop("start") == by_module.pop("head") == ("lower", "")
     assert {*by_module.values()} == {("fp8", "tensorwise")}
     assert len(by_module) == 14
-
-
-def test_without_arguments_the_order_is_that_of_the_modules():
-    assert fp8_policy(Two()).scopes == ("head", "start")
-    rowwise = fp8_policy(Net(), policy=polymp.policy("fp8").override(recipe="rowwise"))
-    assert (rowwise.scopes, rowwise.fp8) == (("a", "k"), "rowwise")
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: fp8_policy(3), TypeError, "fp8_policy() takes a torch.nn.Module, not 3."),
-        (
-            lambda: fp8_policy(Net(), policy="amp"),
-            PolicyError,
-            "fp8_policy(): policy 'amp' runs no product in 8 bits. Give policy 'fp8', or one with "
-            "rows of rule fp8.",
-        ),
-        (
-            lambda: fp8_policy(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))),
-            PolicyError,
-            "fp8_policy(): Sequential has products in fewer than three modules ('0', '1'). Without "
-            "the first and the last, none is left to run in 8 bits. Write policy='fp8' to run all "
-            "in 8 bits.",
-        ),
-    ],
-)
-def test_a_policy_that_cannot_be_made(call, error, message):
-    with pytest.raises(error) as raised:
-        call()
-    assert str(raised.value) == message

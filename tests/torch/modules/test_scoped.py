@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp import PolicyError
 from polymp.backends.torch.autocast import policy_code, region_casts, regions
 from polymp.errors import PolicyWarning
-from polymp.torch import autocast, bake, checkpoint, scoped
+from polymp.torch import autocast, bake, scoped
 from tests.support import forks
 from tests.support.threads import in_threads
 from tests.support.torch.compiled import Count
@@ -513,14 +513,12 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("around", ["polymp", "torch"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("own", [True, False], ids=["polymp's", "torch's"])
 def test_recomputation_runs_under_the_same_policies(
-    x: torch.Tensor, around: str, reentrant: bool, own: bool
+    x: torch.Tensor, around: str, reentrant: bool
 ) -> None:
-    """A module carries its policy into torch's own checkpoint, too."""
+    """A module carries its policy into torch's checkpoint."""
     x = x.requires_grad_()
-    how = checkpoint if own else torch.utils.checkpoint.checkpoint
-    how = functools.partial(how, use_reentrant=reentrant)
+    how = functools.partial(checkpoint, use_reentrant=reentrant)
     plain, again = (seeded(lambda h=h: Checkpointed(h)) for h in (None, how))
     policy = LAST.override(fp32=["gelu"])
     without = run(plain, x, REGIONS[around]("cpu", FP16))
@@ -535,9 +533,7 @@ def test_recomputation_runs_under_the_same_policies(
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("own", [True, False], ids=["polymp's", "torch's"])
-def test_a_function_is_recomputed_in_its_scope(x: torch.Tensor, reentrant: bool, own: bool) -> None:
-    how = checkpoint if own else torch.utils.checkpoint.checkpoint
+def test_a_function_is_recomputed_in_its_scope(x: torch.Tensor, reentrant: bool) -> None:
     seen = []
 
     class Inner(nn.Module):
@@ -546,7 +542,7 @@ def test_a_function_is_recomputed_in_its_scope(x: torch.Tensor, reentrant: bool,
             return x.square()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return how(self.inner, x, use_reentrant=reentrant)
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
 
     model = Inner()
     scoped(model, {"rules": {"exp": "fp32"}})
@@ -657,7 +653,7 @@ def test_a_trace_that_fails_leaves_the_scopes(x: torch.Tensor, count: Count) -> 
 
 
 def test_compiled_checkpoints(x: torch.Tensor, count: Count) -> None:
-    how = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    how = functools.partial(checkpoint, use_reentrant=False)
     again, plain = (seeded(lambda h=h: Checkpointed(h)) for h in (how, None))
     low = run(torch.compile(plain, backend="aot_eager"), x, autocast("cpu", FP16))
     scoped(again, LAST)

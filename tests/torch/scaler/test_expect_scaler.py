@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from polymp.backends.torch.autocast import regions
 from polymp.errors import ScalerWarning, UnscaledError
-from polymp.torch import GradScaler, LossScalers, autocast, expect_scaler
+from polymp.torch import GradScaler, autocast, expect_scaler
 from tests.support import forks
 
 LOW = torch.float16
@@ -150,13 +150,6 @@ def by_scaler_with_a_closure(run: Run) -> None:
     scaler.step(run.optimizer, closure)
 
 
-def by_loss_scalers(run: Run) -> None:
-    scalers = LossScalers("cpu", losses="a")
-    scalers.backward(run.optimizer, a=run.loss())
-    scalers.step(run.optimizer)
-    scalers.update()
-
-
 def by_torchs(run: Run) -> None:
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(2):
@@ -247,7 +240,7 @@ def beside_a_float32_model(run: Run) -> None:
 
 
 FINE = (
-    by_scaler, by_scaler_on_the_device, by_scaler_with_a_closure, by_loss_scalers, by_torchs,
+    by_scaler, by_scaler_on_the_device, by_scaler_with_a_closure, by_torchs,
     by_a_subclass, unscaled_by_hand, unscaled_by_torchs_by_hand, by_a_disabled_scaler, in_bfloat16,
     in_float32, after_inference, after_a_skip, without_gradients, gradients_on_another_device,
     beside_a_float32_model,
@@ -338,7 +331,7 @@ def test_nothing_is_hooked_unless_asked_for() -> None:
     code = (
         "import torch; from torch.optim import optimizer as o\n"
         "before = len(o._global_optimizer_pre_hooks)\n"
-        "from polymp.torch import autocast, GradScaler, LossScalers, expect_scaler\n"
+        "from polymp.torch import autocast, GradScaler, expect_scaler\n"
         "w = torch.ones(2, 2, requires_grad=True)\n"
         "s, opt = GradScaler('cpu'), torch.optim.SGD([w], lr=1.0)\n"
         "with autocast('cpu', torch.float16): loss = (w @ w).sum()\n"

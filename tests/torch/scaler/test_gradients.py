@@ -332,3 +332,43 @@ def test_a_gradient_without_values() -> None:
     p = torch.zeros(0, requires_grad=True)
     p.grad = torch.zeros(0)
     assert not unscaled(ready(), [p, dense(torch.float32, 1.0)])
+
+
+# --- several losses, several optimizers -----------------------------------------------------------
+
+
+def test_two_losses_of_one_optimizer_have_a_scaler_each() -> None:
+    weight = torch.tensor([1.0, -2.0], requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scalers = [GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    for bad in (None, 1, None, None):
+        before, total = weight.tolist(), torch.zeros(2)
+        for at, scaler in enumerate(scalers):
+            optimizer.zero_grad()
+            loss = (weight * (at + 1)).sum() * (1e38 if at == bad else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            total += weight.grad
+        weight.grad = total
+        if not any(scaler.found_inf(optimizer) for scaler in scalers):
+            assert total.tolist() == [3.0, 3.0]
+            optimizer.step()
+        assert (weight.tolist() == before) == (bad is not None)
+        for scaler in scalers:
+            scaler.update()
+    assert [s.get_scale() for s in scalers] == [32.0, 8.0]
+
+
+def test_two_optimizers_have_a_scaler_each() -> None:
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=0.5) for w in weights]
+    scalers = [GradScaler("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
+    for bad in (None, 1, None, None):
+        for at, (w, optimizer, scaler) in enumerate(zip(weights, optimizers, scalers, strict=True)):
+            optimizer.zero_grad()
+            scaler.scale(w.sum() * (1e38 if at == bad else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [s.get_scale() for s in scalers] == [32.0, 8.0]
+    assert [w.tolist() for w in weights] == [[-1.0, -1.0], [-0.5, -0.5]]
+    assert [int(s.skipped_steps) for s in scalers] == [0, 1]

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.torch import autocast, bake, checkpoint, custom_bwd, custom_fwd, scoped
+from polymp.torch import autocast, bake, custom_bwd, custom_fwd, scoped
 from tests.support import forks
 from tests.support.sizes import size
 from tests.support.torch.models import MODELS

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp import PolicyError
 from polymp.backends.torch.autocast.fp8_weight import WeightInBits
 from polymp.backends.torch.weights import compare_bits, originals
 from polymp.fp8 import fallback
-from polymp.torch import autocast, checkpoint, freeze
+from polymp.torch import autocast, freeze
 from tests.support.sizes import size
 from tests.support.torch.compiled import Count
 from tests.support.torch.fp8_models import RECIPES
@@ -284,15 +284,10 @@ def steps(model: nn.Module, region: Callable[[], Any], optimizer: Any) -> list[A
 AGAIN: dict[str, Any] = {
     "": None,
     "checkpoint": lambda *a: checkpoint(*a, use_reentrant=False),
-    "torch's": lambda *a: torch.utils.checkpoint.checkpoint(*a, use_reentrant=False),
 }
-
-
-# torch's own checkpoint recomputes without the policy.
 TRAINED = [
     (None, ""),
     (None, "checkpoint"),
-    (None, "torch's"),
     ("lean", ""),
     ("lean", "checkpoint"),
     *((in_8_bits(recipe), again) for recipe in RECIPES for again in ("", "checkpoint")),
@@ -325,7 +320,7 @@ def plain_call(model: nn.Module, policy: Any) -> torch.Tensor:
 
 def test_reentrant_checkpoints_say_what_they_need() -> None:
     def again(*a: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(*a, use_reentrant=True)
+        return checkpoint(*a, use_reentrant=True)
 
     model = LM(lora=True, again=again)
     model.table.requires_grad_()

@@ -129,15 +129,12 @@ def test_an_exact_mode_has_the_bits_of_float32(
             assert ((gap <= half) | ~full.isfinite() | (full.abs() > 3.38e38)).all()
 
 
-@pytest.mark.parametrize("mode", ["stochastic", "kahan"])
 @settings(max_examples=size(20, 200))
 @given(events=EVENTS)
 @example(events=[("copy", 0), ("save", 0)])  # the values that the weights have already
-def test_the_other_modes_are_the_same_in_every_run(
-    mode: str, events: list[tuple[str, int]]
-) -> None:
+def test_stochastic_is_the_same_in_every_run(events: list[tuple[str, int]]) -> None:
     """And a save and a load, wherever it happens, changes nothing."""
-    one, other = Run("adamw", mode), Run("adamw", mode)
+    one, other = Run("adamw", "stochastic"), Run("adamw", "stochastic")
     for event, seed in events:
         one.happens(event, seed)
         if event != "save":

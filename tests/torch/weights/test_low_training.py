@@ -12,7 +12,7 @@ from polymp.torch import low_weights
 from tests.support.sizes import size
 from tests.support.torch.low_training import MODELS, made, same_bits, train, weights
 
-MODES = ("master", "split", "stochastic", "kahan")
+MODES = ("master", "split", "stochastic")
 
 
 def few_steps(x: Any) -> Any:

@@ -13,7 +13,7 @@ from polymp.backends.torch.weights import update_watch
 from polymp.errors import LowWeightsWarning
 from polymp.torch import GradScaler, UpdateWatch, audit, low_weights
 
-MODES = ("master", "split", "stochastic", "kahan")
+MODES = ("master", "split", "stochastic")
 
 
 def run(

@@ -1,8 +1,6 @@
-"""The inputs of `polymp doctor --measure`: shapes, seconds, and a model by name."""
+"""The model that `polymp doctor --model` and `polymp check --model` name: MODULE:FUNCTION."""
 
-import argparse
 import importlib
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -25,32 +23,6 @@ class Example(NamedTuple):
     inputs: tuple[Any, ...]
 
 
-def shapes(text: str) -> list[tuple[int, int, int]]:
-    """Read shapes of linear layers: "512x512x2048,1x768x3072"."""
-    found = []
-    for part in text.split(","):
-        sizes = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)x([1-9]\d*)\s*", part)
-        if sizes is None:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is no shape of a linear layer. Write rows x inputs x outputs, with "
-                "commas between shapes: 512x512x2048,1x768x3072."
-            )
-        m, k, n = map(int, sizes.groups())
-        found.append((m, k, n))
-    return list(dict.fromkeys(found))
-
-
-def seconds(text: str) -> float:
-    """Read a time to measure for."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0.5 <= found <= 600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.5 to 600.")
-    return found
-
-
 def example(text: str) -> Example:
     """Call a function of the user's that returns a model and its inputs: "train:example".
 
@@ -65,49 +37,49 @@ def example(text: str) -> Example:
     Raises:
         UsageError: there is no such function, it fails, or it returns something else.
     """
-    given = f"--model {text}"
+    option = f"--model {text}"
     module, _, name = text.partition(":")
     names = module.split(".")
     if module.endswith(".py") or not name.isidentifier() or not all(map(str.isidentifier, names)):
         plain = ".".join(Path(module).with_suffix("").parts) if module.endswith(".py") else ""
         hint = f" Write {plain}:{name or 'example'}." if plain else ""
         raise UsageError(
-            f"{given}: this is not MODULE:FUNCTION, as train:example for the function example in "
+            f"{option}: this is not MODULE:FUNCTION, as train:example for the function example in "
             f"train.py.{hint}"
         )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module}.".startswith(f"{missing}."):
             why = f"there is no module {missing!r}, neither installed nor in {here}."
         else:
-            why = f"importing {module} failed: {_said(error)}"
-        raise UsageError(f"{given}: {why}") from error
-    function = getattr(found, name, None)
+            why = f"importing {module} failed: {error_line(error)}"
+        raise UsageError(f"{option}: {why}") from error
+    function = getattr(imported, name, None)
     if not callable(function):
-        own = [n for n, x in vars(found).items() if getattr(x, "__module__", "") == module]
+        own = [n for n, x in vars(imported).items() if getattr(x, "__module__", "") == module]
         has = f"It has {', '.join(own)}." if own else "It has no functions."
-        raise UsageError(f"{given}: module {module!r} has no function {name!r}. {has}")
+        raise UsageError(f"{option}: module {module!r} has no function {name!r}. {has}")
     try:
-        made = function()
+        result = function()
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{given}: {name}() failed: {_said(error)}") from error
-    return _checked(made, f"{given}: {name}()")
+        raise UsageError(f"{option}: {name}() failed: {error_line(error)}") from error
+    return _checked(result, f"{option}: {name}()")
 
 
-def _checked(made: object, what: str) -> Example:
+def _checked(result: object, what: str) -> Example:
     returns = (
         "Return (model, inputs): a torch module and the tuple of its inputs, or a JAX function and "
         "the tuple of its arguments."
     )
-    if not isinstance(made, tuple) or len(made) != 2:
-        kind = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    if not isinstance(result, tuple) or len(result) != 2:
+        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise UsageError(f"{what} returned {kind}. {returns}")
-    model, inputs = made
+    model, inputs = result
     if not callable(model):
         raise UsageError(f"{what} returned {type(model).__name__} for a model. {returns}")
     if not isinstance(inputs, tuple):
@@ -120,7 +92,7 @@ def _checked(made: object, what: str) -> Example:
     return Example("torch" if is_torch else "jax", model, inputs)
 
 
-def _said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The type and first line of an error, and the last line of the user's folder on its way."""
     try:
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -134,4 +106,6 @@ def _said(error: BaseException) -> str:
 
 def failed(text: str, error: BaseException) -> UsageError:
     """The error of a model whose call fails."""
-    return UsageError(f"--model {text}: calling the model on its inputs failed: {_said(error)}")
+    return UsageError(
+        f"--model {text}: calling the model on its inputs failed: {error_line(error)}"
+    )

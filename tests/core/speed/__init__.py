@@ -1,1 +1,0 @@
-"""Tests of the dtype that is advised and of predicted times."""

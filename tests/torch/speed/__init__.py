@@ -1,1 +1,0 @@
-"""Tests of the products of a model in the torch backend."""

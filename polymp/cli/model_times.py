@@ -91,9 +91,11 @@ def _jax(function: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
     from polymp.jax import autocast
 
     function, inputs = nnx.owned(function, inputs)
-    jit = jax.jit
+    jit: Callable[[Any], Any] = jax.jit
     if nnx.among(inputs):
-        from flax.nnx import jit
+        from flax import nnx as flax_nnx
+
+        jit = flax_nnx.jit
     compiled = {dtype: jit(autocast(function, dtype=dtype)) for dtype in (BFLOAT16, FLOAT16)}
     compiled[FLOAT32] = jit(function)
 

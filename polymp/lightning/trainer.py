@@ -84,7 +84,6 @@ class Precision(Region, plugins.FSDPPrecision):
         """
         module = next(m for m in model.modules() if isinstance(m, LightningModule))
         self.begin(module.trainer.strategy.root_device.type)
-        self.teardown()
         self._root = model
         return super().connect(model, optimizers, lr_schedulers)
 

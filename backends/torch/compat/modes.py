@@ -49,12 +49,6 @@ def is_recorded() -> bool:
     Ops may then be written into a program, where a number computed earlier would be a constant, or
     be differentiated in ways that a node of ours has no rule for. Modes of ours that only look on
     do not count.
-    """
-    return is_written_down() or is_transformed()
-
-
-def is_written_down() -> bool:
-    """Return whether a mode sees the ops, or torch.jit.trace does.
 
     `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` since 2.0,
     `_get_tracing_state`, of torch.jit.trace, since 1.0.
@@ -63,7 +57,7 @@ def is_written_down() -> bool:
         modes = map(torch._C._get_dispatch_stack_at, range(depth))
         if any(not getattr(mode, "looks_on", False) for mode in modes):
             return True
-    return torch._C._get_tracing_state() is not None
+    return torch._C._get_tracing_state() is not None or is_transformed()
 
 
 def innermost_mode() -> Any:

@@ -24,11 +24,9 @@ class Extension(nn.Module):
 
     Attributes:
         KEY: the key of their data in the module's `__dict__`.
-        COPIED: whether a copy of the module has them, too.
     """
 
     KEY: ClassVar[str]
-    COPIED: ClassVar[bool] = True
 
     def __init_subclass__(cls, **_: object) -> None:
         """Do nothing, so that classes which keep a list of their subclasses do not get this."""
@@ -40,10 +38,6 @@ class Extension(nn.Module):
         function, arguments, *rest = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (below, *arguments[1:])
-        state = rest[0] if rest else None
-        if isinstance(state, dict):
-            gone = {e.KEY for e in worn if not e.COPIED}
-            rest[0] = {key: value for key, value in state.items() if key not in gone}
         return _extended_again, (function, arguments, _copied(self, worn)), *rest
 
 
@@ -173,12 +167,9 @@ def _deepcopy(self: nn.Module, memo: Any) -> nn.Module:
         copied = copy.deepcopy(self, memo)
     finally:
         self.__class__ = own
-    for extension in worn:
-        if not extension.COPIED:
-            copied.__dict__.pop(extension.KEY, None)
     return _extended_again(lambda: copied, (), _copied(self, worn))
 
 
 def _copied(module: nn.Module, worn: Iterable[type[Extension]]) -> Any:
-    """Return the extensions that a copy of a module has, too, with their data."""
-    return tuple((e, module.__dict__[e.KEY]) for e in worn if e.COPIED and e.KEY in module.__dict__)
+    """Return the extensions of a module that have data, with their data."""
+    return tuple((e, module.__dict__[e.KEY]) for e in worn if e.KEY in module.__dict__)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import polymp
 from polymp.backends.torch.autocast import kernel_registry
-from polymp.backends.torch.compat import autograd, modes
+from polymp.backends.torch.compat import autograd, dispatcher, modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
 from polymp.errors import PolicyError
@@ -543,8 +547,43 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
         with autocast("cpu", enabled=False):  # it restores regions that were left inside
             interrupted(lambda: program(x), at)
 
+    gc.collect()  # with a library, torch forgets the names of its kernels
     found, lines = all_that_a_record_changes(), set()
     for line in at_every_line(run):
         lines.add(line)
         assert all_that_a_record_changes() == found, line
     assert len(lines) > 45
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_kernels_stay_until_no_other_thread_can_be_in_one(
+    waits: bool, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames, ours = sys._current_frames, {threading.get_ident()}  # pytest may have more threads
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: {at: f for at, f in frames().items() if at in ours}
+    )
+
+    def on_tanh() -> bool:
+        return dispatcher.has_kernel("aten::tanh", "AutocastCPU")
+
+    def work() -> None:
+        while not ended:
+            time.sleep(0)
+
+    in_a_block(x)
+    assert not on_tanh(), "torch has none, and the record is over"
+    ended: list[bool] = []
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait if waits else work)
+    thread.start()
+    ours.add(thread.ident or 0)
+    try:
+        in_a_block(x)
+        assert on_tanh() is not waits
+    finally:
+        ended.append(True)
+        done.set()
+        thread.join()
+    in_a_block(x)
+    assert not on_tanh()

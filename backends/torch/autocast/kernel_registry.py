@@ -35,14 +35,14 @@ class Installed:
     Attributes:
         ops: pairs of a device and an op that has a kernel of ours on the device's autocast key.
         on_prepare: functions that are called with the device of every region that is prepared.
-        left: the libraries of records that have ended; they go when no thread can be in a kernel.
+        everywhere: by device, the kernels on every op, if a record needs them.
         lock: held while any of it changes.
     """
 
     def __init__(self) -> None:
         self.ops: set[tuple[str, str]] = set()
         self.on_prepare: list[Callable[[str], None]] = []
-        self.left: list[torch.library.Library] = []
+        self.everywhere: dict[str, Everywhere] = {}
         self.lock: threading.RLock = threading.RLock()
 
 
@@ -122,49 +122,68 @@ def _put_in(library: torch.library.Library, device: str, name: str) -> bool:
 # While a record of decisions is made: torch's compiled kernels record nothing.
 
 
+class Everywhere:
+    """Kernels of ours on every op of a device, for all records that are made at the time.
+
+    Attributes:
+        library: of the kernels.
+        ops: the ops that have been gone through.
+        records: those that need the kernels.
+    """
+
+    def __init__(self) -> None:
+        self.library: torch.library.Library = torch.library.Library("aten", "IMPL")
+        self.ops: set[str] = set()
+        self.records: set[object] = set()
+
+
 def put_everywhere(stack: ExitStack) -> None:
     """Put our kernels on every op of the vocabulary, until a stack is closed.
 
     At once on devices that are present or have a region, on others when they get one.
     """
-    kernels = _EveryOp()
-    stack.callback(kernels.end)
-    stack.callback(kernels.end)  # an interrupt may end one of the two
+    record = _Record()
+    stack.callback(record.end)
+    stack.callback(record.end)  # an interrupt may end one of the two
     with now.lock:
         fakes = modes.innermost_mode() is not None
         known = {region.device for region in list(regions.prepared.tickets)}
         for device in torch_table.DEVICES:
             if fakes or device in known or accelerators.is_here(device):
-                kernels.cover(device)
-        now.on_prepare.append(kernels.cover)
+                record.cover(device)
+        now.on_prepare.append(record.cover)
 
 
-class _EveryOp:
-    """Kernels of ours on every op; on a device's key from when the first region is made for it."""
-
-    def __init__(self) -> None:
-        self.libraries: dict[str, torch.library.Library] = {}  # by device
+class _Record:
+    """One that needs our kernels on every op of the devices that have a region."""
 
     def cover(self, device: str) -> None:
-        """Put kernels on a device's key, once."""
-        if device in self.libraries or device not in torch_table.DEVICES:
+        """Put kernels on a device's key, where there are none."""
+        if device not in torch_table.DEVICES:
             return
-        library = self.libraries[device] = torch.library.Library("aten", "IMPL")
+        kernels = now.everywhere.setdefault(device, Everywhere())
+        kernels.records.add(self)
         region_casts.watch(device)
         named = {overload for op in vocabulary().ops.values() for overload in op.aten}
         if dispatcher.autocast_key(device) is not None:
-            for name in sorted(n for n in named if (device, n) not in now.ops and "::" not in n):
-                _put_in(library, device, name)
+            for name in sorted(n for n in named - kernels.ops if "::" not in n):
+                if (device, name) not in now.ops:
+                    _put_in(kernels.library, device, name)
+                kernels.ops.add(name)
 
     def end(self) -> None:
-        """Take the kernels away; again after an interrupt, which may come at any line."""
+        """Let the kernels go; again after an interrupt, which may come at any line.
+
+        They go when no record needs them and no other thread can be in one.
+        """
         with now.lock:
             now.on_prepare[:] = [call for call in now.on_prepare if call != self.cover]
-            now.left += [one for one in self.libraries.values() if one not in now.left]
-            self.libraries.clear()
-            while now.left and _is_alone():
-                dispatcher.destroy(now.left[-1])
-                now.left.pop()
+            for kernels in now.everywhere.values():
+                kernels.records.discard(self)
+            for device, kernels in list(now.everywhere.items()):
+                if not kernels.records and _is_alone():
+                    dispatcher.destroy(kernels.library)
+                    del now.everywhere[device]
 
 
 # Modules in whose functions a thread waits, and calls nothing of torch's.
